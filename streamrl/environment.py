@@ -1,0 +1,122 @@
+"""What a user implements: a `Task` says which prompts there are, an `Env` plays one episode of one prompt.
+
+The shortest way is `SingleTurnTask`: two methods, `record` and `reward`. Everything longer (several turns, tools, state)
+implements `Env` itself and returns it from `Task.env`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+Record = Mapping[str, Any]
+"""One prompt of a task: JSON-serialisable, keys are the task's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one action led to.
+
+    Args:
+        reward: feeds the advantage; task units.
+        score: only logged and used for evaluation; None means "the same as reward".
+        done: True ends the episode; False continues it with `messages` as the environment's words.
+        messages: what the environment says next (ignored when done).
+        parts: named components of the reward, logged as `reward/<name>`.
+    """
+
+    reward: float
+    done: bool = True
+    score: float | None = None
+    messages: Sequence[ChatMessage] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Env(Protocol):
+    """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit."""
+
+    def reset(self, record: Record) -> Sequence[ChatMessage] | Awaitable[Sequence[ChatMessage]]:
+        """Start an episode of this prompt; returns the first messages."""
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """The model said `action`."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A set of prompts and a way to play them."""
+
+    name: str
+
+    def num_records(self, split: str) -> int:
+        """How many prompts `split` ("train" or "test") has."""
+        ...
+
+    def record(self, split: str, index: int) -> Record:
+        """Prompt `index` of the split: a pure function of its arguments, JSON-serialisable."""
+        ...
+
+    def env(self) -> Env:
+        """A fresh environment; one is made for each episode."""
+        ...
+
+
+class RewardFunction(Protocol):
+    """Scores a finished completion against its record."""
+
+    name: str
+
+    def __call__(self, record: Record, completion: str) -> float: ...
+
+
+class SingleTurnTask:
+    """Base of a task of one question and one answer: override `record` and `reward`.
+
+    `record` returns at least {"prompt": str}. `reward` returns a float, or a `Step` when reward and score differ.
+    """
+
+    name = "single_turn"
+    num_train = 1_000_000
+    num_test = 200
+
+    def num_records(self, split: str) -> int:
+        return self.num_train if split == "train" else self.num_test
+
+    def record(self, split: str, index: int) -> Record:
+        raise TypeError(f"{type(self).__name__} must define record(split, index)")
+
+    def reward(self, record: Record, completion: str) -> float | Step:
+        raise TypeError(f"{type(self).__name__} must define reward(record, completion)")
+
+    def messages(self, record: Record) -> list[ChatMessage]:
+        """The conversation that opens the episode; one user message by default."""
+        return [ChatMessage("user", str(record["prompt"]))]
+
+    def env(self) -> Env:
+        return _SingleTurnEnv(self)
+
+
+class _SingleTurnEnv:
+    def __init__(self, task: SingleTurnTask) -> None:
+        self._task = task
+        self._record: Record = {}
+
+    def reset(self, record: Record) -> Sequence[ChatMessage]:
+        self._record = record
+        return self._task.messages(record)
+
+    def step(self, action: str) -> Step:
+        result = self._task.reward(self._record, action)
+        return result if isinstance(result, Step) else Step(reward=float(result))

@@ -1,0 +1,104 @@
+"""Every exception that streamrl raises on purpose, drawn once.
+
+    StreamrlError
+    ├── ConfigError              a setting is unknown, impossible or contradicts another
+    ├── TaskError                a task or environment file cannot be loaded or broke its protocol
+    ├── WireError                bytes from a peer were refused; `.counter` names the statistic
+    │   ├── FrameError               wrong magic, flags, frame count or size
+    │   ├── ProtocolVersionError     the peer speaks another protocol number
+    │   ├── KindError                unknown kind, or a kind that is illegal in this direction
+    │   ├── DigestError              the body does not match its digest
+    │   ├── BodyError                the body is not the struct that its kind promises
+    │   └── ContentError             decoded, but its contents are impossible (lengths, NaN, ids, ranges)
+    ├── WeightsError             a weight document is incomplete, corrupt or does not fit the model
+    ├── EngineError              the inference engine failed or was asked for something impossible
+    ├── CheckpointError          a checkpoint is damaged or belongs to another run
+    ├── RunLockedError           another learner owns the run directory, or this one was fenced by a newer
+    └── StoppedError             the hub told this process to stop; `.exit_code` says with which status
+
+Peers' mistakes are `WireError`s: they are counted and never end the process that found them.
+"""
+
+from __future__ import annotations
+
+
+class StreamrlError(Exception):
+    """Root of everything below; catching it catches no programming error."""
+
+
+class ConfigError(StreamrlError, ValueError):
+    """A setting is unknown, impossible, or contradicts another; the message names the key and the remedy."""
+
+
+class TaskError(StreamrlError):
+    """A task or environment cannot be loaded, or broke its protocol."""
+
+
+class WireError(StreamrlError):
+    """Bytes from a peer were refused."""
+
+    counter = "wire"
+
+
+class FrameError(WireError):
+    """Wrong magic, non-zero flags, wrong number of frames, or a frame over the size limit."""
+
+    counter = "frame"
+
+
+class ProtocolVersionError(WireError):
+    """The peer speaks a protocol number that this build does not."""
+
+    counter = "protocol"
+
+
+class KindError(WireError):
+    """The kind byte is unknown, or not legal in this direction."""
+
+    counter = "kind"
+
+
+class DigestError(WireError):
+    """The body does not hash to the digest in its preamble."""
+
+    counter = "digest"
+
+
+class BodyError(WireError):
+    """The body is not a MessagePack value of the struct that its kind promises."""
+
+    counter = "body"
+
+
+class ContentError(WireError):
+    """A decoded message carries impossible contents; `check` names the rule that it broke."""
+
+    counter = "content"
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(message)
+        self.check = check
+
+
+class WeightsError(StreamrlError):
+    """A weight document is incomplete, corrupt, or does not fit the model."""
+
+
+class EngineError(StreamrlError):
+    """The inference engine failed, or was asked for something that it cannot do."""
+
+
+class CheckpointError(StreamrlError):
+    """A checkpoint is damaged, or belongs to another run."""
+
+
+class RunLockedError(StreamrlError):
+    """Another learner owns the run directory, or a newer one has fenced this one."""
+
+
+class StoppedError(StreamrlError):
+    """The hub told this process to stop."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
