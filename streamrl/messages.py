@@ -35,7 +35,7 @@ LongText = Annotated[str, Meta(max_length=2048)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
-U64 = Annotated[int, Meta(ge=0, le=(1 << 64) - 1)]
+U64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound over int64; MessagePack itself ends at 2**64 - 1
 Range = tuple[U32, U32]
 SeqRange = tuple[U64, U64]
 LeaseRef = tuple[U64, U16]
