@@ -17,9 +17,9 @@ class Engine(Enum):
 
 
 class OnInstall(Enum):
-    resume = "continue"
+    keep = "keep"
     recompute = "recompute"
-    drain = "drain"
+    finish = "finish"
 
 
 class OnStale(Enum):
@@ -124,6 +124,12 @@ class SamplingConfig:
 
 
 @dataclass
+class SplitConfig:
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How tokens are drawn."""
+
+
+@dataclass
 class RolloutConfig:
     num_prompts_per_step: int = 16
     """B: groups consumed by one optimizer step."""
@@ -131,9 +137,9 @@ class RolloutConfig:
     """G: trajectories of one group."""
     max_prompt_tokens: int = 1024
     """Longer prompts are refused by the actor and counted."""
-    train: SamplingConfig = field(default_factory=SamplingConfig)
+    train: SplitConfig = field(default_factory=SplitConfig)
     """How training trajectories are sampled."""
-    test: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    test: SplitConfig = field(default_factory=lambda: SplitConfig(SamplingConfig(temperature=0.0)))
     """How evaluation trajectories are sampled; greedy by default."""
     group_policy: GroupPolicy = GroupPolicy.reissue_missing
     """What happens to a group with missing members."""
@@ -145,10 +151,10 @@ class RolloutConfig:
 class FilterConfig:
     zero_std: bool = False
     """Drop groups whose rewards are all equal: they carry no gradient; others are drawn in their place."""
-    accuracy_low: float | None = None
-    """Drop groups whose mean score is not above this."""
-    accuracy_high: float | None = None
-    """Drop groups whose mean score is not below this."""
+    min_std: float = 1e-6
+    """Rewards that spread less than this count as equal under `filter.zero_std`."""
+    accuracy_range: list[float] | None = None
+    """[low, high]: drop groups whose mean score is not strictly between; null is off."""
 
 
 @dataclass
@@ -294,8 +300,8 @@ class ActorsConfig:
     """Compute type of the engine; auto is float32 on a CPU."""
     num_threads: int = 1
     """Torch threads of one actor on a CPU; 0 leaves torch's own choice."""
-    on_install: OnInstall = OnInstall.resume
-    """Running sequences at a new version: `resume` keeps their cache, `recompute` re-reads it, `drain` finishes first."""
+    on_install: OnInstall = OnInstall.keep
+    """Running sequences at a new version: `keep` their cache, `recompute` it, or let them `finish` first."""
     actor_id: str | None = None
     """Stable name of this actor; null makes one from the host and a random part."""
     give_up_after_s: float = 0.0
@@ -324,7 +330,7 @@ class HubConfig:
 
 @dataclass
 class PublishConfig:
-    wire_dtype: WireDtype = WireDtype.auto
+    dtype: WireDtype = WireDtype.auto
     """Type in which weights travel; auto is float32 on a CPU and bfloat16 on a GPU."""
     bucket_bytes: int = 16 << 20
     """Size of a digest and transfer unit."""
@@ -347,8 +353,8 @@ class CheckpointConfig:
 @dataclass
 class EvalConfig:
     every_steps: int = 25
-    """Evaluate after every so many steps; the first and last version are always evaluated unless num_prompts is 0."""
-    num_prompts: int = 100
+    """Evaluate after every so many steps; the first and last version are always evaluated unless num_samples is 0."""
+    num_samples: int = 100
     """Held-out prompts of one evaluation; 0 turns evaluation off."""
 
 

@@ -1,0 +1,141 @@
+"""Rules between settings. Each names the keys, what was got, and the remedy."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+
+def lookahead(config: Config) -> int:
+    """W, the look-ahead window in groups."""
+    window = config.staleness.num_lookahead_groups
+    return config.rollout.num_prompts_per_step if window is None else window
+
+
+def max_lag(config: Config) -> int:
+    """The hard lag bound in optimizer steps: the setting, or eta + ceil(W / B)."""
+    if config.staleness.max_lag is not None:
+        return config.staleness.max_lag
+    return config.staleness.eta + ceil(lookahead(config) / config.rollout.num_prompts_per_step)
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: naming the setting, its value and what to do.
+    """
+    _check_ranges(config)
+    _check_staleness(config)
+    _check_lengths(config)
+    _check_hub(config)
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _check_ranges(config: Config) -> None:
+    positive = {
+        "trainer.num_steps": config.trainer.num_steps,
+        "rollout.num_prompts_per_step": config.rollout.num_prompts_per_step,
+        "rollout.num_responses_per_prompt": config.rollout.num_responses_per_prompt,
+        "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "rollout.train.sampling.max_new_tokens": config.rollout.train.sampling.max_new_tokens,
+        "rollout.test.sampling.max_new_tokens": config.rollout.test.sampling.max_new_tokens,
+        "env.max_turns": config.env.max_turns,
+        "env.num_threads": config.env.num_threads,
+        "env.step_timeout_s": config.env.step_timeout_s,
+        "learner.max_tokens_per_device": config.learner.max_tokens_per_device,
+        "learner.logprob_chunk_tokens": config.learner.logprob_chunk_tokens,
+        "actors.num_concurrent": config.actors.num_concurrent,
+        "publish.bucket_bytes": config.publish.bucket_bytes,
+        "publish.num_keep_versions": config.publish.num_keep_versions,
+        "checkpoint.num_keep": config.checkpoint.num_keep,
+        "launch.num_learner_ranks": config.launch.num_learner_ranks,
+        "hub.num_max_attempts": config.hub.num_max_attempts,
+        "policy.optimizer.lr": config.policy.optimizer.lr,
+        "policy.optimizer.max_grad_norm": config.policy.optimizer.max_grad_norm,
+    }
+    for name, value in positive.items():
+        _need(value > 0, f"{name}={value} must be greater than 0")
+    not_negative = {
+        "launch.num_actors": config.launch.num_actors,
+        "eval.num_samples": config.eval.num_samples,
+        "eval.every_steps": config.eval.every_steps,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+        "run.num_threads": config.run.num_threads,
+        "actors.num_threads": config.actors.num_threads,
+        "loss.entropy_coef": config.loss.entropy_coef,
+        "loss.behavior_penalty": config.loss.behavior_penalty,
+    }
+    for name, value in not_negative.items():
+        _need(value >= 0, f"{name}={value} must not be negative")
+    for split in ("train", "test"):
+        sampling = getattr(config.rollout, split).sampling
+        name = f"rollout.{split}.sampling"
+        _need(sampling.temperature >= 0, f"{name}.temperature={sampling.temperature} must not be negative")
+        _need(0 < sampling.top_p <= 1, f"{name}.top_p={sampling.top_p} must be in (0, 1]")
+        _need(sampling.top_k == -1 or sampling.top_k > 0, f"{name}.top_k={sampling.top_k} must be -1 (off) or positive")
+        _need(0 <= sampling.min_p < 1, f"{name}.min_p={sampling.min_p} must be in [0, 1)")
+    accuracy = config.filter.accuracy_range
+    _need(
+        accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),
+        f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
+    )
+    _need(
+        config.rollout.train.sampling.temperature > 0,
+        "rollout.train.sampling.temperature=0 is greedy: every member of a group would be the same; use a value above 0",
+    )
+
+
+def _check_staleness(config: Config) -> None:
+    eta, window = config.staleness.eta, lookahead(config)
+    _need(eta >= 0, f"staleness.eta={eta} must not be negative")
+    _need(window >= 0, f"staleness.num_lookahead_groups={window} must not be negative")
+    bound = max_lag(config)
+    _need(
+        bound >= eta,
+        f"staleness.max_lag={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
+        "would drop what admission allows; raise max_lag or lower eta",
+    )
+
+
+def _check_lengths(config: Config) -> None:
+    longest = config.rollout.max_prompt_tokens + config.env.max_turns * config.rollout.train.sampling.max_new_tokens
+    budget = config.learner.max_tokens_per_device
+    _need(
+        longest <= budget,
+        f"learner.max_tokens_per_device={budget} cannot hold the longest trajectory: rollout.max_prompt_tokens="
+        f"{config.rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling.max_new_tokens="
+        f"{config.rollout.train.sampling.max_new_tokens} = {longest}; raise the budget or lower the lengths",
+    )
+    group = config.rollout.num_responses_per_prompt
+    needs_group = config.advantage.baseline != "none"
+    _need(
+        group > 1 or not needs_group,
+        f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} nothing to "
+        "compare with: use at least 2, or advantage.baseline=none",
+    )
+
+
+def _check_hub(config: Config) -> None:
+    bind = config.hub.bind
+    _need(bind.startswith("tcp://"), f"hub.bind={bind} must look like tcp://127.0.0.1:5601")
+    host = bind.removeprefix("tcp://").rpartition(":")[0]
+    _need(
+        host in ("127.0.0.1", "localhost", "[::1]"),
+        f"hub.bind={bind} is open to the network, and this release has no authentication of actors: bind 127.0.0.1 and "
+        "bring remote actors in through an encrypted tunnel (ssh -L), which is what the loopback default is for",
+    )
+    _need(
+        config.hub.dead_after_s > config.hub.heartbeat_s,
+        f"hub.dead_after_s={config.hub.dead_after_s} must exceed hub.heartbeat_s={config.hub.heartbeat_s}",
+    )
+    _need(
+        config.policy.model_path is not None or config.policy.tiny.enabled,
+        "policy.model_path is not set: give a local checkpoint directory, or try experiment=quickstart",
+    )

@@ -1,0 +1,205 @@
+"""The only door to hydra and omegaconf: words from the command line in, plain dataclasses out.
+
+`configs/` is composed over the dataclass schema, so an unknown key cannot enter. Before hydra sees them, override words
+are held against the schema, because its own message names no remedy and ours can name the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from streamrl.config.checks import check
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+GROUPS = ("experiment", "algorithm")
+"""Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
+
+HYDRA_FLAGS = ("hydra.", "hydra/")
+
+
+def register_schema() -> None:
+    """Tell hydra about the schema; the YAML files compose over it by the name `schema`."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load_config(overrides: Sequence[str] = ()) -> Config:
+    """Compose configs/ with `key=value` words.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
+    """
+    check_overrides(overrides)
+    register_schema()
+    if GlobalHydra.instance().is_initialized():
+        GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("configs", version_base="1.3"):
+            return to_config(compose("config", overrides=hydra_words(overrides)))
+    except HydraException as error:
+        raise ConfigError(_plain(error)) from error
+
+
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """Options of a task are an open mapping, so new keys must be marked as added for hydra's grammar."""
+    return [f"++{word}" if word.startswith("env.options.") else word for word in words]
+
+
+def to_config(composed: DictConfig) -> Config:
+    """DictConfig stops here."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_plain(error)) from error
+    assert isinstance(config, Config), f"configs/config.yaml does not compose over the schema but over {type(config)}"
+    check(config)
+    return config
+
+
+def check_overrides(words: Sequence[str]) -> None:
+    """Refuse words that name no setting, before hydra sees them.
+
+    Raises:
+        ConfigError: naming the nearest valid key.
+    """
+    keys = set(setting_names())
+    for word in words:
+        if word.startswith("-"):
+            continue
+        key, equals, _ = word.partition("=")
+        key = key.lstrip("+~")
+        if key.startswith(HYDRA_FLAGS) or key in GROUPS:
+            continue
+        if not equals and not word.startswith("~"):
+            raise ConfigError(f"`{word}` is no setting: write key=value, e.g. trainer.num_steps=200")
+        if key not in keys and not key.startswith("env.options."):
+            raise ConfigError(f"Unknown key `{key}`: {_nearest(key, keys)}")
+
+
+def _nearest(key: str, keys: set[str]) -> str:
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    if not close:
+        tail = key.rsplit(".", 1)[-1]
+        close = [name for name in sorted(keys) if name.rsplit(".", 1)[-1] == tail][:1]
+    if not close:
+        close = difflib.get_close_matches(key.rsplit(".", 1)[-1], [n.rsplit(".", 1)[-1] for n in keys], n=1)
+        close = [name for name in sorted(keys) if close and name.endswith("." + close[0])][:1]
+    return f"did you mean `{close[0]}`?" if close else "see `streamrl settings` for every key."
+
+
+def setting_names() -> Iterator[str]:
+    """Dotted names of every setting and section."""
+    for name, _, _, _ in settings():
+        yield name
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            yield ".".join(parts[:end])
+
+
+def settings() -> Iterator[tuple[str, str, Any, str]]:
+    """(dotted name, type, default, sentence) of every setting, in schema order."""
+    yield from _walk(Config(), "")
+
+
+def _walk(section: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+    sentences = field_sentences(type(section))
+    hints = typing.get_type_hints(type(section))
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{prefix}{item.name}.")
+        else:
+            default = value.name if isinstance(value, Enum) else value
+            yield f"{prefix}{item.name}", _type_name(hints[item.name]), default, sentences.get(item.name, "")
+
+
+def _type_name(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(member.name for member in hint)
+    if isinstance(hint, types.UnionType):
+        return "|".join("null" if part is types.NoneType else part.__name__ for part in typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+
+
+def field_sentences(cls: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, read from its source (Python keeps none at run time)."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, following in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
+            found[node.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A config as JSON-able values: enums by name."""
+    return {
+        item.name: _plain_value(getattr(config, item.name)) for item in dataclasses.fields(config)
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: _plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    return value
+
+
+def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The inverse of `to_plain`, with `key=value` words on top (an actor's local wishes over the learner's config)."""
+    check_overrides(overrides)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_plain(error)) from error
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML, for the run directory."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def to_json(config: Config) -> bytes:
+    return json.dumps(to_plain(config)).encode()
+
+
+def _plain(error: Exception) -> str:
+    text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    keep = [line for line in lines if not line.startswith(("object_type", "reference_type", "full_key:"))]
+    keep = list(dict.fromkeys(keep))
+    names = [line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")]
+    text = " ".join(keep)
+    for name in names:
+        if name and name not in text:
+            text = f"{name}: {text}"
+    unknown = [name for name in names if name and name not in set(setting_names())]
+    if unknown and not unknown[0].startswith("env.options"):
+        return f"Unknown key `{unknown[0]}`: {_nearest(unknown[0], set(setting_names()))}"
+    return text
