@@ -1,0 +1,192 @@
+"""Collects the numbers of one step as sums and counts, so that micro-batches and ranks of any size add up exactly.
+
+    micro-batches --add--> Meter (each rank) --totals_for_ranks--> merge (rank 0) --flush--> one dict a step
+
+The mean of two means is wrong as soon as their counts differ; nothing here divides before `flush`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streamrl.metrics.names import Reduction, lookup
+
+PERCENTILES = {"lag/token": (("lag/token_p50", 0.5), ("lag/token_p99", 0.99))}
+"""Histogram -> the keys derived from it when the step ends."""
+
+_ADDITIVE = (Reduction.mean, Reduction.sum, Reduction.std, Reduction.ess)
+_BINNED = (Reduction.histogram, Reduction.mean_by_bin)
+
+
+class Meter:
+    """The open step of one rank.
+
+    Example:
+        meter = Meter()
+        meter.add("policy/loss", 0.5, weight=10)    # a mean of 10 tokens
+        meter.add("policy/loss", 2.0, weight=30)
+        meter.flush(1)                              # {"step": 1, "policy/loss": 1.625}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._bins: dict[str, dict[int, list[float]]] = {}
+
+    def add(self, key: str, value: float, weight: float = 1.0) -> None:
+        """Add one value.
+
+        Args:
+            key: a name of `streamrl.metrics.names`.
+            value: in the metric's unit. For a histogram, the bin.
+            weight: how many units (tokens, trajectories) `value` is the mean of; for a histogram, the count. Ignored by
+                max and last. A weight of 0 adds nothing.
+        Raises:
+            KeyError: the key is not in the list.
+            ValueError: the weight is negative or not finite, a bin is not an integer, or the metric needs another call.
+        """
+        reduction = lookup(key).reduction
+        if reduction in (Reduction.percentile, Reduction.mean_by_bin):
+            raise ValueError(f"{key} is a {reduction.value} metric: add() cannot feed it.")
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"{key}: weight {weight} must be finite and not negative.")
+        if weight == 0:
+            return
+        if not math.isfinite(value):
+            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+        elif reduction is Reduction.histogram:
+            self._add_to_bin(key, value, [float(weight)])
+        else:
+            self._combine(key, reduction, _fields(reduction, float(value), float(weight)))
+
+    def add_all(self, values: Mapping[str, float], weight: float = 1.0) -> None:
+        """`add` each item with the same weight."""
+        for key, value in values.items():
+            self.add(key, value, weight)
+
+    def add_values(self, key: str, values: Iterable[float]) -> None:
+        """Add many single observations, each with weight 1: the usual way to feed std, ess and histograms."""
+        for value in values:
+            self.add(key, float(value))
+
+    def add_moments(self, key: str, count: float, total: float, squares: float) -> None:
+        """Add the sums of `count` observations to a std or ess metric: sum of x and sum of x^2."""
+        reduction = lookup(key).reduction
+        if reduction not in (Reduction.std, Reduction.ess):
+            raise ValueError(f"{key} is a {reduction.value} metric: it takes no moments.")
+        if not (math.isfinite(total) and math.isfinite(squares)):
+            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+        elif count > 0:
+            self._combine(key, reduction, [float(count), float(total), float(squares)])
+
+    def add_histogram(self, key: str, counts: Mapping[int, float]) -> None:
+        """Add ready counts per bin."""
+        for which, count in counts.items():
+            self.add(key, which, count)
+
+    def add_at(self, key: str, which: int, value: float, weight: float = 1.0) -> None:
+        """Add to one bin of a mean-by-bin metric."""
+        if lookup(key).reduction is not Reduction.mean_by_bin:
+            raise ValueError(f"{key} is a {lookup(key).reduction.value} metric: it has no means by bin.")
+        if not math.isfinite(value):
+            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+        elif weight > 0:
+            self._add_to_bin(key, which, [float(value) * weight, float(weight)])
+
+    def totals_for_ranks(self) -> list[float]:
+        """Everything added so far as one list of floats that describes itself, for an all-gather between ranks.
+
+        Lists of different ranks differ in length: pad them with zeros at the end, `merge` ignores the padding. Layout:
+        number of entries, then for each entry the length of its key, the key's code points, the number of values, and
+        the values (for a binned metric, rows of bin and fields one after the other).
+        """
+        entries: list[tuple[str, list[float]]] = list(self._sums.items())
+        for key, bins in self._bins.items():
+            entries.append((key, [x for which, fields in bins.items() for x in (float(which), *fields)]))
+        out = [float(len(entries))]
+        for key, values in entries:
+            out += [float(len(key)), *(float(ord(c)) for c in key), float(len(values)), *values]
+        return out
+
+    def merge(self, totals: Sequence[float] | np.ndarray) -> None:
+        """Add another rank's `totals_for_ranks()` to this meter."""
+        flat = np.asarray(totals, dtype=np.float64).tolist()
+        at = 1
+        for _ in range(int(flat[0])):
+            end = at + 1 + int(flat[at])
+            key = "".join(chr(int(c)) for c in flat[at + 1 : end])
+            values = flat[end + 1 : end + 1 + int(flat[end])]
+            at = end + 1 + len(values)
+            reduction = lookup(key).reduction
+            if reduction in _BINNED:
+                width = 2 if reduction is Reduction.histogram else 3
+                for row in range(0, len(values), width):
+                    self._add_to_bin(key, values[row], values[row + 1 : row + width])
+            elif reduction is not Reduction.last or key not in self._sums:
+                self._combine(key, reduction, values)
+
+    def flush(self, step: int) -> dict[str, Any]:
+        """End the step: divide, derive percentiles, forget. A key that got no value this step is absent."""
+        row: dict[str, Any] = {"step": int(step)}
+        for key, fields in self._sums.items():
+            row[key] = _result(lookup(key).reduction, fields)
+        for key, bins in self._bins.items():
+            if lookup(key).reduction is Reduction.histogram:
+                row[key] = {which: int(round(bins[which][0])) for which in sorted(bins)}
+                row.update((name, percentile(row[key], share)) for name, share in PERCENTILES.get(key, ()))
+            else:
+                row[key] = {which: bins[which][0] / bins[which][1] for which in sorted(bins)}
+        self._sums.clear()
+        self._bins.clear()
+        return row
+
+    def _combine(self, key: str, reduction: Reduction, fields: list[float]) -> None:
+        held = self._sums.get(key)
+        if held is None or reduction is Reduction.last:
+            self._sums[key] = list(fields)
+        elif reduction is Reduction.max:
+            held[0] = max(held[0], fields[0])
+        else:
+            assert reduction in _ADDITIVE, f"{key} has reduction {reduction}"
+            self._sums[key] = [a + b for a, b in zip(held, fields, strict=True)]
+
+    def _add_to_bin(self, key: str, which: float, fields: list[float]) -> None:
+        if which != int(which):
+            raise ValueError(f"{key}: bin {which} is not an integer.")
+        bins = self._bins.setdefault(key, {})
+        held = bins.get(int(which))
+        bins[int(which)] = fields if held is None else [a + b for a, b in zip(held, fields, strict=True)]
+
+
+def percentile(counts: Mapping[int, float], share: float) -> int:
+    """The smallest bin at or below which at least `share` of the counts lie."""
+    total = sum(counts.values())
+    seen = 0.0
+    for which in sorted(counts):
+        seen += counts[which]
+        if seen >= share * total:
+            return which
+    raise ValueError(f"No percentile of an empty histogram: {dict(counts)}")
+
+
+def _fields(reduction: Reduction, value: float, weight: float) -> list[float]:
+    if reduction is Reduction.mean:
+        return [value * weight, weight]
+    if reduction in (Reduction.std, Reduction.ess):
+        return [weight, value * weight, value * value * weight]
+    return [value]
+
+
+def _result(reduction: Reduction, fields: list[float]) -> float:
+    if reduction is Reduction.mean:
+        return fields[0] / fields[1]
+    if reduction is Reduction.std:
+        count, total, squares = fields
+        return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
+    if reduction is Reduction.ess:
+        count, total, squares = fields
+        return total * total / (count * squares) if squares > 0 else 1.0
+    return fields[0]

@@ -1,0 +1,217 @@
+"""Where a step's numbers go. One `FanOut` holds all sinks; a sink that fails is reported and never stops the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from streamrl.metrics.text import compact, duration
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+"""What `Meter.flush` gives: numbers, and histograms as dict of bin to count."""
+
+
+class Sink:
+    """The verbs of every sink. A sink overrides those that mean something to it; the rest do nothing."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """The resolved configuration as plain values, once, before the first metrics."""
+
+    def log_metrics(self, step: int, metrics: Row) -> None:
+        """One step."""
+
+    def log_text(self, text: str) -> None:
+        """An event in words."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table, such as sampled trajectories."""
+
+    def log_artifact(self, path: Path, name: str) -> None:
+        """A file worth keeping."""
+
+    def finish(self) -> None:
+        """No more calls follow."""
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.finish()
+
+
+class FanOut(Sink):
+    """All sinks as one. A member that raises is logged with its traceback the first time, then only counted."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self.num_failures: dict[str, int] = {}
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._each("log_config", config)
+
+    def log_metrics(self, step: int, metrics: Row) -> None:
+        self._each("log_metrics", step, metrics)
+
+    def log_text(self, text: str) -> None:
+        self._each("log_text", text)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._each("log_table", name, columns, rows)
+
+    def log_artifact(self, path: Path, name: str) -> None:
+        self._each("log_artifact", path, name)
+
+    def finish(self) -> None:
+        self._each("finish")
+        for where, count in self.num_failures.items():
+            log.warning("%s failed %d times in this run; its record is incomplete.", where, count)
+
+    def _each(self, verb: str, *args: Any) -> None:
+        for sink in self._sinks:
+            try:
+                getattr(sink, verb)(*args)
+            except Exception:  # third-party trackers raise what they like; a plot is never worth a training run
+                where = f"{type(sink).__name__}.{verb}"
+                self.num_failures[where] = self.num_failures.get(where, 0) + 1
+                if self.num_failures[where] == 1:
+                    log.warning("%s failed; training goes on without it.", where, exc_info=True)
+
+
+class JsonlSink(Sink):
+    """`metrics.jsonl`: one object a step, flushed line by line, so that a killed run keeps all it had reached.
+
+    Also `config.json` and `events.log` beside it.
+
+    Args:
+        path: the file; its directory is made.
+        resume_step: the step that the checkpoint holds. Lines of later steps, which will be done again, and a last line
+            cut short by a crash are dropped. None keeps every whole line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _keep_lines(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        write_atomic(self.path.with_name("config.json"), json.dumps(config, indent=2, default=str) + "\n")
+
+    def log_metrics(self, step: int, metrics: Row) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def log_text(self, text: str) -> None:
+        with self.path.with_name("events.log").open("a", encoding="utf-8") as events:
+            events.write(text.rstrip("\n") + "\n")
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        with self.path.with_name(f"{name}.jsonl").open("a", encoding="utf-8") as table:
+            table.writelines(json.dumps(dict(zip(columns, row, strict=True)), default=str) + "\n" for row in rows)
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+class ConsoleSink(Sink):
+    """One plain line a step.
+
+    Args:
+        total_steps: of the whole run, for the share done and the time left; None leaves both out.
+        stream: where lines go; None is standard error, looked up at each line.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, total_steps: int | None = None, stream: TextIO | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._stream, self._clock = total_steps, stream, clock
+        self._start: tuple[int, float] | None = None
+
+    def log_metrics(self, step: int, metrics: Row) -> None:
+        now = self._clock()
+        first_step, first_s = self._start = self._start or (step, now)
+        eta_s = None
+        if self._total is not None and step > first_step:
+            eta_s = (now - first_s) / (step - first_step) * (self._total - step)
+        self._print(plain_line({"step": step, **metrics}, self._total, eta_s))
+
+    def log_text(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream or sys.stderr, flush=True)
+
+
+class StatusFile:
+    """`status.json`: what is true now, rewritten about once a second by the learner and read by the live view."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, *, run_id: str, state: str, version: int, total_steps: int, max_lag: int, waiting_for: str = "",
+              counters: Mapping[str, float] | None = None,
+              actors: Sequence[tuple[str, str, float, float]] = ()) -> None:
+        """Replace the file in one move.
+
+        Args:
+            state: a word, such as starting, training, waiting, evaluating, finished.
+            waiting_for: whom the hub waits for, in words; empty if nobody.
+            counters: the hub's, by name.
+            actors: (id, state, version, tokens per second) of each.
+        """
+        body = {
+            "run_id": run_id, "state": state, "version": version, "total_steps": total_steps, "max_lag": max_lag,
+            "waiting_for": waiting_for, "counters": dict(counters or {}), "actors": [list(a) for a in actors],
+        }
+        write_atomic(self.path, json.dumps(body) + "\n")
+
+
+def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
+    """A step as one line: step, version, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
+
+    What the row does not hold is left out.
+    """
+    parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps is not None else "")]
+
+    def say(label: str, key: str, suffix: str = "") -> None:
+        if key in row:
+            parts.append(f"{label} {compact(row[key])}{suffix}")
+
+    say("version", "run/version")
+    say("reward", "reward/mean")
+    say("eval", "eval/score")
+    if "lag/token_mean" in row or "lag/head_max" in row:
+        lag_max = row.get("lag/head_max", row.get("lag/token_max"))
+        parts.append(f"lag {compact(row.get('lag/token_mean'), 2)}/{compact(lag_max)}")
+    say("train", "throughput/train_tokens_per_s", " tok/s")
+    say("generate", "throughput/generate_tokens_per_s", " tok/s")
+    say("actors", "hub/actors_alive")
+    if eta_s is not None:
+        parts.append(f"eta {duration(eta_s)}")
+    return "  ".join(parts)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write `text` beside `path` and move it there, so that a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _keep_lines(path: Path, resume_step: int | None) -> None:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break  # cut short by a crash
+        if resume_step is None or json.loads(line)["step"] <= resume_step:
+            kept.append(line)
+    write_atomic(path, "".join(kept))

@@ -1,0 +1,172 @@
+"""`summary.json`: a whole run in one flat object, and how it follows from `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import CheckpointError
+from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.text import compact, duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run. Counts are of the whole run, resumed parts included; None means never measured."""
+
+    run_id: str
+    steps: int
+    wall_s: float
+    eval_score_first: float | None
+    eval_score_last: float | None
+    lag_mean: float
+    """Optimizer steps, over all trained tokens."""
+    lag_max: int
+    """Largest head lag that was trained on."""
+    max_lag_bound: int
+    num_lag_violations: int
+    """Trajectories trained on beyond the bound; 0 unless the program is wrong."""
+    num_groups_leased: int
+    num_groups_accepted: int
+    num_groups_trained: int
+    num_groups_stale: int
+    num_duplicates_dropped: int
+    num_leases_reissued: int
+    num_actor_restarts: int
+    trained_tokens: int
+    tokens_per_s_train: float
+    tokens_per_s_generate: float
+    learner_wait_s: float
+    publish_s_mean: float
+    device: str
+    dtype: str
+    seed: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else; written at the top level after the rest."""
+
+    def __post_init__(self) -> None:
+        taken = sorted(set(self.extra) & {f.name for f in fields(self)})
+        if taken:
+            raise ValueError(f"extra may not hold the summary's own fields: {', '.join(taken)}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields in their order, then `extra`."""
+        return {**{name: getattr(self, name) for name in REQUIRED}, **self.extra}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON in one move; a reader sees the old file or the new one."""
+        write_atomic(Path(path), json.dumps(self.as_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Summary:
+        """Read what `write` wrote; unknown keys become `extra`.
+
+        Raises:
+            CheckpointError: the file is not JSON or lacks a field.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON ({error}): was it edited or cut short?") from error
+        missing = [name for name in REQUIRED if name not in data]
+        if missing:
+            raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is not a summary of this release.")
+        known = {name: data.pop(name) for name in REQUIRED}
+        return cls(**known, extra=data)
+
+    def table(self) -> str:
+        """For the terminal: what a person asks first, a line each."""
+        rows = self.headline()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label.ljust(width)}  {value}" for label, value in rows) + "\n"
+
+    def headline(self) -> list[tuple[str, str]]:
+        """(label, value) pairs of the table."""
+        wait = f"{duration(self.learner_wait_s)} ({self.learner_wait_s / self.wall_s:.0%})" if self.wall_s else "-"
+        violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
+        return [
+            ("run", self.run_id),
+            ("steps", str(self.steps)),
+            ("wall time", duration(self.wall_s)),
+            ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
+            ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
+            ("groups", f"{self.num_groups_trained} trained, {self.num_groups_accepted} accepted, "
+                       f"{self.num_groups_leased} leased, {self.num_groups_stale} stale"),
+            ("recovered", f"{self.num_leases_reissued} leases reissued, {self.num_duplicates_dropped} duplicates "
+                          f"dropped, {self.num_actor_restarts} actor restarts"),
+            ("tokens trained", compact(self.trained_tokens)),
+            ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, {compact(self.tokens_per_s_generate)} generated"),
+            ("learner waited", wait),
+            ("publish", f"{duration(self.publish_s_mean)} on average"),
+            ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
+        ]
+
+
+REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")
+"""Keys of every `summary.json`, in order."""
+
+_COUNTERS = {
+    "num_groups_leased": "hub/groups_leased",
+    "num_groups_accepted": "hub/groups_accepted",
+    "num_groups_trained": "hub/groups_trained",
+    "num_groups_stale": "hub/groups_stale",
+    "num_duplicates_dropped": "hub/duplicates_dropped",
+    "num_leases_reissued": "hub/leases_reissued",
+    "num_actor_restarts": "hub/actor_restarts",
+}
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,
+              extra: Mapping[str, Any] | None = None, **known: Any) -> Summary:
+    """The summary that follows from the lines of `metrics.jsonl`; fields given by name win over what the lines say.
+
+    Rates are totals over the run's wall time, so waiting and evaluation count as time.
+    """
+    tokens = total_histogram(rows, "lag/token")
+    heads = total_histogram(rows, "lag/head")
+    scores = series(rows, "eval/score")[1]
+    wall_s = float(last(rows, "run/wall_s", 0.0))
+    trained = int(last(rows, "run/trained_tokens", sum(series(rows, "policy/num_tokens")[1])))
+    publish = series(rows, "time/publish_s")[1]
+    per_s = 1.0 / wall_s if wall_s else 0.0
+    found: dict[str, Any] = {
+        "steps": len(rows),
+        "wall_s": wall_s,
+        "eval_score_first": scores[0] if scores else None,
+        "eval_score_last": scores[-1] if scores else None,
+        "lag_mean": sum(k * n for k, n in tokens.items()) / max(1, sum(tokens.values())),
+        "lag_max": int(max([0, *heads, *series(rows, "lag/head_max")[1]])),
+        "num_lag_violations": sum(n for k, n in heads.items() if k > max_lag_bound),
+        **{name: int(last(rows, key, 0)) for name, key in _COUNTERS.items()},
+        "trained_tokens": trained,
+        "tokens_per_s_train": trained * per_s,
+        "tokens_per_s_generate": float(last(rows, "run/generated_tokens", 0.0)) * per_s,
+        "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
+        "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
+    }
+    return Summary(run_id=run_id, max_lag_bound=max_lag_bound, device=device, dtype=dtype, seed=seed,
+                   extra=dict(extra or {}), **{**found, **known})
+
+
+def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the lines that hold `key`."""
+    have = [row for row in rows if key in row]
+    return [row["step"] for row in have], [row[key] for row in have]
+
+
+def last(rows: Sequence[Mapping[str, Any]], key: str, default: float) -> float:
+    """The newest value of `key`."""
+    return next((row[key] for row in reversed(rows) if key in row), default)
+
+
+def total_histogram(rows: Sequence[Mapping[str, Any]], key: str) -> dict[int, int]:
+    """Histograms of all lines added up, bins in order."""
+    total: dict[int, int] = {}
+    for row in rows:
+        for which, count in row.get(key, {}).items():
+            total[int(which)] = total.get(int(which), 0) + count
+    return dict(sorted(total.items()))
