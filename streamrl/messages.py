@@ -126,7 +126,7 @@ class Manifest(Message):
 
 
 class Offer(Message):
-    """One way to get a document. shm: a file to map, proven by `probe`, its first 16 bytes. zmq: an endpoint to pull from."""
+    """One way to get a document. shm: a file to map, proven by `probe`, its first bytes. zmq: an endpoint to pull."""
 
     transport: Annotated[str, Meta(max_length=8)]
     name: Annotated[str, Meta(max_length=256)]
@@ -514,10 +514,10 @@ class Publish(Message):
 
 
 class Halt(Message):
-    """Kind 40, both ways: orderly end. `finished`: the run reached its goal, actors exit 0; else they wait for a successor."""
+    """Kind 40, both ways: cut no further batch. A rank asks for it; the hub answers every later Take with it, so that
+    all ranks stop after the same version."""
 
     reason: Text
-    finished: bool
 
 
 class EvalRequest(Message):
@@ -526,7 +526,6 @@ class EvalRequest(Message):
     eval_id: U32
     version: U64
     num_prompts: U32
-    wait: bool
 
 
 class EvalResult(Message):
@@ -557,6 +556,14 @@ class HubStatus(Message):
     actors: tuple[tuple[str, str, float, float], ...]
 
 
+class Shutdown(Message):
+    """Kind 45, rank 0 -> hub: the last word. `finished`: the run is over, actors exit 0; else they wait for a
+    successor at this address."""
+
+    reason: Text
+    finished: bool
+
+
 TO_HUB: dict[int, type[Message]] = {
     1: Hello, 4: Group, 6: ActorBeat, 10: Installed, 11: Drain, 12: Bye,
 }
@@ -567,6 +574,7 @@ TO_WEIGHTS: dict[int, type[Message]] = {8: Pull}
 FROM_WEIGHTS: dict[int, type[Message]] = {9: Chunk}
 RANK_TO_HUB: dict[int, type[Message]] = {
     32: RankReady, 33: Take, 35: Trained, 36: Freeze, 38: Saved, 39: Publish, 40: Halt, 41: EvalRequest,
+    45: Shutdown,
 }
 HUB_TO_RANK: dict[int, type[Message]] = {
     34: BatchShare, 37: FrozenState, 40: Halt, 42: EvalResult, 43: RankWait, 44: HubStatus,

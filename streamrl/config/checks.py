@@ -88,7 +88,7 @@ def _check_ranges(config: Config) -> None:
     )
     _need(
         config.rollout.train.sampling.temperature > 0,
-        "rollout.train.sampling.temperature=0 is greedy: every member of a group would be the same; use a value above 0",
+        "rollout.train.sampling.temperature=0 is greedy: all members of a group would be the same; use more than 0",
     )
 
 
@@ -105,13 +105,14 @@ def _check_staleness(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    longest = config.rollout.max_prompt_tokens + config.env.max_turns * config.rollout.train.sampling.max_new_tokens
+    new_tokens = config.rollout.train.sampling.max_new_tokens
+    longest = config.rollout.max_prompt_tokens + config.env.max_turns * new_tokens
     budget = config.learner.max_tokens_per_device
     _need(
         longest <= budget,
         f"learner.max_tokens_per_device={budget} cannot hold the longest trajectory: rollout.max_prompt_tokens="
-        f"{config.rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling.max_new_tokens="
-        f"{config.rollout.train.sampling.max_new_tokens} = {longest}; raise the budget or lower the lengths",
+        f"{config.rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling."
+        f"max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
     )
     group = config.rollout.num_responses_per_prompt
     needs_group = config.advantage.baseline != "none"

@@ -1,0 +1,91 @@
+"""An actor's sent groups that the hub has not yet made DURABLE: kept as encoded frames, re-sent byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from streamrl.messages import SeqRange
+
+
+@dataclass(slots=True)
+class Entry:
+    seq: int
+    frame: bytes
+    settled: bool = False
+    sent_at: float | None = None
+
+
+class Outbox:
+    """Entries in seq order. States: waiting (sent_at None) -> sent -> settled -> gone (durable or rejected)."""
+
+    def __init__(self, max_groups: int, max_bytes: int) -> None:
+        self.max_groups = max_groups
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: dict[int, Entry] = {}
+        self.next_seq = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def full(self) -> bool:
+        """No more generation until something becomes durable; nothing is ever dropped because a queue is full."""
+        return len(self._entries) >= self.max_groups or self.num_bytes >= self.max_bytes
+
+    def add(self, frame: bytes) -> Entry:
+        entry = Entry(self.next_seq, frame)
+        self._entries[self.next_seq] = entry
+        self.next_seq += 1
+        self.num_bytes += len(frame)
+        return entry
+
+    def waiting(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.sent_at is None and not entry.settled]
+
+    def num_unsettled_sent(self) -> int:
+        return sum(1 for entry in self._entries.values() if entry.sent_at is not None and not entry.settled)
+
+    def oldest_unsettled(self) -> Entry | None:
+        return next((e for e in self._entries.values() if not e.settled and e.sent_at is not None), None)
+
+    def all_settled(self) -> bool:
+        return all(entry.settled for entry in self._entries.values())
+
+    def unsend(self) -> None:
+        """A new link knows nothing of what the old one may have lost: everything unsettled waits again."""
+        for entry in self._entries.values():
+            if not entry.settled:
+                entry.sent_at = None
+
+    def unsettle(self) -> None:
+        """A new learner epoch has not seen what the dead one ACCEPTED: those entries wait again too."""
+        for entry in self._entries.values():
+            entry.settled = False
+            entry.sent_at = None
+
+    def settle(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
+        for seq in self._matching(upto, ranges):
+            self._entries[seq].settled = True
+
+    def forget(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
+        """Durable, or rejected for good."""
+        for seq in self._matching(upto, ranges):
+            self.num_bytes -= len(self._entries.pop(seq).frame)
+
+    def _matching(self, upto: int, ranges: Iterable[SeqRange]) -> list[int]:
+        spans = list(ranges)
+        return [
+            seq for seq in self._entries if seq <= upto or any(first <= seq <= last for first, last in spans)
+        ]
+
+    def seq_ranges(self) -> tuple[SeqRange, ...]:
+        """The seqs held, as inclusive ranges in order."""
+        ranges: list[tuple[int, int]] = []
+        for seq in self._entries:
+            if ranges and ranges[-1][1] == seq - 1:
+                ranges[-1] = (ranges[-1][0], seq)
+            else:
+                ranges.append((seq, seq))
+        return tuple(ranges)

@@ -1,0 +1,48 @@
+"""ZeroMQ sockets with the settings that lose nothing silently; each socket belongs to the thread that made it."""
+
+from __future__ import annotations
+
+import zmq
+
+
+def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int) -> zmq.Socket:
+    """A ROUTER that reports unknown peers (MANDATORY) and never hands one peer's identity to another (HANDOVER off)."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, receive_hwm)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)  # before bind, or it is ignored
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    socket.setsockopt(zmq.BACKLOG, 4096)
+    _keepalive(socket)
+    socket.setsockopt(zmq.LINGER, 0)
+    return socket
+
+
+def actor_dealer(context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20) -> zmq.Socket:
+    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with backoff."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.SNDHWM, 64)
+    socket.setsockopt(zmq.RCVHWM, 256)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+    _keepalive(socket)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    return socket
+
+
+def _keepalive(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def bound_endpoint(socket: zmq.Socket) -> str:
+    """The endpoint that a bind to port 0 really took."""
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
