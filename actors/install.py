@@ -1,0 +1,192 @@
+"""The actor's side of the weight plane: fetch, verify, install between two forward passes, report.
+
+States, one line each:
+
+    IDLE         the installed version generates, nothing newer is known
+    FETCHING     a document is brought and verified in a thread; running sequences go on with the old version
+    VERIFIED     every digest matched; the document waits for its turn at the engine
+    INSTALLING   the engine loads it between two forward passes
+    ROLLBACK     loading failed halfway; the engine loads the previous document again
+
+A newer announce abandons a FETCHING one. From VERIFIED on a version is installed even if a newer one is known: or a
+learner that publishes faster than this actor fetches would keep it on its old version for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Any
+
+from actors.engines.base import Engine, InstallTimes
+from streamrl.errors import EngineError, WeightsError
+from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, VersionRef
+from streamrl.weights.document import Document, Superseded
+from streamrl.weights.manifest import check_manifest, same_weights
+from streamrl.weights.source import Fetched
+
+log = logging.getLogger(__name__)
+
+_ERROR_CHARS = 2000
+
+
+class InstallState(Enum):
+    IDLE = "idle"
+    FETCHING = "fetching"
+    VERIFIED = "verified"
+    INSTALLING = "installing"
+    ROLLBACK = "rollback"
+
+
+class Installer:
+    """Keeps one engine on the newest complete version.
+
+    Args:
+        engine: the only copy of the policy here; all methods are called from its asyncio loop.
+        fetch: `WeightSource.fetch` or anything with its signature.
+        fetch_deadline_s: for bringing one document, over all offers.
+        install_deadline_s: an engine that takes longer is presumed wedged.
+    """
+
+    def __init__(
+        self, engine: Engine, fetch: Callable[..., Fetched], *,
+        fetch_deadline_s: float = 120.0, install_deadline_s: float = 120.0,
+    ) -> None:
+        self._engine, self._fetch = engine, fetch
+        self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
+        # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
+        self._engine_turn = asyncio.Lock()
+        self._cancelled: threading.Event | None = None
+        self._target: VersionRef | None = None
+        self._document: Document | None = None
+        self.state = InstallState.IDLE
+
+    @property
+    def document(self) -> Document | None:
+        """The last document that the engine confirmed; kept for a rollback."""
+        return self._document
+
+    async def install(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Installed | None:
+        """Bring the engine to this version; the report for the hub.
+
+        Returns:
+            `ok=True` when the version is live; `ok=False` with the reason when it is not, and the old version serves
+            on; None when there is nothing to report, because the same or a newer version is on its way here.
+        Raises:
+            EngineError: the engine is wedged, or neither the new nor the previous document could be loaded: it must
+                not generate, and this process should end.
+        """
+        installed = self._engine.installed
+        if installed is not None and manifest.ref <= installed:
+            if self._is_installed(manifest):
+                return _report(manifest, InstallSource.SAME)
+            return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
+        if self._target is not None and manifest.ref <= self._target:
+            return None
+        if self._cancelled is not None:
+            self._cancelled.set()
+        cancelled = self._cancelled = threading.Event()
+        self._target = manifest.ref
+        try:
+            return await self._bring_and_load(manifest, offers, layout, cancelled)
+        except Superseded:
+            return None
+        except WeightsError as error:
+            log.warning("version %s was not installed, %s serves on: %s", manifest.ref, self._engine.installed, error)
+            return _report(manifest, error=str(error))
+        finally:
+            cancelled.set()
+            if self._target == manifest.ref:
+                self._target = None
+                self.state = InstallState.IDLE
+
+    async def _bring_and_load(
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
+    ) -> Installed | None:
+        fetched = await self._bring(manifest, offers, layout, cancelled)
+        async with self._engine_turn:
+            installed = self._engine.installed
+            if installed is not None and manifest.ref <= installed:
+                return None  # a newer one was verified sooner
+            times = await self._load(fetched.document, manifest.ref)
+            self._document = fetched.document
+        log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
+        return _report(manifest, fetched.source, fetched, times)
+
+    async def _bring(
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
+    ) -> Fetched:
+        """The verified document; without a transfer when only the version number is new (a restarted learner)."""
+        check_manifest(manifest, layout)
+        if self._document is not None and same_weights(self._document.manifest, manifest):
+            return Fetched(self._document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
+        self.state = InstallState.FETCHING
+        loop = asyncio.get_running_loop()
+        fetched = await loop.run_in_executor(
+            self._threads, lambda: self._fetch(
+                manifest, offers, layout, cancelled=cancelled, deadline_s=self._fetch_deadline_s
+            ),
+        )
+        self.state = InstallState.VERIFIED
+        return fetched
+
+    async def _load(self, document: Document, ref: VersionRef) -> InstallTimes:
+        self.state = InstallState.INSTALLING
+        try:
+            return await self._engine_install(document, ref)
+        except (WeightsError, asyncio.CancelledError):
+            raise  # the engine's promise: nothing was changed, the old version serves on
+        except Exception as error:  # a foreign library failed halfway: whatever it raised, the model is mixed now
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"{self._engine.name} did not install version {ref} within {self._install_deadline_s:g} s: "
+                    "it is presumed wedged, restart this actor"
+                ) from error
+            await self._roll_back(error, ref)
+            raise WeightsError(f"{self._engine.name} failed to load version {ref}: {error!r}") from error
+
+    async def _roll_back(self, cause: Exception, ref: VersionRef) -> None:
+        self.state = InstallState.ROLLBACK
+        if self._document is None:
+            log.error("the first version %s failed to load: %r", ref, cause)
+            return  # nothing was ever installed, so nothing generates
+        try:
+            await self._engine_install(self._document, self._document.manifest.ref)
+        except Exception as error:
+            raise EngineError(
+                f"{self._engine.name} failed to load version {ref} ({cause!r}) and then to return to "
+                f"{self._document.manifest.ref} ({error!r}): it holds a mixed model, restart this actor"
+            ) from error
+        log.warning("rolled back to version %s after %r", self._document.manifest.ref, cause)
+
+    async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
+        tensors: Any = document.tensors()
+        return await asyncio.wait_for(self._engine.install(tensors, ref), self._install_deadline_s)
+
+    def _is_installed(self, manifest: Manifest) -> bool:
+        document = self._document
+        return document is not None and document.manifest == manifest and self._engine.installed == manifest.ref
+
+    def close(self) -> None:
+        """Abandon a running fetch; may be called twice."""
+        if self._cancelled is not None:
+            self._cancelled.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _report(
+    manifest: Manifest, source: InstallSource = InstallSource.SAME, fetched: Fetched | None = None,
+    times: InstallTimes | None = None, *, error: str = "",
+) -> Installed:
+    return Installed(
+        target=manifest.ref, root=manifest.root, ok=not error, source=int(source),
+        transfer_s=fetched.transfer_s if fetched else 0.0, verify_s=fetched.verify_s if fetched else 0.0,
+        pause_s=times.pause_s if times else 0.0, install_s=times.install_s if times else 0.0,
+        nbytes=fetched.document.nbytes if fetched and source != InstallSource.SAME else 0,
+        error=error[:_ERROR_CHARS],
+    )

@@ -1,0 +1,162 @@
+"""The learner's side of the weight plane: gather, cast, digest, commit.
+
+One uninterrupted block between the optimizer step and the next forward. All ranks walk the tensors in layout order and
+gather them one at a time; rank 0 copies each into the document that is being written and everybody frees it at once.
+Inside the block rank 0 waits for nobody outside: whatever fails there (no room, a fenced run) is remembered, the
+gathers go on to the end, and only then it is raised. A rank that left early would leave the others in an all-gather.
+
+    PREPARED   tensors are gathered and written, nobody sees the document
+    STAGED     all digests known, the file has its final name; training may go on
+    RETIRED    keep_versions newer ones exist
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Layout, Manifest, VersionRef
+from streamrl.weights.manifest import document_nbytes, make_layout, make_manifest
+from streamrl.weights.shm import DocumentWriter, ShmPublisher
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """A staged version: what to announce, where it lies, its size in bytes, and how long the block took."""
+
+    manifest: Manifest
+    path: Path
+    nbytes: int
+    seconds: float
+
+
+def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
+    """(checkpoint name, parameter) in module order; of tied copies only the first, wrappers' prefixes removed."""
+    named = []
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        named.append((name, parameter))
+    return named
+
+
+def round_trip_(parameters: Iterable[torch.Tensor], wire_dtype: torch.dtype) -> None:
+    """Round in place to what a published document holds, so that the learner scores with what actors sample from.
+
+    For copies that only score, never for the optimizer's master weights: small updates would be lost in the rounding.
+    Where `wire_dtype` holds every value of the parameters (float32 in float32, bfloat16 in float32) nothing changes.
+    """
+    with torch.no_grad():
+        for parameter in parameters:
+            if torch.promote_types(parameter.dtype, wire_dtype) != wire_dtype:
+                parameter.copy_(parameter.to(wire_dtype))
+
+
+class Publisher:
+    """Turns the policy's parameters into published documents; every rank has one, rank 0 writes.
+
+    Args:
+        parameters: (checkpoint name, parameter), the same on all ranks; see `policy_parameters`. A parameter that
+            appears twice is tied: its first name travels.
+        wire_dtype: dtype of every tensor in the document.
+        bucket_bytes: size of the units that are digested and moved.
+        shm: owner of the documents' directory; rank 0 needs it, the others leave it None.
+        rank, world: of the group that `full_tensor` gathers over.
+        fence: called right before the document becomes visible; raises if this learner no longer owns the run.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.Tensor]], *, wire_dtype: torch.dtype, bucket_bytes: int,
+        shm: ShmPublisher | None, rank: int = 0, world: int = 1, fence: Callable[[], None] | None = None,
+    ) -> None:
+        if rank == 0 and shm is None:
+            raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
+        self._parameters = _without_ties(parameters)
+        self._wire_dtype, self._rank, self._world, self._shm = wire_dtype, rank, world, shm
+        self._fence = fence or (lambda: None)
+        self._parent: VersionRef | None = None
+        dtype = str(wire_dtype).removeprefix("torch.")
+        self.layout: Layout = make_layout(((name, dtype, p.shape) for name, p in self._parameters), bucket_bytes)
+
+    def publish(self, ref: VersionRef) -> PublishedVersion | None:
+        """Stage the parameters as they are now under `ref`; a collective call. The result on rank 0, None elsewhere.
+
+        Raises:
+            WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
+                rank 0 after the last gather, no room. Whatever `fence` raises. Nothing is visible then.
+        """
+        if self._parent is not None and ref <= self._parent:
+            raise WeightsError(f"version {ref} is not higher than {self._parent}, the last one published")
+        started = time.monotonic()
+        parent, self._parent = self._parent, ref
+        writing = _Writing(self._shm, ref, self.layout) if self._shm is not None and self._rank == 0 else None
+        with torch.no_grad():
+            for _, parameter in self._parameters:
+                self._gather_one(parameter, writing)
+        if writing is None:
+            return None
+        manifest, path = writing.finish(parent, self._fence)
+        return PublishedVersion(manifest, path, document_nbytes(self.layout), time.monotonic() - started)
+
+    def _gather_one(self, parameter: torch.Tensor, writing: _Writing | None) -> None:
+        """Its own function, so that the gathered tensor is freed before the next one is gathered."""
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if writing is not None:
+            writing.append(whole, self._wire_dtype)
+
+
+class _Writing:
+    """The document of one publish; the first failure is kept for `finish`, and later tensors are passed over."""
+
+    def __init__(self, shm: ShmPublisher, ref: VersionRef, layout: Layout) -> None:
+        self._ref, self._layout = ref, layout
+        self._failure: Exception | None = None
+        self._writer: DocumentWriter | None = None
+        try:
+            self._writer = shm.begin(ref, layout)
+        except (WeightsError, OSError) as error:
+            self._failure = error
+
+    def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
+        if self._writer is None or self._failure is not None:
+            return
+        try:
+            self._writer.append(_wire_bytes(tensor, wire_dtype))
+        except (WeightsError, OSError) as error:
+            self._failure = error
+
+    def finish(self, parent: VersionRef | None, fence: Callable[[], None]) -> tuple[Manifest, Path]:
+        try:
+            if self._failure is not None:
+                raise WeightsError(
+                    f"version {self._ref} was not published, actors keep the one before: {self._failure}"
+                ) from self._failure
+            assert self._writer is not None
+            manifest = make_manifest(self._layout, self._ref, parent, self._writer.digests())
+            fence()
+            return manifest, self._writer.commit()
+        finally:
+            if self._writer is not None:
+                self._writer.abort()
+
+
+def _wire_bytes(tensor: torch.Tensor, wire_dtype: torch.dtype) -> memoryview:
+    """The tensor's bytes in the document; no copy if it is on the CPU, contiguous and of the wire dtype already."""
+    flat = tensor.detach().to(device="cpu", dtype=wire_dtype).contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _without_ties(parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in parameters:
+        first.setdefault(id(parameter), (name, parameter))
+    return list(first.values())

@@ -1,0 +1,194 @@
+"""One version's weights as bytes that can be looked at: mapped, verified, then read as tensors without a copy.
+
+A document lies in a file behind a 64-byte header, or in plain memory. It is *unverified* until every bucket has
+matched its digest; only a verified document gives tensors, so no caller can load bytes that nobody checked.
+
+    header  offset  size  field
+            0       16    probe: random, different for every file; proves that two sides see the same one
+            16      8     magic "SRLMDOC1"
+            24      4     learner epoch, u32 little-endian
+            28      4     zero
+            32      8     version, u64
+            40      8     bytes of the body, u64
+            48      16    zero
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Layout, Manifest, VersionRef
+from streamrl.weights.manifest import (
+    DTYPE_BYTES,
+    bucket_digest,
+    bucket_ranges,
+    check_manifest,
+    document_nbytes,
+    same_weights,
+    tensor_nbytes,
+    tensor_offsets,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER_BYTES = 64
+PROBE_BYTES = 16
+MAGIC = b"SRLMDOC1"
+_HEADER = struct.Struct("<16s8sI4xQQ16x")
+assert _HEADER.size == HEADER_BYTES
+
+
+class NotAvailable(WeightsError):
+    """This way to the document does not lead there from here; another may."""
+
+
+class Gone(NotAvailable):
+    """The version was retired while it was fetched; a newer manifest is on its way."""
+
+
+class Superseded(WeightsError):
+    """The fetch was abandoned because a newer version was announced."""
+
+
+def pack_header(probe: bytes, ref: VersionRef, nbytes: int) -> bytes:
+    """The 64 bytes before a document's body."""
+    return _HEADER.pack(probe, MAGIC, ref.learner_epoch, ref.version, nbytes)
+
+
+def unpack_header(raw: bytes) -> tuple[bytes, VersionRef, int]:
+    """(probe, version, bytes of the body).
+
+    Raises:
+        WeightsError: too short, or not a document.
+    """
+    if len(raw) < HEADER_BYTES:
+        raise WeightsError(f"a document has a header of {HEADER_BYTES} bytes, this file has {len(raw)} bytes")
+    probe, magic, epoch, version, nbytes = _HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise WeightsError(f"a document has magic {MAGIC!r} at byte 16, this file has {magic!r}")
+    return probe, VersionRef(epoch, version), nbytes
+
+
+class Document:
+    """The bytes of one version, and what they should be.
+
+    Args:
+        body: the bytes in layout order, without a header; kept alive by the document and by every tensor it gave out.
+        manifest, layout: what the bytes claim to be; checked against each other here.
+        verified: the caller has digested every bucket as it arrived, in memory that nobody else can write.
+    Raises:
+        WeightsError: manifest and layout do not belong together.
+    """
+
+    def __init__(self, body: Any, manifest: Manifest, layout: Layout, *, verified: bool = False) -> None:
+        check_manifest(manifest, layout)
+        self.manifest = manifest
+        self.layout = layout
+        # A numpy array pins its buffer, so a mapping cannot be unmapped under a live tensor.
+        self._body = np.frombuffer(body, dtype=np.uint8)
+        self._verified = verified
+
+    @classmethod
+    def map_file(cls, path: str | Path, manifest: Manifest, layout: Layout) -> Document:
+        """Map the document in `path`. The mapping is private: whatever is done to it, the file stays as it is.
+
+        Raises:
+            FileNotFoundError, PermissionError: as the operating system says.
+            WeightsError: the file is no document of this version.
+        """
+        with open(path, "rb") as file:
+            return cls.map_open_file(file.fileno(), manifest, layout)
+
+    @classmethod
+    def map_open_file(cls, fd: int, manifest: Manifest, layout: Layout) -> Document:
+        """As `map_file`, for a file that is open already."""
+        _, ref, nbytes = unpack_header(os.pread(fd, HEADER_BYTES, 0))
+        if ref != manifest.ref or nbytes != document_nbytes(layout):
+            raise WeightsError(
+                f"the file holds version {ref} of {nbytes} bytes, "
+                f"wanted {manifest.ref} of {document_nbytes(layout)} bytes"
+            )
+        # Private and writable instead of read-only: torch refuses to believe in read-only memory, and a stray write
+        # then stays in this process instead of ending it.
+        mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        return cls(memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], manifest, layout)
+
+    def verify(self) -> Document:
+        """Digest every bucket; returns the document itself.
+
+        Raises:
+            WeightsError: names the first bucket that is cut or differs.
+        """
+        if self._verified:
+            return self
+        view = memoryview(self._body)
+        num_buckets = len(self.layout.bucket_bytes)
+        for index, (start, end) in enumerate(bucket_ranges(self.layout)):
+            if end > len(view):
+                raise WeightsError(
+                    f"bucket {index} of {num_buckets} of version {self.manifest.ref} is cut: it ends at byte {end}, "
+                    f"the document has {len(view)}"
+                )
+            check_bucket(index, view[start:end], self.manifest)
+        if len(view) != document_nbytes(self.layout):
+            raise WeightsError(
+                f"version {self.manifest.ref} has {len(view)} bytes, {num_buckets} buckets of the layout hold "
+                f"{document_nbytes(self.layout)}"
+            )
+        self._verified = True
+        return self
+
+    def renamed(self, manifest: Manifest) -> Document:
+        """The same verified bytes under another version: a restarted learner publishes what it had.
+
+        Raises:
+            WeightsError: the manifest describes other bytes, or these were never verified.
+        """
+        if not self._verified or not same_weights(self.manifest, manifest):
+            raise WeightsError(f"version {manifest.ref} is not the verified document {self.manifest.ref}")
+        return Document(self._body, manifest, self.layout, verified=True)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._body)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
+
+        Raises:
+            WeightsError: the document was not verified.
+        """
+        if not self._verified:
+            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before tensors()")
+        return {spec.name: _tensor(self._body, offset, spec) for spec, offset in tensor_offsets(self.layout)}
+
+
+def check_bucket(index: int, view: memoryview, manifest: Manifest) -> None:
+    """Raise WeightsError unless these bytes are bucket `index` of the manifest."""
+    digest, expected = bucket_digest(view), manifest.digests[index]
+    if digest != expected:
+        raise WeightsError(
+            f"bucket {index} of {len(manifest.digests)} of version {manifest.ref} has digest {digest.hex()[:8]}, "
+            f"manifest says {expected.hex()[:8]}"
+        )
+
+
+def _tensor(body: np.ndarray, offset: int, spec: Any) -> torch.Tensor:
+    import torch  # here, because the hub serves documents and must stay free of torch
+
+    dtype = getattr(torch, spec.dtype)
+    raw = body[offset : offset + tensor_nbytes(spec)]
+    if not raw.size:
+        return torch.empty(spec.shape, dtype=dtype)
+    if raw.ctypes.data % DTYPE_BYTES[spec.dtype] or not raw.flags.writeable:
+        raw = raw.copy()  # a document of mixed dtypes may leave a tensor between two elements
+    return torch.from_numpy(raw).view(dtype).view(spec.shape)

@@ -1,0 +1,158 @@
+"""The directory of one run's documents, and who may delete it.
+
+Shared memory outlives processes, so every such directory has an owner: the process that holds an exclusive `flock` on
+`owner.lock` inside it. The kernel drops that lock when the owner dies, whatever killed it; so whoever gets the lock may
+clean up, and nobody ever guesses from a name, an age or a process number. Nothing is removed without the lock.
+
+    claim        the publisher: take the lock, remove what a dead owner left
+    release      the publisher, at its end: remove everything
+    remove_run_dir   the hub or a supervisor, when the publisher is gone: remove everything
+    clean_stale      the janitor, at start: the same, without waiting
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from streamrl.errors import RunLockedError, WeightsError
+
+log = logging.getLogger(__name__)
+
+SHM_ROOT = Path("/dev/shm")
+LOCK_NAME = "owner.lock"
+_DOCUMENT = re.compile(r"w\.\d+\.\d+(\.tmp)?")
+_POLL_S = 0.02
+
+
+def document_directory(run_id: str, run_folder: str | Path) -> Path:
+    """Where a run's documents go: shared memory where this machine has it, else a directory in the run folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run_id):
+        raise WeightsError(f"run_id {run_id!r} cannot name a directory: use up to 64 of A-Z a-z 0-9 . _ -")
+    if SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK | os.X_OK):
+        return SHM_ROOT / f"streamrl-{run_id}"
+    log.warning("%s is not writable: weights go through the run folder %s", SHM_ROOT, run_folder)
+    return Path(run_folder) / "weights"
+
+
+class RunDirectory:
+    """A claimed directory: ours until `release` or death.
+
+    Args:
+        path: made with mode 0700 if it is not there.
+        run_id: written into the lock file; a directory of another run is refused.
+        wait_s: how long a predecessor may take to die or to be cleaned up.
+    Raises:
+        RunLockedError: a living process owns it, or it belongs to another run.
+    """
+
+    def __init__(self, path: str | Path, run_id: str, *, wait_s: float = 5.0) -> None:
+        self.path = Path(path)
+        _make_private(self.path)
+        deadline = time.monotonic() + wait_s
+        while (fd := _try_lock(self.path, run_id, create=True)) is None:
+            if time.monotonic() > deadline:
+                raise RunLockedError(
+                    f"{self.path} is owned by a living process after {wait_s:g} s: "
+                    "stop the other learner of this run, or give this run another run_id"
+                )
+            time.sleep(_POLL_S)
+        self._fd: int | None = fd
+        _remove_documents(self.path)
+
+    def release(self) -> None:
+        """Remove every document, the lock and the directory; may be called twice."""
+        if self._fd is None:
+            return
+        _remove_locked(self.path, self._fd)
+        self._fd = None
+
+
+def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
+    """Remove the documents of a run whose owner is dead, and the directory; True if nothing of it is left.
+
+    Args:
+        wait_s: how long to wait for the owner to die; for a hub that has just lost its learner, a second or two.
+    """
+    path = Path(path)
+    deadline = time.monotonic() + wait_s
+    while path.exists():
+        fd = _try_lock(path, run_id, create=False)
+        if fd is not None:
+            _remove_locked(path, fd)
+            return not path.exists()
+        _remove_empty(path)
+        if time.monotonic() >= deadline:
+            return not path.exists()
+        time.sleep(_POLL_S)
+    return True
+
+
+def clean_stale(path: str | Path, run_id: str) -> bool:
+    """The janitor: remove what a dead owner of this very run left in `path`; True if something was removed."""
+    return Path(path).exists() and remove_run_dir(path, run_id)
+
+
+def _make_private(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise RunLockedError(f"{path} is not a directory of this user: remove it, or give this run another run_id")
+
+
+def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
+    """A descriptor that holds the lock, or None while somebody else does (or, without `create`, nobody ever did)."""
+    try:
+        if create:
+            path.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        fd = os.open(path / LOCK_NAME, flags, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A cleaner may have unlinked the file between our open and our lock: then we hold a lock that nobody can see.
+        if os.fstat(fd).st_ino != os.stat(path / LOCK_NAME).st_ino:
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError):
+        os.close(fd)
+        return None
+    owner = os.pread(fd, 256, 0).decode(errors="replace")
+    if owner and owner != run_id:
+        os.close(fd)
+        raise RunLockedError(f"{path} belongs to run {owner!r}, not to {run_id!r}: it is left alone")
+    if not owner:
+        os.pwrite(fd, run_id.encode(), 0)
+    return fd
+
+
+def _remove_documents(path: Path) -> None:
+    for entry in list(path.iterdir()):
+        if _DOCUMENT.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path) -> None:
+    """What is left of an owner that died before its lock file or a cleaner that died after it."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _remove_locked(path: Path, fd: int) -> None:
+    """Everything that we wrote, the lock last, then the directory unless it holds something of somebody else."""
+    try:
+        _remove_documents(path)
+        (path / LOCK_NAME).unlink(missing_ok=True)
+        path.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s stays behind: %s", path, error)
+    finally:
+        os.close(fd)

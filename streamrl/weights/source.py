@@ -1,0 +1,132 @@
+"""One interface over every way to get a document: try the offers in order, believe only what is proven.
+
+A transport is a *receiver*: an object made from an offer, with a `source` and one method
+
+    receive(manifest, layout, *, cancelled, deadline) -> (verified Document, transfer_s, verify_s)
+
+that raises NotAvailable if its way does not lead here. A new transport is one entry in `WeightSource.factories`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from streamrl.errors import WeightsError
+from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
+from streamrl.weights.document import Document, Gone, NotAvailable, Superseded
+from streamrl.weights.manifest import check_manifest
+from streamrl.weights.shm import ShmReceiver
+from streamrl.weights.zmq import ZmqReceiver
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """One way to one document."""
+
+    source: InstallSource
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[Document, float, float]:
+        """(verified document, transfer_s, verify_s). Raises NotAvailable, Superseded or WeightsError."""
+        ...
+
+
+ReceiverFactory = Callable[[Offer], Receiver]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A verified document, how it came, and the seconds for bringing and for checking it."""
+
+    document: Document
+    source: InstallSource
+    transfer_s: float
+    verify_s: float
+
+
+class WeightSource:
+    """Fetches documents for one actor; every method may be called from any thread.
+
+    Args:
+        context: the process's ZeroMQ context.
+        pull_token: from WELCOME; assign `pull_token` again after every WELCOME.
+        limits: from WELCOME, assigned the same way.
+        secure: sets the CURVE keys of a fresh socket; None leaves it plain.
+    """
+
+    def __init__(
+        self, context: zmq.Context, *, pull_token: bytes = bytes(16), limits: Limits | None = None,
+        secure: Callable[[zmq.Socket], None] | None = None,
+    ) -> None:
+        self.pull_token = pull_token
+        self.limits = limits or Limits()
+        self._context, self._secure = context, secure
+        self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
+        """Transport name to receiver; its keys are what HELLO says this actor can do."""
+
+    def _zmq(self, offer: Offer) -> ZmqReceiver:
+        return ZmqReceiver(
+            offer.name, self._context, pull_token=self.pull_token, limits=self.limits, secure=self._secure
+        )
+
+    def fetch(
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, *,
+        cancelled: threading.Event | None = None, deadline_s: float = 120.0,
+    ) -> Fetched:
+        """Bring and verify the document of `manifest`; blocks, so call it in a thread.
+
+        Args:
+            offers: best first, as the hub lists them.
+            cancelled: set it to abandon the fetch.
+            deadline_s: for all offers together.
+        Raises:
+            Superseded: `cancelled` was set. Gone: retired everywhere.
+            WeightsError: no offer led to the right bytes; says why for each.
+        """
+        check_manifest(manifest, layout)
+        cancelled = cancelled or threading.Event()
+        deadline = time.monotonic() + deadline_s
+        failures: list[str] = []
+        gone = False
+        for offer in offers:
+            if cancelled.is_set():
+                raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
+            if (factory := self.factories.get(offer.transport)) is None:
+                failures.append(f"{offer.transport}: not spoken here")
+                continue
+            try:
+                receiver = factory(offer)
+                parts = receiver.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
+            except Superseded:
+                raise
+            except NotAvailable as error:
+                gone = gone or isinstance(error, Gone)
+                log.info("version %s not by %s: %s", manifest.ref, offer.transport, error)
+                failures.append(f"{offer.transport}: {error}")
+            except WeightsError as error:
+                log.warning("version %s refused from %s: %s", manifest.ref, offer.transport, error)
+                failures.append(f"{offer.transport}: {error}")
+            else:
+                log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
+                return Fetched(parts[0], receiver.source, parts[1], parts[2])
+        message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub offered no way")
+        raise Gone(message) if gone else WeightsError(message)
+
+    def fetch_assets(
+        self, endpoint: str, nbytes: int, digest: bytes, *,
+        cancelled: threading.Event | None = None, deadline_s: float = 120.0,
+    ) -> bytes:
+        """The packed asset files of the model; unpack them with `streamrl.weights.assets.unpack_assets`."""
+        receiver = self._zmq(Offer("zmq", endpoint, nbytes))
+        return receiver.receive_assets(
+            nbytes, digest, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + deadline_s
+        )

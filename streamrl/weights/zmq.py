@@ -1,0 +1,161 @@
+"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The logic is in `chunks`, the socket here.
+
+A PULL is one frame. Its answer is two: the CHUNK, and the payload, which is empty unless the status is OK.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from streamrl.codec import Decoder, encode
+from streamrl.errors import WeightsError, WireError
+from streamrl.messages import (
+    FROM_WEIGHTS,
+    Chunk,
+    InstallSource,
+    Layout,
+    Limits,
+    Manifest,
+    Pull,
+    PullMode,
+    VersionRef,
+)
+from streamrl.weights.assets import MAX_ASSETS_BYTES
+from streamrl.weights.chunks import PullPlan, PullStats
+from streamrl.weights.document import Document, NotAvailable, Superseded
+from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.05  # how long a cancelled fetch may take to notice
+_MAX_HEADER_BYTES = 4096
+
+
+class ZmqReceiver:
+    """Pulls documents from one endpoint; blocks, so it belongs in a thread. One fetch, one socket.
+
+    Args:
+        endpoint: of the hub's weight socket.
+        context: the process's ZeroMQ context.
+        pull_token: from WELCOME.
+        limits: chunk_bytes, pull_window, chunk_timeout_s, max_message_bytes.
+        secure: sets the CURVE keys of a fresh socket; None leaves it plain.
+    """
+
+    source = InstallSource.ZMQ
+
+    def __init__(
+        self, endpoint: str, context: zmq.Context, *, pull_token: bytes, limits: Limits | None = None,
+        secure: Callable[[zmq.Socket], None] | None = None,
+    ) -> None:
+        self._endpoint, self._context, self._token = endpoint, context, pull_token
+        self._limits = limits or Limits()
+        self._secure = secure
+        self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
+        self.stats = PullStats()
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[Document, float, float]:
+        """(verified document, transfer_s, verify_s).
+
+        Args:
+            cancelled: set it and the fetch ends with Superseded.
+            deadline: on the monotonic clock.
+        Raises:
+            Superseded, Gone, NotAvailable; WeightsError when the bytes stay wrong.
+        """
+        check_manifest(manifest, layout)
+        started = time.monotonic()
+        memory = memoryview(mmap.mmap(-1, document_nbytes(layout)))
+        buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
+        plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
+        self._pull(plan, Pull(self._token, manifest.ref, int(PullMode.FULL), 0, 0, 0), cancelled, deadline)
+        elapsed = time.monotonic() - started
+        # The plan is done only when every bucket has matched its digest.
+        return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
+
+    def receive_assets(self, nbytes: int, digest: bytes, *, cancelled: threading.Event, deadline: float) -> bytes:
+        """The packed asset files whose size and xxh3-128 WELCOME named; raises as `receive` does."""
+        if not 0 < nbytes <= MAX_ASSETS_BYTES:
+            raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
+        memory = bytearray(nbytes)
+        plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
+        self._pull(plan, Pull(self._token, VersionRef(0, 0), int(PullMode.ASSETS), 0, 0, 0), cancelled, deadline)
+        return bytes(memory)
+
+    def _pull(self, plan: PullPlan, blank: Pull, cancelled: threading.Event, deadline: float) -> None:
+        self.stats = plan.stats
+        socket = self._open()
+        try:
+            while not plan.done:
+                now = time.monotonic()
+                if cancelled.is_set():
+                    raise Superseded(f"{plan.what}: abandoned for a newer version")
+                if now >= deadline:
+                    raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self._endpoint}")
+                plan.tick(now)
+                blocked = self._send(socket, plan, blank, now)
+                wait_s = min(plan.next_event(now), deadline - now, _LOOK_UP_S)
+                if socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0)) & zmq.POLLIN:
+                    self._receive(socket, plan, blank)
+        finally:
+            socket.close(linger=0)
+        if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
+            log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
+
+    def _open(self) -> zmq.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in _OPTIONS:
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
+        socket.setsockopt(zmq.RCVHWM, 2 * self._limits.pull_window + 8)
+        if self._secure is not None:
+            self._secure(socket)
+        socket.connect(self._endpoint)
+        return socket
+
+    def _send(self, socket: zmq.Socket, plan: PullPlan, blank: Pull, now: float) -> bool:
+        """Fill the window; True if the socket cannot take more (no connection yet, or none any more)."""
+        while (ask := plan.next_ask(now)) is not None:
+            pull = Pull(blank.pull_token, blank.target, blank.mode, ask.bucket, ask.offset, ask.length)
+            try:
+                socket.send(encode(pull), zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            plan.sent(ask)
+        return False
+
+    def _receive(self, socket: zmq.Socket, plan: PullPlan, blank: Pull) -> None:
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        try:
+            chunk = self._decoder.decode(frames[0].buffer)
+        except WireError as error:
+            # Whatever it was, its PULL is still in flight and is overtaken or times out.
+            plan.stats.refused_chunks += 1
+            log.warning("%s: %s sent something else than a CHUNK: %s", plan.what, self._endpoint, error)
+            return
+        assert isinstance(chunk, Chunk), chunk
+        if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
+            plan.stats.surplus_chunks += 1
+            return
+        plan.accept(chunk, frames[1].buffer, time.monotonic())
+
+
+_OPTIONS = (
+    (zmq.IMMEDIATE, 1),  # without a connection a PULL waits here, where it can be counted, not in a queue
+    (zmq.LINGER, 0),
+    (zmq.RECONNECT_IVL, 100),
+    (zmq.RECONNECT_IVL_MAX, 5000),
+    (zmq.HANDSHAKE_IVL, 10000),
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 30),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
