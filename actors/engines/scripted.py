@@ -1,0 +1,147 @@
+"""An engine without a model, for tests and for benchmarks of the protocol around it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
+from streamrl.errors import EngineError, WeightsError
+from streamrl.messages import VersionRef
+
+Reply = Callable[[Sequence[int], int, VersionRef], Sequence[int]]
+_MASK = (1 << 64) - 1
+
+
+def scripted_tokens(prompt_ids: Sequence[int], seed: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """`num_tokens` ids that look random and depend on the prompt's length, its last token and the seed only."""
+    state = (seed * 0x9E3779B97F4A7C15 + len(prompt_ids) * 0xBF58476D1CE4E5B9 + prompt_ids[-1]) & _MASK
+    tokens = []
+    for _ in range(num_tokens):
+        state = (state * 6364136223846793005 + 1442695040888963407) & _MASK
+        tokens.append((state >> 33) % vocab_size)
+    return tokens
+
+
+class ScriptedEngine:
+    """For tests: says what it is told to say. No tensor library, no thread; time passes only where the test lets it.
+
+    Args:
+        reply: (prompt_ids, seed, version) -> the tokens that this version would say. A sequence that lives through an
+            install goes on with the new version's reply, from the place it had reached. None: `scripted_tokens`.
+        slots: sequences that run at once; more wait.
+        num_tokens: length of the default reply, a number or a function of (prompt_ids, seed).
+        vocab_size: of the default reply.
+        tokens_per_step: after so many tokens a sequence lets others run and passes `gate`; None says all at once.
+        gate: an event that must be set for a step to happen; the test clears and sets it. None: always open.
+        logprob: the log-prob reported for every token.
+        names: the checkpoint names that an install must bring; None accepts any.
+
+    Attributes:
+        tensors: the mapping of the last install.
+        installs: every version installed, in order.
+        requests: every request that was started, in order.
+    """
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        reply: Reply | None = None,
+        *,
+        slots: int = 64,
+        num_tokens: int | Callable[[Sequence[int], int], int] = 8,
+        vocab_size: int = 256,
+        tokens_per_step: int | None = None,
+        gate: asyncio.Event | None = None,
+        logprob: float = -1.0,
+        names: Iterable[str] | None = None,
+    ) -> None:
+        self.slots = slots
+        self.tensors: Mapping[str, Any] = {}
+        self.installs: list[VersionRef] = []
+        self.requests: list[GenerateRequest] = []
+        self._reply = reply or self._default_reply
+        self._num_tokens, self._vocab_size = num_tokens, vocab_size
+        self._tokens_per_step, self._gate, self._logprob = tokens_per_step, gate, logprob
+        self._names = None if names is None else frozenset(names)
+        self._free = asyncio.Semaphore(slots)
+        self._ready = asyncio.Event()
+        self._closed = False
+        self._running = self._waiting = self._tokens_total = self._steps_total = 0
+
+    def _default_reply(self, prompt_ids: Sequence[int], seed: int, version: VersionRef) -> list[int]:
+        count = self._num_tokens
+        num_tokens = count if isinstance(count, int) else count(prompt_ids, seed)
+        return scripted_tokens(prompt_ids, seed, num_tokens, self._vocab_size)
+
+    @property
+    def installed(self) -> VersionRef | None:
+        return self.installs[-1] if self.installs else None
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Engine.generate`; waits for the first install and for a free slot."""
+        self._waiting += 1
+        try:
+            await self._ready.wait()
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        self._running += 1
+        try:
+            self.requests.append(request)
+            return await self._speak(request)
+        finally:
+            self._running -= 1
+            self._free.release()
+
+    async def _speak(self, request: GenerateRequest) -> Generation:
+        tokens: list[int] = []
+        spans: list[VersionSpan] = []
+        while True:
+            if self._gate is not None:
+                await self._gate.wait()
+            if self._closed:
+                raise EngineError("the engine is closed")
+            ref = self.installs[-1]
+            text = list(self._reply(request.prompt_ids, request.seed, ref))[: request.max_new_tokens]
+            start = len(tokens)
+            tokens += text[start : None if self._tokens_per_step is None else start + self._tokens_per_step]
+            self._tokens_total += len(tokens) - start
+            self._steps_total += 1
+            if spans and spans[-1].ref == ref:
+                spans[-1] = VersionSpan(ref, spans[-1].start, len(tokens))
+            elif len(tokens) > start:
+                spans.append(VersionSpan(ref, start, len(tokens)))
+            if len(tokens) >= len(text):
+                finish = "length" if len(tokens) >= request.max_new_tokens else "stop"
+                return Generation(tokens, [self._logprob] * len(tokens), spans, finish)
+            await asyncio.sleep(0)
+
+    async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
+        """Keep the mapping and remember the version; takes effect at every sequence's next step."""
+        begin = time.perf_counter()
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._names is not None and self._names != tensors.keys():
+            differing = sorted(self._names ^ tensors.keys())
+            raise WeightsError(f"the document's names are not the model's: {differing[:3]} differ")
+        self.tensors = tensors
+        self.installs.append(ref)
+        self._ready.set()
+        return InstallTimes(pause_s=0.0, install_s=time.perf_counter() - begin)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            tokens_total=self._tokens_total,
+            steps_total=self._steps_total,
+            running=self._running,
+            waiting=self._waiting,
+            extra={"dead": 0.0, "installs": float(len(self.installs))},
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        self._ready.set()
