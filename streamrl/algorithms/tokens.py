@@ -1,0 +1,191 @@
+"""From logits to token log-probs, and from per-row numbers to per-token ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .contract import check_rows, check_tokens, discounts, float_dtype, only, read, require
+from .recursion import last_action, suffix_scan
+from .types import Moments
+
+
+def token_logprobs(
+    logits: Tensor,  # [B, T, A]
+    tokens: Tensor,  # int [B, T]
+    *,
+    temperature: float | Tensor = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Log-probability of each token under the tempered softmax, [B, T], nats, differentiable in `logits`.
+
+    Args:
+        logits: `logits[:, t]` is the distribution that token t is drawn from; any float dtype, computed in >= float32.
+        tokens: ids in [0, A), at padding too.
+        temperature: the sampling temperature of the trajectory, > 0; a float or [B]. Without it the ratio against the
+            recorded log-prob is not a ratio of the same two distributions.
+        chunk: tokens whose float32 logits exist at one time; forward and backward never hold a full copy.
+    Raises:
+        ValueError: shapes differ, temperature or chunk not positive.
+    """
+    inverse = _inverse_temperature(logits, temperature, chunk)
+    require(
+        tokens.shape == logits.shape[:2],
+        f"tokens has shape {list(tokens.shape)} but logits has shape {list(logits.shape)}: expected [B, T], [B, T, A]",
+    )
+    return _ChosenLogprob.apply(logits, tokens, inverse, chunk)
+
+
+def token_entropy(
+    logits: Tensor,  # [B, T, A]
+    *,
+    temperature: float | Tensor = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Entropy of the full tempered softmax, `-sum p log p`, [B, T], nats, differentiable in `logits`.
+
+    Logits of -inf (removed tokens) count as probability 0. Knobs and errors as in `token_logprobs`.
+    """
+    return _Entropy.apply(logits, _inverse_temperature(logits, temperature, chunk), chunk)
+
+
+@torch.no_grad()
+def place_terminal(scores: Tensor, mask: Tensor) -> Tensor:
+    """`scores` [B] on each row's last action token, 0 elsewhere; [B, T], detached."""
+    check_rows(mask, scores=scores)
+    return only(last_action(mask), scores.to(float_dtype(scores))[:, None].expand(mask.shape))
+
+
+@torch.no_grad()
+def broadcast_rows(per_row: Tensor, mask: Tensor) -> Tensor:
+    """`per_row` [B] on every action token of its row, 0 elsewhere; [B, T], detached."""
+    check_rows(mask, per_row=per_row)
+    return only(mask, per_row.to(float_dtype(per_row))[:, None].expand(mask.shape))
+
+
+@torch.no_grad()
+def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0) -> Tensor:
+    """`G_t = r_t + gamma_t G_{t+1}` over action tokens, across gaps; [B, T], detached.
+
+    Observation tokens neither reset nor discount the sum, so early turns learn from the final reward.
+    `gamma` is a float or [B, T] (per-turn discounting).
+    """
+    (paid,) = read(mask, rewards=rewards)
+    decays = discounts(gamma, mask, paid.dtype)
+    if not isinstance(gamma, Tensor) and gamma == 1.0:
+        return only(mask, paid.flip(1).cumsum(1).flip(1))
+    return only(mask, suffix_scan(paid, decays, paid.new_zeros(paid.shape[0])))
+
+
+@torch.no_grad()
+def moments(values: Tensor, mask: Tensor) -> Moments:
+    """Count, sum and sum of squares of `values` over action tokens, in float64; add over ranks before use."""
+    check_tokens(mask, values=values)
+    wide = only(mask, values.double())
+    return Moments(count=mask.sum().double(), total=wide.sum(), total_squares=wide.square().sum())
+
+
+@torch.no_grad()
+def whiten(values: Tensor, mask: Tensor, *, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
+    """`(x - mean) / (std + eps)` over the batch's action tokens, unbiased std; [B, T], detached.
+
+    Pass the `moments` of the whole optimizer batch when `values` is only a part of it. One token, or a constant, gives
+    0.
+    """
+    check_tokens(mask, values=values)
+    given = moments if moments is not None else _moments(values, mask)
+    count = torch.as_tensor(given.count, dtype=torch.float64, device=values.device)
+    total = torch.as_tensor(given.total, dtype=torch.float64, device=values.device)
+    squares = torch.as_tensor(given.total_squares, dtype=torch.float64, device=values.device)
+    mean = total / count.clamp(min=1.0)
+    variance = (squares - total * mean).clamp(min=0.0) / (count - 1.0).clamp(min=1.0)
+    white = (only(mask, values.double()) - mean) / (variance.sqrt() + eps)
+    return only(mask, white.to(float_dtype(values)))
+
+
+_moments = moments  # `whiten` has an argument of that name
+
+
+def _inverse_temperature(logits: Tensor, temperature: float | Tensor, chunk: int) -> Tensor:
+    """1/temperature as [B, 1, 1] in the dtype of the computation, after checking the knobs."""
+    require(logits.dim() == 3, f"logits has shape {list(logits.shape)}, expected [B, T, A]")
+    require(chunk >= 1, f"chunk={chunk} must be at least 1")
+    dtype = float_dtype(logits)
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        require(
+            temperature.shape == logits.shape[:1],
+            f"temperature has shape {list(temperature.shape)} but logits has shape {list(logits.shape)}: expected [B]",
+        )
+        return 1.0 / temperature.detach().to(device=logits.device, dtype=dtype)[:, None, None]
+    require(float(temperature) > 0.0, f"temperature={temperature} must be positive")
+    return torch.full((logits.shape[0], 1, 1), 1.0 / float(temperature), dtype=dtype, device=logits.device)
+
+
+def _time_slices(logits: Tensor, chunk: int) -> list[slice]:
+    """Slices along T that hold about `chunk` tokens over all rows; slicing T copies nothing, flattening might."""
+    num_rows, width = logits.shape[0], logits.shape[1]
+    step = max(1, chunk // max(1, num_rows))
+    return [slice(start, min(start + step, width)) for start in range(0, width, step)]
+
+
+class _ChosenLogprob(torch.autograd.Function):
+    """z_a - logsumexp(z), keeping only the caller's logits and one number per token for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, inverse: Tensor, chunk: int) -> Tensor:
+        chosen = torch.empty(tokens.shape, dtype=inverse.dtype, device=logits.device)
+        log_sums = torch.empty_like(chosen)
+        for part in _time_slices(logits, chunk):
+            scaled = logits[:, part].to(inverse.dtype) * inverse
+            log_sums[:, part] = scaled.logsumexp(-1)
+            chosen[:, part] = scaled.gather(-1, tokens[:, part, None].long()).squeeze(-1) - log_sums[:, part]
+        ctx.save_for_backward(logits, tokens, inverse, log_sums)
+        ctx.chunk = chunk
+        return chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, tokens, inverse, log_sums = ctx.saved_tensors
+        slope = upstream[0][..., None] * inverse
+        grad = torch.empty_like(logits)
+        for part in _time_slices(logits, ctx.chunk):
+            probs = (logits[:, part].to(inverse.dtype) * inverse - log_sums[:, part, None]).exp_()
+            piece = probs.mul_(-slope[:, part])
+            piece.scatter_add_(-1, tokens[:, part, None].long(), slope[:, part])
+            grad[:, part] = piece.to(grad.dtype)
+        return grad, None, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """-sum p log p, chunked like `_ChosenLogprob`; dH/dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inverse: Tensor, chunk: int) -> Tensor:
+        entropies = torch.empty(logits.shape[:2], dtype=inverse.dtype, device=logits.device)
+        for part in _time_slices(logits, chunk):
+            entropies[:, part] = _surprise(logits[:, part], inverse)[1].sum(-1)
+        ctx.save_for_backward(logits, inverse, entropies)
+        ctx.chunk = chunk
+        return entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, inverse, entropies = ctx.saved_tensors
+        slope = upstream[0][..., None] * inverse
+        grad = torch.empty_like(logits)
+        for part in _time_slices(logits, ctx.chunk):
+            probs, surprise = _surprise(logits[:, part], inverse)
+            grad[:, part] = (slope[:, part] * (surprise - probs * entropies[:, part, None])).to(grad.dtype)
+        return grad, None, None
+
+
+def _surprise(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """p and -p log p over the last axis, with 0 log 0 = 0 for removed tokens."""
+    log_probs = (logits.to(inverse.dtype) * inverse).log_softmax(-1)
+    probs = log_probs.exp()
+    return probs, -probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
