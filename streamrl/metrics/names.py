@@ -1,7 +1,7 @@
 """Every metric: its key, unit, how it is reduced over micro-batches and ranks, and what it means in one sentence.
 
-A key that is not here cannot be logged, so this list, and the page generated from it, cannot grow stale. Families end in
-`/*` and hold the keys whose last part comes from data: a task's reward parts, the hub's counters, refusal reasons.
+A key that is not here cannot be logged, so this list, and the page generated from it, cannot grow stale. Families end
+in `/*` and hold the keys whose last part comes from data: a task's reward parts, the hub's counters, refusal reasons.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _OFF_POLICY = [
     *_rows(
         Reduction.last,
         ("drift/exponent", "power", "Fitted p of m2 = s0 + a * lag^p."),
-        ("drift/oscillation", "fraction", "How far m2 at the current lag dips below its peak; high means over-shooting."),
+        ("drift/oscillation", "fraction", "How far m2 at the current lag dips below its peak; high: over-shooting."),
         ("lr/scale", "factor", "Factor on the learning rate from the staleness control."),
         ("control/eta", "batches", "Current allowed lead of generation over training."),
         ("control/max_lag", "steps", "Current bound on the head lag."),
@@ -327,11 +327,11 @@ def markdown_page() -> str:
     """The page `docs/metrics.md`."""
     parts = [
         "# Metrics\n",
-        "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This page",
-        "is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`; a test compares the two.\n",
+        "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This",
+        "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`.\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
-        "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that end",
-        "in `/*` are families: the last part comes from the task or the hub.",
+        "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",
+        "end in `/*` are families: the last part comes from the task or the hub.",
     ]
     for title, rows in SECTIONS.items():
         parts += [f"\n## {title}\n", "| key | unit | reduction | meaning |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Where a step's numbers go. One `FanOut` holds all sinks; a sink that fails is reported and never stops the training."""
+"""Where a step's numbers go. One `FanOut` holds all sinks; a failing sink is reported and never stops a run."""
 
 from __future__ import annotations
 

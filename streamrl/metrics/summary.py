@@ -99,7 +99,8 @@ class Summary:
             ("recovered", f"{self.num_leases_reissued} leases reissued, {self.num_duplicates_dropped} duplicates "
                           f"dropped, {self.num_actor_restarts} actor restarts"),
             ("tokens trained", compact(self.trained_tokens)),
-            ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, {compact(self.tokens_per_s_generate)} generated"),
+            ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
+                         f"{compact(self.tokens_per_s_generate)} generated"),
             ("learner waited", wait),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
@@ -134,7 +135,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
     publish = series(rows, "time/publish_s")[1]
     per_s = 1.0 / wall_s if wall_s else 0.0
     found: dict[str, Any] = {
-        "steps": len(rows),
+        "steps": int(rows[-1]["step"]) if rows else 0,
         "wall_s": wall_s,
         "eval_score_first": scores[0] if scores else None,
         "eval_score_last": scores[-1] if scores else None,

@@ -18,7 +18,7 @@ def compact(value: float | None, digits: int = 3) -> str:
             return f"{shown:.{digits}g}{suffix}" if abs(shown) < 1000 else f"{shown:.0f}{suffix}"
     if value == int(value):
         return str(int(value))
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"
 
 
 def duration(seconds: float | None) -> str:

@@ -46,9 +46,6 @@ class WandbSink(Sink):
     def log_metrics(self, step: int, metrics: Row) -> None:
         self._run.log({k: self._value(v) for k, v in metrics.items() if k != "step"}, step=step)
 
-    def log_text(self, text: str) -> None:
-        print(text)  # wandb keeps what the process prints
-
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self._run.log({name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
