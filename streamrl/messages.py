@@ -511,6 +511,9 @@ class Publish(Message):
     manifest: Manifest
     path: str
     nbytes: U64
+    layout: Layout | None = None
+    """With the first publication of a process only, together with the model's asset files."""
+    assets_path: str = ""
 
 
 class Halt(Message):
@@ -546,6 +549,7 @@ class RankWait(Message):
     version: U64
     waiting_for: Text
     waited_s: float
+    num_actors: U32
 
 
 class HubStatus(Message):

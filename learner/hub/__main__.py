@@ -1,0 +1,44 @@
+"""python -m learner.hub SETTINGS: started by learner rank 0, ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from learner.hub.server import HubServer
+from learner.hub.settings import read_settings
+from streamrl.lifeline import watch
+from streamrl.weights.rundir import remove_run_dir
+
+
+def main() -> int:
+    settings = read_settings(Path(sys.argv[1]))
+    logging.basicConfig(
+        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s hub      %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    # Ctrl-C reaches the whole foreground group; the learner decides what it means for its hub.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent_gone: list[bool] = []
+    watch(lambda: parent_gone.append(True))
+    hub = HubServer(settings)
+    try:
+        hub.run(lambda: bool(parent_gone))
+    finally:
+        hub.close()
+        socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
+        socket_file.unlink(missing_ok=True)
+        if socket_file.parent.exists() and not any(socket_file.parent.iterdir()):
+            socket_file.parent.rmdir()
+    if parent_gone:
+        remove_run_dir(settings.shm_dir, settings.run_id, wait_s=5.0)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

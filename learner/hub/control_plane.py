@@ -1,0 +1,242 @@
+"""Actors' messages: who is on which connection, what they say, what they are told."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from learner.hub.links import Link, Links
+from streamrl.codec import Decoder, encode
+from streamrl.errors import WireError
+from streamrl.messages import (
+    PROTOCOL,
+    TO_HUB,
+    ActorBeat,
+    ActorState,
+    Announce,
+    Bye,
+    Drain,
+    Group,
+    Hello,
+    HubBeat,
+    Installed,
+    Leases,
+    Manifest,
+    Message,
+    Stop,
+    StopReason,
+    VersionRef,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from learner.hub.server import HubServer
+
+log = logging.getLogger("streamrl.hub")
+
+ACK_FLUSH_S = 0.02
+EXIT_CODES = {StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.WRONG_RUN: 6}
+
+
+class ControlPlane:
+    """Decodes, looks up the link, asks the ledger, answers. Decides nothing itself."""
+
+    def __init__(self, hub: HubServer) -> None:
+        self.hub = hub
+        self.links = Links()
+        self.num_actor_restarts = 0
+        self.tokens_generated = 0
+        self._decoder = Decoder(TO_HUB, hub.settings.limits.max_message_bytes)
+        self._incarnations: dict[str, int] = {}
+        self._ack_at = 0.0
+        self._beats = 0
+
+    # --- incoming ---------------------------------------------------------------------------------------------------
+
+    def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
+        link = self.links.of_route(routing_id)
+        try:
+            if len(frames) != 1:
+                raise WireError(f"expected one frame, got {len(frames)}")
+            message = self._decoder.decode(frames[0])
+        except WireError as error:
+            self.hub.counters[f"num_wire_errors_{error.counter}"] += 1
+            who = link.actor_id if link else "a stranger"
+            log.warning("refused a message of %s (%s): %s", who, error.counter, error)
+            self._strike(link, str(error), now)
+            return
+        if isinstance(message, Hello):
+            self._hello(routing_id, message, now)
+        elif link is None:
+            self._stop(routing_id, StopReason.NO_LINK, "say HELLO first", rejoin=True)
+        else:
+            link.heard_at = now
+            self._linked(link, message, frames[0], now)
+
+    def _linked(self, link: Link, message: Message, frame: bytes, now: float) -> None:
+        ledger = self.hub.ledger
+        match message:
+            case Group():
+                verdict = ledger.accept(link.actor_id, message, frame, now)
+                if verdict.strike:
+                    log.warning("rejected(%s) from %s: %s", verdict.reason.name.lower(), link.actor_id, verdict.detail)
+                    self._strike(link, verdict.detail, now)
+            case ActorBeat():
+                self._beat(link, message, now)
+            case Installed():
+                self._installed(link, message, now)
+            case Drain():
+                log.info("%s leaves: %s", link.actor_id, message.reason)
+                ledger.drain(link.actor_id, now)
+            case Bye():
+                ledger.bye(link.actor_id, now)
+                self._send(link.routing_id, Bye(message.last_seq, "bye"))
+                self.links.drop(link.actor_id)
+                log.info("%s left: %s", link.actor_id, message.note)
+
+    def _hello(self, routing_id: bytes, hello: Hello, now: float) -> None:
+        settings, weights = self.hub.settings, self.hub.weights
+        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+            detail = (
+                f"actor {hello.actor_id} speaks protocols {hello.protocol_min}-{hello.protocol_max}, this hub "
+                f"{PROTOCOL}: install the same release of streamrl on both sides"
+            )
+            self._stop(routing_id, StopReason.PROTOCOL, detail)
+            return
+        if hello.run_id is not None and hello.run_id != settings.run_id:
+            detail = f"this is run {settings.run_id}, the actor belongs to {hello.run_id}"
+            self._stop(routing_id, StopReason.WRONG_RUN, detail)
+            return
+        if weights.manifest is None:
+            self._stop(routing_id, StopReason.BUSY, "version 0 is not published yet", rejoin=True, retry_after_s=0.5)
+            return
+        verdict = self.hub.ledger.hello(hello.actor_id, hello, now)
+        if verdict.stop is not None:
+            self._send(routing_id, verdict.stop)
+            return
+        self._bind(routing_id, hello, now)
+        self._send(routing_id, Welcome(
+            protocol=PROTOCOL, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
+            version=weights.manifest.ref.version, lineage=self.hub.ledger.lineage, limits=settings.limits,
+            task=settings.welcome_task.encode(), layout=weights.layout, manifest=weights.manifest,
+            offers=weights.offers(), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
+            assets_digest=weights.assets_digest, settled_upto=verdict.settled_upto, settled=tuple(verdict.settled),
+            durable_upto=verdict.durable_upto, durable=tuple(verdict.durable), held=tuple(verdict.held),
+        ))
+
+    def _bind(self, routing_id: bytes, hello: Hello, now: float) -> None:
+        old = self.links.of_actor(hello.actor_id)
+        if old is not None and old.incarnation != hello.incarnation:
+            self._stop(old.routing_id, StopReason.FENCED, "a newer process with this actor_id has taken over")
+        known = self._incarnations.get(hello.actor_id)
+        if known is None:
+            log.info("actor %s joined (%s, %d slots)", hello.actor_id, hello.engine, hello.slots)
+        elif known != hello.incarnation:
+            self.num_actor_restarts += 1
+            log.info("actor %s was restarted and joined again", hello.actor_id)
+        self._incarnations[hello.actor_id] = hello.incarnation
+        self.links.bind(Link(routing_id, hello.actor_id, hello.incarnation, heard_at=now))
+
+    def _beat(self, link: Link, beat: ActorBeat, now: float) -> None:
+        self.hub.ledger.beat(link.actor_id, beat, now)
+        link.state = ActorState(beat.state).name.lower()
+        link.version = str(beat.installed) if beat.installed else "-"
+        link.stats = beat.stats
+        self.tokens_generated += link.count_tokens(beat.tokens_total, now)
+        self._beats += 1
+        manifest = self.hub.weights.manifest
+        version = manifest.ref.version if manifest else 0
+        oldest = VersionRef(self.hub.settings.learner_epoch, max(0, version - self.hub.settings.limits.max_lag))
+        self._send(link.routing_id, HubBeat(
+            self._beats, self.hub.settings.learner_epoch, version, oldest, self.hub.ranks.waiting_for[:128]
+        ))
+
+    def _installed(self, link: Link, message: Installed, now: float) -> None:
+        root = self.hub.weights.root_of(message.target)
+        ok = message.ok
+        if ok and root is not None and root != message.root:
+            ok = False
+            log.error("%s says it serves %s with root %s, published was %s: it gets no leases until it installs again",
+                      link.actor_id, message.target, message.root.hex()[:8], root.hex()[:8])
+            self._strike(link, "wrong root", now)
+        if not message.ok:
+            self.hub.counters["num_install_failures"] += 1
+            log.warning("%s refused version %s: %s", link.actor_id, message.target, message.error)
+        if ok:
+            self.hub.counters["num_installs"] += 1
+            self.hub.weights.count_install(message, now)
+        self.hub.ledger.installed(link.actor_id, message.target, ok, now)
+
+    # --- outgoing ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time passes: silent actors lose their leases, revocations go out."""
+        ledger, settings = self.hub.ledger, self.hub.settings
+        for link in self.links.all():
+            if now - link.heard_at > settings.dead_after_s:
+                lost = ledger.evict(link.actor_id, now)
+                self.links.drop(link.actor_id)
+                self.hub.counters["num_evictions"] += 1
+                log.warning("actor %s is silent for %.1f s: its %d leases go to others",
+                            link.actor_id, now - link.heard_at, len(lost))
+        for effect in ledger.tick(now):
+            self._revoke(effect)
+
+    def _revoke(self, effect: object) -> None:
+        link = self.links.of_actor(effect.actor_id)  # type: ignore[attr-defined]
+        if link is not None:
+            self._send(link.routing_id, Leases((), tuple(effect.revoked)))  # type: ignore[attr-defined]
+
+    def grant(self, now: float) -> None:
+        """Give leases round robin, a few at a time, until nobody can take more."""
+        ledger = self.hub.ledger
+        granted = True
+        while granted:
+            granted = False
+            for actor_id in ledger.grant_order(now):
+                link = self.links.of_actor(actor_id)
+                if link is None:
+                    continue
+                leases = ledger.grant(actor_id, now)
+                for first in range(0, len(leases), 64):
+                    self._send(link.routing_id, Leases(tuple(leases[first : first + 64]), ()))
+                granted = granted or bool(leases)
+
+    def flush_acks(self, now: float) -> None:
+        if now - self._ack_at < ACK_FLUSH_S:
+            return
+        self._ack_at = now
+        for link in self.links.all():
+            ack = self.hub.ledger.take_acks(link.actor_id)
+            if ack is not None:
+                self._send(link.routing_id, ack)
+
+    def announce(self, manifest: Manifest) -> None:
+        message = encode(Announce(manifest, self.hub.weights.offers()))
+        for link in self.links.all():
+            self.hub.send_control(link.routing_id, message)
+
+    def stop_all(self, reason: str, *, finished: bool) -> None:
+        for link in self.links.all():
+            ack = self.hub.ledger.take_acks(link.actor_id)
+            if ack is not None:
+                self._send(link.routing_id, ack)
+            if finished:
+                self._stop(link.routing_id, StopReason.FINISHED, reason)
+            else:
+                self._stop(link.routing_id, StopReason.RESTARTING, reason, rejoin=True, retry_after_s=1.0)
+
+    def _strike(self, link: Link | None, detail: str, now: float) -> None:
+        if link is not None and link.strike(now):
+            self.hub.counters["num_evictions_for_strikes"] += 1
+            self._stop(link.routing_id, StopReason.EVICTED, f"three strikes, the last: {detail}", rejoin=True)
+            self.hub.ledger.evict(link.actor_id, now)
+            self.links.drop(link.actor_id)
+
+    def _stop(
+        self, routing_id: bytes, reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0
+    ) -> None:
+        self._send(routing_id, Stop(int(reason), rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512]))
+
+    def _send(self, routing_id: bytes, message: Message) -> None:
+        self.hub.send_control(routing_id, encode(message))

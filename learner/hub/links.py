@@ -1,0 +1,77 @@
+"""Which connection is which actor, how often it misbehaved, and how fast it generates."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
+
+
+@dataclass(slots=True)
+class Link:
+    """One live connection of one incarnation."""
+
+    routing_id: bytes
+    actor_id: str
+    incarnation: int
+    heard_at: float
+    state: str = "syncing"
+    version: str = "-"
+    tokens_total: int = 0
+    tokens_per_s: float = 0.0
+    rate_at: float = 0.0
+    strikes: deque[float] = field(default_factory=deque)
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def strike(self, now: float) -> bool:
+        """Count a misdeed; True if it was one too many."""
+        self.strikes.append(now)
+        while now - self.strikes[0] > STRIKE_WINDOW_S:
+            self.strikes.popleft()
+        return len(self.strikes) >= MAX_STRIKES
+
+    def count_tokens(self, tokens_total: int, now: float) -> int:
+        """New tokens since the last beat; keeps a smoothed rate."""
+        new = max(0, tokens_total - self.tokens_total)
+        if self.rate_at and now > self.rate_at:
+            rate = new / (now - self.rate_at)
+            self.tokens_per_s = rate if not self.tokens_per_s else 0.7 * self.tokens_per_s + 0.3 * rate
+        self.tokens_total, self.rate_at = tokens_total, now
+        return new
+
+
+class Links:
+    """Routing id <-> actor. A new HELLO of an actor replaces its old connection."""
+
+    def __init__(self) -> None:
+        self._by_route: dict[bytes, Link] = {}
+        self._by_actor: dict[str, Link] = {}
+
+    def bind(self, link: Link) -> None:
+        old = self._by_actor.pop(link.actor_id, None)
+        if old is not None:
+            self._by_route.pop(old.routing_id, None)
+            if old.incarnation == link.incarnation:
+                link.tokens_total, link.tokens_per_s, link.rate_at = old.tokens_total, old.tokens_per_s, old.rate_at
+                link.strikes = old.strikes
+        self._by_route[link.routing_id] = link
+        self._by_actor[link.actor_id] = link
+
+    def drop(self, actor_id: str) -> Link | None:
+        link = self._by_actor.pop(actor_id, None)
+        if link is not None:
+            self._by_route.pop(link.routing_id, None)
+        return link
+
+    def of_route(self, routing_id: bytes) -> Link | None:
+        return self._by_route.get(routing_id)
+
+    def of_actor(self, actor_id: str) -> Link | None:
+        return self._by_actor.get(actor_id)
+
+    def all(self) -> list[Link]:
+        return list(self._by_actor.values())
+
+    def __len__(self) -> int:
+        return len(self._by_actor)

@@ -1,0 +1,152 @@
+"""The learner ranks' messages: batches out, steps, versions and checkpoints in."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from learner.hub.batches import plan_batch
+from streamrl.codec import Decoder, encode
+from streamrl.messages import (
+    RANK_TO_HUB,
+    BatchShare,
+    EvalRequest,
+    EvalResult,
+    Freeze,
+    FrozenState,
+    Halt,
+    HubStatus,
+    Message,
+    Publish,
+    RankReady,
+    RankWait,
+    Saved,
+    Shutdown,
+    Take,
+    Trained,
+)
+
+if TYPE_CHECKING:
+    from learner.hub.server import HubServer
+
+log = logging.getLogger("streamrl.hub")
+
+
+class RankPlane:
+    """One batch at a time: the first Take of a version cuts it, every rank gets its share of that cut."""
+
+    def __init__(self, hub: HubServer) -> None:
+        self.hub = hub
+        self.waiting_for = ""
+        self._decoder = Decoder(RANK_TO_HUB, max_bytes=1 << 40)
+        self._routes: dict[int, bytes] = {}
+        self._takes: dict[int, float] = {}
+        self._version = -1
+        self._shares: dict[int, BatchShare] = {}
+        self._halted: str | None = None
+        self._evals: set[int] = set()
+
+    def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
+        message = self._decoder.decode(frames[0])
+        ledger = self.hub.ledger
+        match message:
+            case RankReady():
+                self._routes[message.rank] = routing_id
+                self._send(message.rank, self._status(now))
+            case Take():
+                self._take(message, now)
+            case Trained():
+                ledger.trained(message.version, message.skipped, message.reason)
+            case Publish():
+                self.hub.weights.publish(message, now)
+                ledger.publish(message.manifest.ref)
+                self.hub.control.announce(message.manifest)
+            case EvalRequest():
+                ledger.eval_request(message.eval_id, message.version, message.num_prompts, now)
+                self._evals.add(message.eval_id)
+            case Freeze():
+                self._send(0, FrozenState(message.version, ledger.freeze(message.version)))
+            case Saved():
+                ledger.saved(message.version)
+            case Halt():
+                self._halted = message.reason
+            case Shutdown():
+                self.hub.stop(message.reason, finished=message.finished)
+
+    def _take(self, take: Take, now: float) -> None:
+        self._takes[take.rank] = now
+        if take.version != self._version and self._shares:
+            left = sorted(self._shares)
+            assert take.version > self._version, f"rank {take.rank} takes {take.version} after {self._version}"
+            assert not left, f"ranks {left} have not taken their share of version {self._version}"
+        self._version = take.version
+
+    def serve(self, now: float) -> None:
+        """Cut if a rank waits and the ledger can; hand out shares; report evaluations."""
+        if self._takes and not self._shares:
+            self._cut(now)
+        for rank in [rank for rank in self._takes if rank in self._shares]:
+            self._send(rank, self._shares.pop(rank))
+            del self._takes[rank]
+        for eval_id in list(self._evals):
+            self._finish_eval(eval_id)
+
+    def _cut(self, now: float) -> None:
+        if self._halted is not None:
+            for rank in list(self._takes):
+                self._send(rank, Halt(self._halted))
+            self._takes.clear()
+            return
+        groups = self.hub.ledger.cut_batch(self._version)
+        if groups is None:
+            return
+        world = self.hub.settings.world
+        rows = plan_batch(groups, world)
+        rank_of = {row.group_id: row.rank for row in rows}
+        for rank in range(world):
+            frames = tuple(bytes(f) for group in groups if rank_of.get(group.group_id) == rank for f in group.frames)
+            stats = self._counters() if rank == 0 else {}
+            self._shares[rank] = BatchShare(self._version, tuple(rows), frames, stats=stats)
+
+    def _finish_eval(self, eval_id: int) -> None:
+        outcome = self.hub.ledger.eval_result(eval_id)
+        if outcome is None or not outcome.done:
+            return
+        self._evals.discard(eval_id)
+        self._send(0, EvalResult(
+            eval_id, outcome.version, outcome.num_prompts, outcome.mean_score, outcome.mean_reward,
+            outcome.mean_tokens, outcome.truncated_fraction,
+        ))
+
+    def report(self, now: float) -> None:
+        """Once a second: proof of life and the reason of the wait to waiting ranks, counters to rank 0."""
+        self.waiting_for = self.hub.ledger.why_waiting(now) if self._takes or self._evals else ""
+        num_actors = len(self.hub.control.links)
+        for rank, since in self._takes.items():
+            self._send(rank, RankWait(self._version, self.waiting_for[:512], now - since, num_actors))
+        if 0 in self._routes:
+            self._send(0, self._status(now))
+
+    def _status(self, now: float) -> HubStatus:
+        actors = tuple(
+            (link.actor_id, f"{link.state} {link.version}", link.tokens_per_s, now - link.heard_at)
+            for link in self.hub.control.links.all()
+        )
+        return HubStatus(max(self._version, 0), self._counters(), actors)
+
+    def _counters(self) -> dict[str, float]:
+        control = self.hub.control
+        return {
+            **self.hub.ledger.counters(),
+            **{key: float(value) for key, value in self.hub.counters.items()},
+            **self.hub.weights.metrics(),
+            "num_actors": float(len(control.links)),
+            "num_actor_restarts": float(control.num_actor_restarts),
+            "tokens_generated": float(control.tokens_generated),
+            "tokens_per_s_generate": sum(link.tokens_per_s for link in control.links.all()),
+        }
+
+    def _send(self, rank: int, message: Message) -> None:
+        routing_id = self._routes.get(rank)
+        if routing_id is not None:
+            self.hub.send_rank(routing_id, encode(message))

@@ -1,0 +1,139 @@
+"""HubClient: the thread that owns an actor's socket and moves bytes between wire, link and the worker's event loop.
+
+A thread of its own, because an engine step or a long reward call must not delay a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from streamrl.codec import Decoder
+from streamrl.errors import WireError
+from streamrl.messages import TO_ACTOR, Group, Installed
+from streamrl.transport.actor_link import ActorLink, Deliver, Effect, Gone, Progress, Send
+from streamrl.transport.sockets import actor_dealer
+
+log = logging.getLogger("streamrl.actor")
+
+TICK_S = 0.05
+
+
+class HubClient:
+    """The worker's end of the link. Events arrive in `events`; commands are thread-safe and return at once.
+
+    Args:
+        endpoint: the hub, tcp://host:port.
+        link: the protocol; only this client's thread touches it after `start`.
+    """
+
+    def __init__(self, endpoint: str, link: ActorLink) -> None:
+        self.endpoint = endpoint
+        self.link = link
+        self.events: asyncio.Queue[Deliver | Gone] = asyncio.Queue()
+        self.num_wire_errors = 0
+        self._loop = asyncio.get_running_loop()
+        self._commands: deque[Callable[[float], list[Effect]]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        self._stopping = False
+        self._decoder = Decoder(TO_ACTOR)
+        self._thread = threading.Thread(target=self._run, name="hub-client", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send_group(self, group: Group) -> None:
+        """Number, keep and send a group; it stays in the outbox until the hub says DURABLE or REJECTED."""
+        self._command(lambda now: self.link.submit(group, now))
+
+    def report_installed(self, message: Installed) -> None:
+        self._command(lambda now: self.link.report_installed(message, now))
+
+    def update(self, progress: Progress) -> None:
+        """What the next heartbeat says."""
+        self.link.progress = progress  # one reference assignment: atomic for the other thread
+
+    def drain(self, reason: str, deadline_s: float | None = None) -> None:
+        self._command(lambda now: self.link.drain(reason, now, deadline_s))
+
+    @property
+    def outbox_full(self) -> bool:
+        return self.link.outbox.full
+
+    def close(self) -> None:
+        """End the thread and the socket; nothing more is sent."""
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _command(self, command: Callable[[float], list[Effect]]) -> None:
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except OSError:  # the pipe is closed: the thread has ended
+            pass
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = actor_dealer(context, self.endpoint)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            self._apply(socket, self.link.start(time.monotonic()))
+            while not self._stopping:
+                ready = dict(poller.poll(TICK_S * 1000))
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                while self._commands:
+                    self._apply(socket, self._commands.popleft()(time.monotonic()))
+                if socket in ready:
+                    self._receive(socket)
+                self._apply(socket, self.link.tick(time.monotonic()))
+        finally:
+            socket.close(0)
+            context.term()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _receive(self, socket: zmq.Socket) -> None:
+        for _ in range(64):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frames[0])
+            except WireError as error:
+                self.num_wire_errors += 1
+                log.warning("refused a message of the hub (%s): %s", error.counter, error)
+                continue
+            self._apply(socket, self.link.received(message, time.monotonic()))
+
+    def _apply(self, socket: zmq.Socket, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(socket, effect.frame)
+            else:
+                self._loop.call_soon_threadsafe(self.events.put_nowait, effect)
+                if isinstance(effect, Gone):
+                    self._stopping = True
+
+    def _send(self, socket: zmq.Socket, frame: bytes | bytearray) -> None:
+        try:
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # no connection or a full pipe: HELLO, beats and the outbox all repeat themselves
