@@ -9,6 +9,14 @@ names whole recipes. `contract` holds the rules that every function obeys.
 from __future__ import annotations
 
 from .aggregation import aggregate, aggregation_weights
+from .constraints import (
+    constraint_penalty,
+    lagrangian_advantages,
+    lagrangian_loss,
+    lagrangian_update,
+    pid_lagrangian_update,
+    self_normalized_mean,
+)
 from .control import (
     clip_from_budget,
     delay_monotone_bound,
@@ -24,6 +32,17 @@ from .control import (
     step_lag_bound,
     task_lag_bound,
     zscore_keep,
+)
+from .controllers import (
+    clip_high_update,
+    entropy_coef_update,
+    kl_doubling,
+    kl_exponential,
+    kl_horizon,
+    kl_linear,
+    kl_log_integral,
+    kl_pid,
+    kl_schedule,
 )
 from .corrections import (
     CORRECTION_PRESETS,
@@ -56,6 +75,7 @@ from .groups import (
     rloo_advantages,
     score_square_norms,
 )
+from .kl import kl_estimate, kl_loss, kl_shaped_rewards
 from .lag import (
     accepted_after_restart,
     admissible,
@@ -67,6 +87,15 @@ from .lag import (
     lag_summary,
     token_lags,
 )
+from .objectives import (
+    crowding_distance,
+    domination_count,
+    hypervolume,
+    hypervolume_contributions,
+    tchebycheff,
+    weighted_sum,
+)
+from .presets import PRESETS, Preset, preset
 from .ratios import effective_sample_size, ess_report, log_ratios, sequence_stats, trace_length
 from .returns import (
     clipped_is,
@@ -132,6 +161,7 @@ __all__ = [
     "ANCHORS",
     "CORRECTION_PRESETS",
     "ESTIMATORS",
+    "PRESETS",
     "SURROGATES",
     "BreakerState",
     "ClipBounds",
@@ -148,6 +178,7 @@ __all__ = [
     "LagForecast",
     "LagSummary",
     "Moments",
+    "Preset",
     "Returns",
     "SegmentReturns",
     "SequenceStats",
@@ -165,17 +196,22 @@ __all__ = [
     "check_pairing",
     "cispo",
     "clip_from_budget",
+    "clip_high_update",
     "clipped_is",
+    "constraint_penalty",
+    "crowding_distance",
     "decoupled_ppo",
     "default_max_lag",
     "delay_monotone_bound",
     "delay_stability_bound",
+    "domination_count",
     "dppo_kl",
     "dppo_tv",
     "dr_grpo_advantages",
     "drift_bins",
     "dueling_q",
     "effective_sample_size",
+    "entropy_coef_update",
     "ess_report",
     "fit_drift",
     "forecast_lag",
@@ -190,12 +226,27 @@ __all__ = [
     "group_spread",
     "grpo_advantages",
     "gspo",
+    "hypervolume",
+    "hypervolume_contributions",
     "informative_groups",
     "k2_keep",
     "k3_keep",
+    "kl_doubling",
+    "kl_estimate",
+    "kl_exponential",
+    "kl_horizon",
+    "kl_linear",
+    "kl_log_integral",
+    "kl_loss",
+    "kl_pid",
+    "kl_schedule",
+    "kl_shaped_rewards",
     "lag_for_ess",
     "lag_keep",
     "lag_summary",
+    "lagrangian_advantages",
+    "lagrangian_loss",
+    "lagrangian_update",
     "leave_one_out",
     "log_ratios",
     "loglinear_proximal",
@@ -211,10 +262,12 @@ __all__ = [
     "opsm_keep",
     "oscillation",
     "overlong_penalty",
+    "pid_lagrangian_update",
     "place_terminal",
     "ppo_clip",
     "predict_ess",
     "predict_m2",
+    "preset",
     "reinforce",
     "reinforce_pp_advantages",
     "reinforce_pp_baseline_advantages",
@@ -225,6 +278,7 @@ __all__ = [
     "rloo_advantages",
     "sapo",
     "score_square_norms",
+    "self_normalized_mean",
     "seq_mis_keep",
     "seq_tis",
     "seq_tis_weights",
@@ -235,6 +289,7 @@ __all__ = [
     "step_goodput",
     "step_lag_bound",
     "task_lag_bound",
+    "tchebycheff",
     "td_lambda",
     "tis",
     "tis_weights",
@@ -250,6 +305,7 @@ __all__ = [
     "vtrace",
     "vtrace_critic_free",
     "vtrace_segments",
+    "weighted_sum",
     "whiten",
     "zscore_keep",
 ]
