@@ -124,9 +124,11 @@ class ViewState:
         table.add_row("tokens/s", f"{compact(train)} trained  {compact(generate)} generated")
         if self.wait_share is not None:
             table.add_row("learner waits", f"{self.wait_share:.0%} of its time")
-        queue = last(rows, "hub/queue_groups", self.counters.get("queue_groups", float("nan")))
-        leases = last(rows, "hub/open_leases", self.counters.get("open_leases", float("nan")))
+        queue = last(rows, "hub/num_groups_queued", self.counters.get("num_groups_queued", float("nan")))
+        leases = last(rows, "hub/num_leases_open", self.counters.get("num_leases_open", float("nan")))
         table.add_row("groups", f"{compact(queue)} queued  {compact(leases)} leased")
+        alive = self.counters.get("num_actors", last(rows, "hub/num_actors", len(self.actors)))
+        table.add_row("actors", f"{compact(alive)} alive")
         return table
 
     def _lag(self) -> Text:
@@ -140,14 +142,16 @@ class ViewState:
 
     def _actors(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2), header_style="dim")
-        for name, justify in (("actor", "left"), ("state", "left"), ("version", "right"), ("tokens/s", "right")):
+        for name, justify in (("actor", "left"), ("state", "left"), ("version", "right"), ("tokens/s", "right"),
+                              ("heard", "right")):
             table.add_column(name, justify=justify, no_wrap=True)
-        for actor_id, state, version, tokens_per_s in self.actors[:NUM_ACTOR_ROWS]:
-            style = "" if str(state).lower() == "running" else "yellow"
-            table.add_row(str(actor_id), str(state), compact(version), compact(tokens_per_s), style=style)
+        for actor_id, words, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
+            state, _, version = str(words).partition(" ")
+            style = "" if state.lower() == "running" else "yellow"
+            table.add_row(str(actor_id), state, version, compact(tokens_per_s), f"{duration(silent_s)} ago", style=style)
         hidden = len(self.actors) - NUM_ACTOR_ROWS
         if hidden > 0:
-            table.add_row(f"and {hidden} more", "", "", "", style="dim")
+            table.add_row(f"and {hidden} more", style="dim")
         return table
 
 

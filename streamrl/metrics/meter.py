@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.metrics.names import Reduction, lookup
+from streamrl.metrics.names import Reduction, lookup, member
 
 PERCENTILES = {"lag/token": (("lag/token_p50", 0.5), ("lag/token_p99", 0.99))}
 """Histogram -> the keys derived from it when the step ends."""
@@ -66,6 +66,11 @@ class Meter:
         """`add` each item with the same weight."""
         for key, value in values.items():
             self.add(key, value, weight)
+
+    def add_family(self, family: str, values: Mapping[str, float]) -> None:
+        """Add values under names that come from data, e.g. the hub's counters: `add_family("hub", status.counters)`."""
+        for name, value in values.items():
+            self.add(member(family, name), value)
 
     def add_values(self, key: str, values: Iterable[float]) -> None:
         """Add many single observations, each with weight 1: the usual way to feed std, ess and histograms."""

@@ -79,13 +79,13 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Centred moving average; the window shrinks at the ends, so that nothing is shifted."""
+    """Centred moving average over `window` values or one more; at the ends over those that exist."""
     half = window // 2
     sums = [0.0]
     for y in ys:
         sums.append(sums[-1] + y)
-    spans = [(max(0, i - min(half, i, len(ys) - 1 - i)), i + min(half, i, len(ys) - 1 - i) + 1) for i in range(len(ys))]
-    return [(sums[b] - sums[a]) / (b - a) for a, b in spans]
+    spans = [(max(0, i - half), min(len(ys), i + half + 1)) for i in range(len(ys))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in spans]
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, x_label: str, y_label: str, from_zero: bool = False,
@@ -105,9 +105,9 @@ def line_chart(title: str, curves: Sequence[Curve], *, x_label: str, y_label: st
     xs = [x for curve in curves for x in curve.xs]
     to_x, to_y = x_scale(min(xs), max(xs)), y_scale(low, high)
     body = [_axes(to_x, to_y, x_label, y_label, ticks(to_x.low, to_x.high))]
-    if bound:
-        body.append(_bound_line(bound, to_y))
     body += [_curve(curve, to_x, to_y) for curve in curves]
+    if bound:
+        body.append(_bound_line(bound, to_y))  # last, so that a curve that runs along it does not hide it
     legend = [(curve.name, curve.colour) for curve in curves if not curve.faint]
     return _figure(title, "".join(body), legend if len(legend) > 1 else [])
 
@@ -162,8 +162,9 @@ def _finite(curve: Curve) -> Curve:
 
 def _padded(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
-    bottom = 0.0 if from_zero and low >= 0 else low - room
-    return bottom, high + room
+    if low >= 0:  # amounts and shares are never negative: neither is their axis
+        return 0.0 if from_zero else max(0.0, low - room), high + room
+    return low - room, high + room
 
 
 def _whole_ticks(low: int, high: int) -> list[float]:

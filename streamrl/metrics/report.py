@@ -26,10 +26,10 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: var(--page); color: var(--ink);
   font: 16px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { font-size: 1.45rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.45rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .75rem; }
 p { margin: 0 0 1rem; color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 15rem), 1fr)); gap: .75rem;
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 10.5rem), 1fr)); gap: .75rem;
   margin: 0; }
 .tiles div { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .6rem .8rem; }
 dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
@@ -109,8 +109,9 @@ def _headline(record: RunRecord) -> str:
 def _sections(record: RunRecord) -> list[str]:
     parts = {
         "Learning": [
-            _line(record, "Reward", "reward", {"reward/mean": "mean"}, smoothed=True),
-            _line(record, "Evaluation score", "score", {"eval/score": "score"}, dots=True),
+            _line(record, "Reward", "reward", {"reward/mean": "mean"}),
+            _line(record, "Evaluation score", "score", {"eval/score": "score"}, smoothed=False,
+                  dots=True),
             _line(record, "Response length", "tokens", {"rollout/response_tokens/train": "training",
                                                         "eval/response_tokens": "evaluation"}, from_zero=True),
             _line(record, "Reward parts", "reward", _family(record, "reward/", ("reward/mean", "reward/std"))),
@@ -119,26 +120,26 @@ def _sections(record: RunRecord) -> list[str]:
             _lag_over_time(record),
             histogram("Trained tokens by lag", record.histogram("lag/token"), x_label="lag (optimizer steps)",
                       y_label="tokens", bound=_bound(record)),
-            category_bars("Dropped, by reason", _totals(record, "dropped/"), unit="whole run"),
             _line(record, "Effective sample size", "fraction", {"ess/token": "token", "ess/sequence": "sequence",
                                                                 "ess/sequence_clipped": "sequence, clipped"}),
             _line(record, "Mean importance ratio", "ratio", {"ratio/mean_token": "token",
                                                              "ratio/mean_sequence": "sequence"}),
             _line(record, "Drift from the behaviour policy", "nats", {"drift/k1": "k1", "drift/k3": "k3"}),
+            category_bars("Dropped, by reason", _totals(record, "dropped/"), unit="whole run"),
         ],
         "Speed": [
             _line(record, "Throughput", "tokens/s", {"throughput/train_tokens_per_s": "trained",
-                                                     "throughput/generate_tokens_per_s": "generated"}, smoothed=True,
+                                                     "throughput/generate_tokens_per_s": "generated"},
                   from_zero=True),
-            _line(record, "Groups in the system", "groups", {"hub/queue_groups": "queued", "hub/open_leases": "leased"},
+            _line(record, "Groups in the system", "groups", {"hub/num_groups_queued": "queued", "hub/num_leases_open": "leased"},
                   from_zero=True),
             category_bars("Where the learner's time went", _totals(record, "time/", _LEARNER_TIMES), unit="whole run",
                           show=duration),
         ],
         "Optimisation": [
-            _line(record, "Policy loss", "loss", {"policy/loss": "loss"}, smoothed=True),
+            _line(record, "Policy loss", "loss", {"policy/loss": "loss"}),
             _line(record, "Gradient norm", "norm", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"},
-                  smoothed=True, from_zero=True),
+                  from_zero=True),
             _line(record, "Entropy", "nats", {"entropy/mean": "policy"}),
             _line(record, "Clipped tokens", "fraction", {"clip/positive": "positive advantage",
                                                          "clip/negative": "negative advantage"}, from_zero=True),
@@ -158,7 +159,7 @@ def _charts(title: str, figures: Sequence[str]) -> str:
     return f'<h2>{escape(title)}</h2><div class="charts">{drawn}</div>' if drawn else ""
 
 
-def _line(record: RunRecord, title: str, unit: str, keys: dict[str, str], *, smoothed: bool = False,
+def _line(record: RunRecord, title: str, unit: str, keys: dict[str, str], *, smoothed: bool = True,
           dots: bool = False, from_zero: bool = False) -> str:
     curves: list[Curve] = []
     for colour, (key, name) in enumerate(keys.items()):

@@ -166,7 +166,8 @@ class StatusFile:
             state: a word, such as starting, training, waiting, evaluating, finished.
             waiting_for: whom the hub waits for, in words; empty if nobody.
             counters: the hub's, by name.
-            actors: (id, state, version, tokens per second) of each.
+            actors: (id, state and version in words, tokens per second, seconds since it was heard) of each, as in
+                `HubStatus.actors`.
         """
         body = {
             "run_id": run_id, "state": state, "version": version, "total_steps": total_steps, "max_lag": max_lag,
@@ -194,7 +195,7 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
         parts.append(f"lag {compact(row.get('lag/token_mean'), 2)}/{compact(lag_max)}")
     say("train", "throughput/train_tokens_per_s", " tok/s")
     say("generate", "throughput/generate_tokens_per_s", " tok/s")
-    say("actors", "hub/actors_alive")
+    say("actors", "hub/num_actors")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)

@@ -110,15 +110,8 @@ class Summary:
 REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")
 """Keys of every `summary.json`, in order."""
 
-_COUNTERS = {
-    "num_groups_leased": "hub/groups_leased",
-    "num_groups_accepted": "hub/groups_accepted",
-    "num_groups_trained": "hub/groups_trained",
-    "num_groups_stale": "hub/groups_stale",
-    "num_duplicates_dropped": "hub/duplicates_dropped",
-    "num_leases_reissued": "hub/leases_reissued",
-    "num_actor_restarts": "hub/actor_restarts",
-}
+_COUNTERS = ("num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale",
+             "num_duplicates_dropped", "num_leases_reissued", "num_actor_restarts")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,
@@ -142,10 +135,10 @@ def summarise(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "lag_mean": sum(k * n for k, n in tokens.items()) / max(1, sum(tokens.values())),
         "lag_max": int(max([0, *heads, *series(rows, "lag/head_max")[1]])),
         "num_lag_violations": sum(n for k, n in heads.items() if k > max_lag_bound),
-        **{name: int(last(rows, key, 0)) for name, key in _COUNTERS.items()},
+        **{name: int(counter_total(rows, f"hub/{name}")) for name in _COUNTERS},
         "trained_tokens": trained,
         "tokens_per_s_train": trained * per_s,
-        "tokens_per_s_generate": float(last(rows, "run/generated_tokens", 0.0)) * per_s,
+        "tokens_per_s_generate": counter_total(rows, "hub/tokens_generated") * per_s,
         "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
         "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
     }
@@ -162,6 +155,15 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list
 def last(rows: Sequence[Mapping[str, Any]], key: str, default: float) -> float:
     """The newest value of `key`."""
     return next((row[key] for row in reversed(rows) if key in row), default)
+
+
+def counter_total(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    """What a counter counted over the whole run, though a restart of its process may have set it back to 0."""
+    total = before = 0.0
+    for value in series(rows, key)[1]:
+        total += value - before if value >= before else value
+        before = value
+    return total
 
 
 def total_histogram(rows: Sequence[Mapping[str, Any]], key: str) -> dict[int, int]:

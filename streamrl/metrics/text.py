@@ -22,9 +22,11 @@ def compact(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people: `9.4s`, `1m23s`, `2h05m`, `3d04h`; `-` for None."""
+    """Seconds for people: `64ms`, `9.4s`, `1m23s`, `2h05m`, `3d04h`; `-` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
     if seconds < 10:
         return f"{seconds:.1f}s"
     whole = int(round(seconds))
