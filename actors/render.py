@@ -54,20 +54,20 @@ class Renderer:
 
         Args:
             messages: what the environment said.
-            last_token: the last id the model sampled. If it is not the template's end-of-turn token (a turn cut short
-                by length or by a stop string), that token is put first. None: the model has ended its turn itself.
+            last_token: the last id the model sampled. Where the template ends a turn with a token and the model was cut
+                short before it (by length or by a stop string), that token is put first. None: the model said it.
         Raises:
             TaskError: the template rewrites what the model said, so that there is no "in between".
         """
         if not self._chat:
             return self._encode("\n".join(message.content for message in messages))
         opening = [ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER)]
-        before, found, after = self._template([*opening, *messages]).rpartition(_ANSWER)
-        if not found or _ANSWER in before:
+        _, found, after = self._template([*opening, *messages]).partition(_ANSWER)
+        if not found:
             raise TaskError("this chat template does not repeat the model's answer as it was: use single-turn tasks")
         ids = self._encode(after)
-        ended = last_token is None or last_token == self._tokenizer.eos_token_id
-        return ids[1:] if ended and ids and ids[0] == self._tokenizer.eos_token_id else ids
+        said = self._tokenizer.eos_token_id if last_token is None else last_token
+        return ids[1:] if ids and ids[0] == said else ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What a reader sees: special tokens left out, spaces as they are."""

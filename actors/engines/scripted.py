@@ -143,5 +143,8 @@ class ScriptedEngine:
         )
 
     async def close(self) -> None:
+        """Whoever still waits gets an EngineError; opens the gate for that."""
         self._closed = True
         self._ready.set()
+        if self._gate is not None:
+            self._gate.set()
