@@ -1,0 +1,85 @@
+"""A lease in, a group out: the members of one prompt, generated side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from actors.episode import EpisodeRunner, PromptTooLongError
+from streamrl.environment import Record
+from streamrl.errors import EngineError
+from streamrl.messages import Group, Lease, Member, MemberStatus, Outcome, ReturnReason
+
+
+async def run_group(
+    lease: Lease, runner: EpisodeRunner, *, load_record: Callable[[Lease], Record] | None = None
+) -> Group:
+    """Generate every leased member; the whole group is sent as one message.
+
+    Members whose environment failed are ABORTED (their member is leased again by the hub). A group that cannot be
+    generated at all comes back as RETURNED with the reason; nothing is invented.
+    """
+    started = time.perf_counter()
+    try:
+        record = json.loads(lease.prompt) if lease.prompt is not None else _load(lease, load_record)
+    except (ValueError, LookupError) as error:
+        return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
+    plays: list[Awaitable[Member]] = [
+        runner.play(record, index, seed, lease.sampling)
+        for index, seed in zip(lease.members, lease.seeds, strict=True)
+    ]
+    try:
+        members = await _all_or_cancel(plays)
+    except PromptTooLongError as error:
+        return returned(lease, ReturnReason.TOO_LONG, str(error))
+    except EngineError as error:
+        return returned(lease, ReturnReason.ENGINE_ERROR, str(error))
+    if all(member.status == MemberStatus.ABORTED for member in members):
+        return returned(lease, ReturnReason.ENV_ERROR, f"every member failed, the first with {members[0].finish}")
+    return Group(
+        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.COMPLETE),
+        reason=int(ReturnReason.NONE), detail="", sampling=lease.sampling, members=_share_prompt(members),
+        stats={"generate_s": time.perf_counter() - started},
+    )
+
+
+def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:
+    """The lease handed back."""
+    return Group(
+        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.RETURNED),
+        reason=int(reason), detail=detail[:512], sampling=lease.sampling, members=(), stats={},
+    )
+
+
+def _load(lease: Lease, load_record: Callable[[Lease], Record] | None) -> Record:
+    if load_record is None:
+        raise LookupError("the lease carries no record, and this actor cannot load one by index")
+    return load_record(lease)
+
+
+async def _all_or_cancel(plays: list[Awaitable[Member]]) -> list[Member]:
+    """Gather; if one raises, the others are cancelled and their engine slots are free again."""
+    tasks = [asyncio.ensure_future(play) for play in plays]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _share_prompt(members: list[Member]) -> tuple[Member, ...]:
+    """Equal prompts travel once: an empty prompt means "as the first member's"."""
+    first = next(member for member in members if member.status != MemberStatus.ABORTED)
+    ordered = [first, *(member for member in members if member is not first)]
+    return tuple(
+        msgspec.structs.replace(member, prompt_ids=b"")
+        if member is not first and member.prompt_ids == first.prompt_ids
+        else member
+        for member in ordered
+    )

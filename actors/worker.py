@@ -1,0 +1,292 @@
+"""The actor's life: leases in, groups out, new versions installed in between, for ever.
+
+    hub thread (streamrl.transport.client) --events--> Worker (one asyncio loop) --tasks--> engine thread, env threads
+
+    WELCOME   first time: build engine, renderer, task from what the learner says; always: install its version
+    LEASE     a task a group; a revoked one is cancelled
+    ANNOUNCE  fetch and verify beside the running sequences, then swap between two forward passes
+    BEAT      tells which versions are still useful: groups that can no longer be trained are handed back (L3)
+    STOP      the process ends with the exit code that the hub names
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from actors.engines.base import Engine
+from actors.episode import EpisodeRunner
+from actors.install import Installer
+from actors.rollout import returned, run_group
+from streamrl.errors import EngineError, StreamrlError
+from streamrl.messages import (
+    Announce,
+    Drain,
+    HubBeat,
+    Lease,
+    Leases,
+    Limits,
+    Manifest,
+    Offer,
+    Purpose,
+    ReturnReason,
+    Stop,
+    VersionRef,
+    Welcome,
+)
+from streamrl.transport.actor_link import Deliver, Gone, Parted, Progress
+from streamrl.transport.client import HubClient
+
+log = logging.getLogger("streamrl.actor")
+
+PROGRESS_S = 0.2
+EXIT_WEDGED = 9
+
+
+@dataclass(slots=True)
+class Plant:
+    """What is built from the first WELCOME and lives as long as the process."""
+
+    engine: Engine
+    installer: Installer
+    train: EpisodeRunner
+    test: EpisodeRunner
+    set_welcome: Callable[[Welcome], None]
+    slots: int  # groups held at once
+
+    async def close(self) -> None:
+        self.installer.close()
+        self.train.close()
+        self.test.close()
+        await self.engine.close()
+
+
+@dataclass(slots=True)
+class Running:
+    """A lease at work."""
+
+    lease: Lease
+    task: asyncio.Task[None]
+    since: VersionRef
+    tokens_seen: int
+    moved_at: float
+
+
+class Worker:
+    """Drives one engine for one hub.
+
+    Args:
+        build: makes the plant from the first WELCOME; may take minutes, heartbeats go on meanwhile.
+    """
+
+    def __init__(self, client: HubClient, build: Callable[[Welcome], Plant]) -> None:
+        self.client, self._build = client, build
+        self._plant: Plant | None = None
+        self._building: asyncio.Task[None] | None = None
+        self._welcome: Welcome | None = None
+        self._limits = Limits()
+        self._running: dict[tuple[int, int], Running] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._result: Gone | None = None
+        self.exit_code = 0
+
+    async def run(self) -> Gone:
+        """Until the hub stops us, we leave, or the engine is beyond repair."""
+        self.client.start()
+        beat = asyncio.ensure_future(self._report_progress())
+        try:
+            while self._result is None:
+                event = await self.client.events.get()
+                if isinstance(event, Gone):
+                    self._result = event
+                else:
+                    self._handle(event)
+        finally:
+            beat.cancel()
+            await self._close()
+        return self._result
+
+    def leave(self, reason: str) -> None:
+        """SIGINT or SIGTERM: hand back what is not finished, settle, go. A second call goes at once."""
+        if self._draining:
+            self._end(Gone(130, "interrupted twice"))
+            return
+        self._draining = True
+        log.info("leaving (%s): %d leases are handed back", reason, len(self._running))
+        self._hand_back(lambda running: True, ReturnReason.DRAIN, reason)
+        self.client.drain(reason)
+
+    def _end(self, gone: Gone) -> None:
+        self.client.events.put_nowait(gone)
+
+    def _handle(self, deliver: Deliver) -> None:
+        match deliver.event:
+            case Welcome() as welcome:
+                self._welcomed(welcome)
+            case Leases() as leases:
+                self._leased(leases)
+            case Announce() as announce:
+                self._spawn(self._install(announce.manifest, announce.offers))
+            case HubBeat() as beat:
+                self._drop_useless(beat.min_useful)
+            case Parted():
+                log.warning("the hub is silent: going on with %d leases, reconnecting", len(self._running))
+            case Drain() as drain:
+                self.leave(drain.reason)
+            case Stop() as stop:
+                log.info("stopped by the hub: %s", stop.detail)
+
+    # --- WELCOME and weights ------------------------------------------------------------------------------------
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        log.info("joined run %s at %s, version %s", welcome.run_id, self.client.endpoint, welcome.version)
+        self._welcome, self._limits = welcome, welcome.limits
+        for ref, keep in welcome.held:
+            if not keep:
+                self._cancel(ref)
+        if self._plant is not None:
+            self._plant.set_welcome(welcome)
+            self._install_current()
+        elif self._building is None:
+            self._building = self._spawn(self._build_plant(welcome))
+
+    async def _build_plant(self, welcome: Welcome) -> None:
+        try:
+            self._plant = await asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
+        except StreamrlError as error:
+            log.error("cannot take part in run %s: %s", welcome.run_id, error)
+            self._end(Gone(1, str(error)))
+            return
+        if self._welcome is not None:
+            self._plant.set_welcome(self._welcome)
+        self._install_current()
+
+    def _install_current(self) -> None:
+        welcome = self._welcome
+        if welcome is not None and welcome.manifest is not None:
+            self._spawn(self._install(welcome.manifest, welcome.offers))
+
+    async def _install(self, manifest: Manifest, offers: tuple[Offer, ...]) -> None:
+        plant, welcome = self._plant, self._welcome
+        if plant is None or welcome is None or welcome.layout is None:
+            return  # the plant installs the newest manifest as soon as it stands
+        try:
+            report = await plant.installer.install(manifest, offers, welcome.layout)
+        except EngineError as error:
+            log.error("%s", error)
+            self._end(Gone(EXIT_WEDGED, str(error)))
+            return
+        if report is not None:
+            self.client.report_installed(report)
+            self._update_progress()
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def _leased(self, leases: Leases) -> None:
+        for ref in leases.revoked:
+            self._cancel(ref)
+        for lease in leases.grants:
+            plant = self._plant
+            if plant is None or plant.engine.installed is None or self._draining:
+                self.client.send_group(returned(lease, ReturnReason.DRAIN, "not ready for leases"))
+            elif lease.ref not in self._running:
+                self._start(lease, plant)
+        self._update_progress()
+
+    def _start(self, lease: Lease, plant: Plant) -> None:
+        installed = plant.engine.installed
+        assert installed is not None
+        if installed < lease.min_version:
+            detail = f"installed {installed} is older than the lease's {lease.min_version}"
+            self.client.send_group(returned(lease, ReturnReason.STALE, detail))
+            return
+        task = self._spawn(self._work(lease, plant))
+        self._running[lease.ref] = Running(
+            lease, task, installed, plant.engine.stats().tokens_total, time.monotonic()
+        )
+
+    async def _work(self, lease: Lease, plant: Plant) -> None:
+        runner = plant.test if lease.purpose == Purpose.EVAL else plant.train
+        try:
+            group = await run_group(lease, runner)
+        finally:
+            self._running.pop(lease.ref, None)
+        self.client.send_group(group)
+        self._update_progress()
+
+    def _cancel(self, ref: tuple[int, int]) -> None:
+        running = self._running.pop(ref, None)
+        if running is not None:
+            running.task.cancel()
+
+    def _hand_back(self, which: Callable[[Running], bool], reason: ReturnReason, detail: str) -> int:
+        chosen = [running for running in self._running.values() if which(running)]
+        for running in chosen:
+            self._cancel(running.lease.ref)
+            self.client.send_group(returned(running.lease, reason, detail))
+        return len(chosen)
+
+    def _drop_useless(self, oldest: VersionRef) -> None:
+        """L3: groups that began with a version beyond max_lag can only be refused; hand them back, save the compute."""
+        count = self._hand_back(
+            lambda running: running.lease.purpose == Purpose.TRAIN and running.since < oldest,
+            ReturnReason.STALE, f"older than {oldest}, the oldest version still of use",
+        )
+        if count:
+            log.info("handed back %d groups that began before version %s", count, oldest)
+
+    # --- heartbeats ---------------------------------------------------------------------------------------------
+
+    async def _report_progress(self) -> None:
+        while True:
+            self._update_progress()
+            await asyncio.sleep(PROGRESS_S)
+
+    def _update_progress(self) -> None:
+        plant, now = self._plant, time.monotonic()
+        stats = plant.engine.stats() if plant is not None else None
+        total = stats.tokens_total if stats else 0
+        stuck = []
+        for ref, running in self._running.items():
+            if total > running.tokens_seen:
+                running.tokens_seen, running.moved_at = total, now
+            elif now - running.moved_at > self._limits.progress_deadline_s:
+                stuck.append(ref)
+        held = tuple(self._running)
+        num_train = sum(running.lease.purpose == Purpose.TRAIN for running in self._running.values())
+        slots = plant.slots if plant is not None else 0
+        sequences = plant.engine.slots if plant is not None else 0
+        ready = plant is not None and plant.engine.installed is not None and not self._draining
+        self.client.update(Progress(
+            free=max(0, slots - num_train) if ready else 0,
+            free_eval=max(0, sequences - (len(held) - num_train)) if ready else 0,
+            running=len(held), tokens_total=total, held=held, stuck=tuple(stuck),
+            stats={"busy_s": stats.busy_s, "waiting": float(stats.waiting)} if stats else {},
+        ))
+
+    # --- tasks --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._jobs.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._jobs.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the actor failed: %r", error, exc_info=error)
+            self._end(Gone(1, repr(error)))
+
+    async def _close(self) -> None:
+        for task in list(self._jobs):
+            task.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        if self._plant is not None:
+            await self._plant.close()
+        self.client.close()
