@@ -148,7 +148,8 @@ class ViewState:
         for actor_id, words, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
             state, _, version = str(words).partition(" ")
             style = "" if state.lower() == "running" else "yellow"
-            table.add_row(str(actor_id), state, version, compact(tokens_per_s), f"{duration(silent_s)} ago", style=style)
+            heard = f"{duration(silent_s)} ago"
+            table.add_row(str(actor_id), state, version, compact(tokens_per_s), heard, style=style)
         hidden = len(self.actors) - NUM_ACTOR_ROWS
         if hidden > 0:
             table.add_row(f"and {hidden} more", style="dim")

@@ -12,10 +12,9 @@ def compact(value: float | None, digits: int = 3) -> str:
     """A number in few characters: 12345 is `12.3k`, 0.43128 is `0.431`, None is `-`."""
     if value is None or not math.isfinite(value):
         return "-"
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            shown = value / (1e3 if suffix == "k" else size)
-            return f"{shown:.{digits}g}{suffix}" if abs(shown) < 1000 else f"{shown:.0f}{suffix}"
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= (1e4 if suffix == "k" else 0.9995 * size):  # 999 500 is 1M, not 1000k
+            return f"{value / size:.{digits}g}{suffix}"
     if value == int(value):
         return str(int(value))
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"

@@ -1,0 +1,96 @@
+"""summary.json: its keys, its round trip, and its numbers from the lines of a run."""
+
+import json
+
+import pytest
+
+from streamrl.errors import CheckpointError
+from streamrl.metrics.record import read_metrics
+from streamrl.metrics.summary import Summary, counter_total, summarise
+
+PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
+    num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
+    num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
+    publish_s_mean device dtype seed""".split()
+
+
+def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
+    root = make_run()
+    summary = Summary.load(root / "summary.json")
+
+    with_extra = summarise(read_metrics(root / "metrics.jsonl"), run_id="r", max_lag_bound=3, device="cpu",
+                           dtype="float32", seed=1, extra={"command": "quickstart"})
+    with_extra.write(root / "summary.json")
+
+    assert list(summary.as_dict()) == PROMISED
+    assert list(json.loads((root / "summary.json").read_text())) == [*PROMISED, "command"]
+
+
+def test_a_summary_survives_the_round_trip(make_run):
+    path = make_run() / "summary.json"
+    summary = Summary.load(path)
+
+    summary.write(path)
+
+    assert Summary.load(path) == summary
+
+
+def test_numbers_follow_from_the_lines_of_the_run(make_run):
+    s = Summary.load(make_run(lag=2) / "summary.json")
+
+    assert (s.steps, s.wall_s, s.trained_tokens) == (10, 20.0, 1000)
+    assert (s.eval_score_first, s.eval_score_last) == (0.05, 0.5)
+    assert s.lag_mean == pytest.approx(0.6 * 2)  # 40 tokens at 0, 60 at 2, every step
+    assert (s.lag_max, s.num_lag_violations) == (2, 0)
+    assert (s.num_groups_leased, s.num_groups_accepted, s.num_groups_trained, s.num_groups_stale) == (120, 110, 100, 1)
+    assert (s.tokens_per_s_train, s.tokens_per_s_generate) == (50.0, 60.0)
+    assert (s.learner_wait_s, s.publish_s_mean) == (pytest.approx(5.0), pytest.approx(0.1))
+
+
+def test_trajectories_beyond_the_bound_are_violations(make_run):
+    assert Summary.load(make_run(lag=4, bound=3) / "summary.json").num_lag_violations == 6 * 10
+
+
+def test_what_the_learner_knows_better_wins_over_the_lines(make_run):
+    rows = read_metrics(make_run() / "metrics.jsonl")
+
+    s = summarise(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1, num_actor_restarts=7)
+
+    assert s.num_actor_restarts == 7
+
+
+def test_a_counter_that_began_again_at_zero_keeps_what_it_had_counted():
+    rows = [{"step": i, "hub/num_actor_restarts": n} for i, n in enumerate([1, 3, 3, 0, 2])]
+
+    assert counter_total(rows, "hub/num_actor_restarts") == 5
+
+
+def test_a_run_without_a_single_step_has_a_summary():
+    s = summarise([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1)
+
+    assert (s.steps, s.eval_score_first, s.tokens_per_s_train) == (0, None, 0.0)
+    assert "run " in s.table()
+
+
+def test_extras_may_not_hide_a_field():
+    with pytest.raises(ValueError, match="steps"):
+        summarise([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1, extra={"steps": 9})
+
+
+def test_a_file_that_is_no_summary_is_refused_by_name(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text('{"run_id": "r"}')
+    with pytest.raises(CheckpointError, match="lacks steps"):
+        Summary.load(path)
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        Summary.load(path)
+
+
+def test_the_table_for_the_terminal_answers_the_first_questions(make_run):
+    table = Summary.load(make_run(lag=4, bound=3) / "summary.json").table()
+
+    assert "0.05 → 0.5" in table
+    assert "mean 2.4, max 4, bound 3, 60 beyond it" in table
+    assert "100 trained, 110 accepted, 120 leased, 1 stale" in table
+    assert "5.0s (25%)" in table
