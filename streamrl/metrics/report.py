@@ -29,10 +29,10 @@ body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: 
 h1 { font-size: 1.45rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .75rem; }
 p { margin: 0 0 1rem; color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 10.5rem), 1fr)); gap: .75rem;
-  margin: 0; }
-.tiles div { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .6rem .8rem; }
-dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+.facts { columns: 2 22rem; column-gap: 2.5rem; margin: 0; padding: .3rem 1rem; background: var(--card);
+  border: 1px solid var(--rule); border-radius: 8px; }
+.facts div { display: flex; gap: 1rem; padding: .4rem 0; break-inside: avoid; }
+dt { flex: 0 0 8rem; color: var(--soft); } dd { margin: 0; font-weight: 550; overflow-wrap: anywhere; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); gap: .75rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .7rem .8rem; }
 figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .3rem; }
@@ -102,8 +102,8 @@ def _headline(record: RunRecord) -> str:
     if record.summary is None:
         step = record.rows[-1]["step"] if record.rows else 0
         return f"<p>No summary yet: the run is at step {step}, or ended early.</p>"
-    tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in record.summary.headline())
-    return f'<dl class="tiles">{tiles}</dl>'
+    facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in record.summary.headline())
+    return f'<dl class="facts">{facts}</dl>'
 
 
 def _sections(record: RunRecord) -> list[str]:
