@@ -1,7 +1,7 @@
 """What a user implements: a `Task` says which prompts there are, an `Env` plays one episode of one prompt.
 
-The shortest way is `SingleTurnTask`: two methods, `record` and `reward`. Everything longer (several turns, tools, state)
-implements `Env` itself and returns it from `Task.env`.
+The shortest way is `SingleTurnTask`: two methods, `record` and `reward`. Everything longer (several turns, tools,
+state) implements `Env` itself and returns it from `Task.env`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ class Task(Protocol):
 
     def env(self) -> Env:
         """A fresh environment; one is made for each episode."""
+        ...
+
+
+@runtime_checkable
+class HasTarget(Protocol):
+    """Optional on a task that knows the right answers: what makes a supervised warm start possible."""
+
+    def target(self, record: Record) -> str:
+        """A completion of this record that earns the full reward."""
         ...
 
 

@@ -1,0 +1,163 @@
+"""A user's own Python file becomes a task.
+
+The file holds one of these, and the loader finds out which:
+
+1. a function `task(**options)` that returns a task: it decides, whatever else the file defines;
+2. exactly one class with `record` and `reward`, or with the whole `Task` protocol;
+3. two functions, `record(split, index)` and `reward(record, completion)`, and if it likes the names `num_train`,
+   `num_test` and `name`.
+
+Errors in the file are shown with the line of the file, not with lines of the loader.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamrl.environment import Record, SingleTurnTask, Step, Task
+from streamrl.errors import TaskError
+
+FORMS = (
+    "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
+    "or these two as functions, or a function task(**options) that returns the task."
+)
+
+
+class FunctionTask(SingleTurnTask):
+    """The task made of a file's two functions."""
+
+    def __init__(
+        self,
+        record: Callable[[str, int], Record],
+        reward: Callable[[Record, str], float | Step],
+        *,
+        name: str,
+        num_train: int,
+        num_test: int,
+    ) -> None:
+        self._record, self._reward = record, reward
+        self.name, self.num_train, self.num_test = name, num_train, num_test
+
+    def record(self, split: str, index: int) -> Record:
+        return self._record(split, index)
+
+    def reward(self, record: Record, completion: str) -> float | Step:
+        return self._reward(record, completion)
+
+
+def task_from_file(path: str, options: Mapping[str, Any]) -> Task:
+    """Run the file and make its task. Raises TaskError for a missing file, an error inside it, or no clear task."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise TaskError(f"env.path={path!r}: there is no such file (looked at {file}).")
+    module = _run_file(file)
+    factory = _find_factory(module, file)
+    task = construct(factory, options, file.name)
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"{file.name}: got a {type(task).__name__} where a task was expected; it must have name, num_records, "
+            "record and env (derive it from streamrl.SingleTurnTask)."
+        )
+    return task
+
+
+def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str) -> Any:
+    """`factory(**options)`, with unknown or missing options named and an error of the factory shown by its line."""
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not takes_any:
+        refuse_unknown(options, known, name)
+    missing = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in options]
+    if missing:
+        raise TaskError(f"task {name}: missing option {', '.join(missing)}: set env.options.{missing[0]}=...")
+    try:
+        return factory(**options)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task {name} could not be made with options {dict(options)}: {describe(error)}") from error
+
+
+def refuse_unknown(options: Mapping[str, Any], known: list[str], name: str) -> None:
+    """Raise TaskError for the first option that is not in `known`, with the nearest and all valid names."""
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            valid = ", ".join(sorted(known)) or "none"
+            raise TaskError(f"task {name} has no option {key!r}.{hint} Valid options: {valid}.")
+
+
+def describe(error: BaseException) -> str:
+    """The error with the innermost place where it happened, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, SyntaxError):
+        where = f" ({Path(error.filename or '?').name}, line {error.lineno})"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _run_file(file: Path) -> ModuleType:
+    name = f"{file.stem}_{blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"env.path={str(file)!r} is not a Python file: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses in the file look their module up here while it runs; a file next to it may be imported by name.
+    sys.modules[name] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise TaskError(f"{file.name} failed while it was loaded: {describe(error)}") from error
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
+    if "task" in functions:
+        return functions["task"]
+    classes = [value for value in own.values() if inspect.isclass(value) and _is_task_class(value)]
+    has_pair = "record" in functions and "reward" in functions
+    if len(classes) + has_pair > 1:
+        found = [f"class {c.__name__}" for c in classes] + ["record + reward"] * has_pair
+        raise TaskError(f"{file.name} defines more than one task: {', '.join(found)}. Add a function task(**options).")
+    if classes:
+        return classes[0]
+    if has_pair:
+        return _pair_factory(module, functions, file)
+    found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
+    raise TaskError(f"{file.name} defines no task. Found: {found}. {FORMS}")
+
+
+def _is_task_class(cls: type) -> bool:
+    has = {key for key in ("num_records", "record", "env", "reward") if callable(getattr(cls, key, None))}
+    is_whole = {"num_records", "record", "env"} <= has
+    return is_whole and not inspect.isabstract(cls)
+
+
+def _pair_factory(module: ModuleType, functions: Mapping[str, Any], file: Path) -> Callable[[], FunctionTask]:
+    def make() -> FunctionTask:
+        return FunctionTask(
+            functions["record"],
+            functions["reward"],
+            name=getattr(module, "name", file.stem),
+            num_train=getattr(module, "num_train", SingleTurnTask.num_train),
+            num_test=getattr(module, "num_test", SingleTurnTask.num_test),
+        )
+
+    return make

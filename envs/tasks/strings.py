@@ -1,0 +1,118 @@
+"""Short strings to transform: a task that a model of a hundred thousand parameters can learn in a minute on one core.
+
+A record is a pure function of (split, index). Whether a source string is a training or a test string is decided by its
+own hash, so the splits are disjoint whatever the alphabet, the lengths and the number of records.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from hashlib import blake2b
+
+from streamrl.environment import Record, SingleTurnTask, Step
+from streamrl.errors import TaskError
+
+ALPHABET = "abcdefghij"
+TEST_SHARE = 8
+"""One source string in this many belongs to the test split."""
+
+
+def _rotate(text: str) -> str:
+    return text[1:] + text[:1]
+
+
+def _unique(text: str) -> str:
+    return "".join(dict.fromkeys(text))
+
+
+def _swap(text: str) -> str:
+    return "".join(text[i : i + 2][::-1] for i in range(0, len(text), 2))
+
+
+def _pair_sum(text: str, alphabet: str) -> str:
+    """Letter i plus its mirror image, as numbers of the alphabet: x_i + x_(L-1-i) modulo its size."""
+    values = [alphabet.index(letter) for letter in text]
+    return "".join(alphabet[(a + b) % len(alphabet)] for a, b in zip(values, reversed(values), strict=True))
+
+
+OPERATIONS: dict[str, Callable[[str, str], str]] = {
+    "copy": lambda text, _: text,
+    "reverse": lambda text, _: text[::-1],
+    "rotate": lambda text, _: _rotate(text),
+    "swap": lambda text, _: _swap(text),
+    "sort": lambda text, _: "".join(sorted(text)),
+    "unique": lambda text, _: _unique(text),
+    "pair_sum": _pair_sum,
+}
+
+
+def partial_credit(answer: str, completion: str) -> float:
+    """Share of positions that are right, over the longer of the two lengths: 1.0 only for the exact answer."""
+    longer = max(len(answer), len(completion))
+    if longer == 0:
+        return 1.0
+    return sum(a == b for a, b in zip(answer, completion, strict=False)) / longer
+
+
+class StringTask(SingleTurnTask):
+    """Transform a string; reward is partial credit, score is exact match.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        min_length, max_length: letters of the source string, both included; drawn uniformly.
+        alphabet: distinct characters the strings are made of.
+        num_train, num_test: records per split.
+        seed: another seed is another stream of records over the same two disjoint sets.
+    """
+
+    def __init__(
+        self,
+        operation: str = "reverse",
+        *,
+        min_length: int = 4,
+        max_length: int = 8,
+        alphabet: str = ALPHABET,
+        num_train: int = 1_000_000,
+        num_test: int = 200,
+        seed: int = 0,
+    ) -> None:
+        if operation not in OPERATIONS:
+            raise TaskError(f"string operation {operation!r} is unknown: choose one of {', '.join(OPERATIONS)}.")
+        if not 1 <= min_length <= max_length:
+            raise TaskError(f"lengths must satisfy 1 <= min_length <= max_length, got {min_length} and {max_length}.")
+        if len(alphabet) < 2 or len(set(alphabet)) != len(alphabet):
+            raise TaskError(f"alphabet must hold at least two distinct characters, got {alphabet!r}.")
+        if len(alphabet) ** max_length < 1000:
+            raise TaskError(
+                f"{len(alphabet)} letters and at most {max_length} positions make too few strings to split into train "
+                "and test: use a larger alphabet or max_length."
+            )
+        self.name = f"string.{operation}"
+        self.operation = operation
+        self.min_length = min_length
+        self.max_length = max_length
+        self.alphabet = alphabet
+        self.num_train = num_train
+        self.num_test = num_test
+        self.seed = seed
+
+    def record(self, split: str, index: int) -> Record:
+        rng = random.Random(f"{self.seed}/{split}/{index}")
+        while True:
+            length = rng.randint(self.min_length, self.max_length)
+            text = "".join(rng.choices(self.alphabet, k=length))
+            if _is_test(text) == (split != "train"):
+                return {"prompt": text, "answer": OPERATIONS[self.operation](text, self.alphabet)}
+
+    def reward(self, record: Record, completion: str) -> Step:
+        answer = str(record["answer"])
+        return Step(reward=partial_credit(answer, completion), score=float(completion == answer))
+
+    def target(self, record: Record) -> str:
+        """The right completion, for a supervised warm start."""
+        return str(record["answer"])
+
+
+def _is_test(text: str) -> bool:
+    return blake2b(text.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0
