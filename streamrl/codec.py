@@ -82,7 +82,7 @@ class Decoder:
             raise FrameError(f"magic is {magic!r}, expected {MAGIC!r}: the peer is not streamrl")
         if protocol != PROTOCOL:
             raise ProtocolVersionError(
-                f"the peer speaks protocol {protocol}, this build speaks {PROTOCOL}: install the same release on both sides"
+                f"the peer speaks protocol {protocol}, this build {PROTOCOL}: install the same release on both sides"
             )
         if flags != 0:
             raise FrameError(f"flags are {flags:#04x}, protocol {PROTOCOL} knows only 0")
@@ -112,7 +112,7 @@ def unpack_ids(raw: bytes, *, vocab_size: int | None = None) -> np.ndarray:
     """Raw `<i4` to an int32 array [T] (a read-only view of `raw`).
 
     Raises:
-        ContentError: `length` if the bytes are no whole number of ids, `vocabulary` if an id is outside 0..vocab_size-1.
+        ContentError: `length` if the bytes are no whole number of ids, `vocabulary` if an id is not in 0..vocab_size-1.
     """
     if len(raw) % 4:
         raise ContentError("length", f"token ids are {len(raw)} bytes, which is no multiple of 4")
@@ -136,5 +136,6 @@ def unpack_logprobs(raw: bytes, *, num_tokens: int | None = None) -> np.ndarray:
         raise ContentError("length", f"log-probs are {len(raw)} bytes, expected {wanted}")
     logprobs = np.frombuffer(raw, dtype="<f4")
     if not np.isfinite(logprobs).all():
-        raise ContentError("finite", f"{int((~np.isfinite(logprobs)).sum())} of {len(logprobs)} log-probs are not finite")
+        num_bad = int((~np.isfinite(logprobs)).sum())
+        raise ContentError("finite", f"{num_bad} of {len(logprobs)} log-probs are not finite")
     return logprobs

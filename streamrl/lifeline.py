@@ -1,7 +1,7 @@
 """A child must not outlive its parent: the parent holds the write end of a pipe, the child watches the read end.
 
-End of file means that the parent is gone, however it went (kill -9 included). No polling of process ids, no signals that
-depend on which thread forked.
+End of file means that the parent is gone, however it went (kill -9 included). No polling of process ids, no signals
+that depend on which thread forked.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RankPlane:
         match message:
             case RankReady():
                 self._routes[message.rank] = routing_id
-                self._send(message.rank, self._status(now))
+                self._send(message.rank, self.status(now))
             case Take():
                 self._take(message, now)
             case Trained():
@@ -125,9 +125,9 @@ class RankPlane:
         for rank, since in self._takes.items():
             self._send(rank, RankWait(self._version, self.waiting_for[:512], now - since, num_actors))
         if 0 in self._routes:
-            self._send(0, self._status(now))
+            self._send(0, self.status(now))
 
-    def _status(self, now: float) -> HubStatus:
+    def status(self, now: float) -> HubStatus:
         actors = tuple(
             (link.actor_id, f"{link.state} {link.version}", link.tokens_per_s, now - link.heard_at)
             for link in self.hub.control.links.all()

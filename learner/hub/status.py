@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learner.hub.settings import HubSettings
+from streamrl.metrics.sinks import StatusFile
 
 if TYPE_CHECKING:
     from learner.hub.server import HubServer
@@ -30,16 +31,11 @@ def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str) 
 def write_status(hub: HubServer, now: float) -> None:
     """What the live view shows beside the metrics."""
     settings = hub.settings
-    version = hub.weights.manifest.ref.version if hub.weights.manifest else None
-    _write(Path(settings.run_dir) / "status.json", {
-        "run_id": settings.run_id,
-        "state": "starting" if version is None else "running",
-        "version": version,
-        "total_steps": settings.total_steps,
-        "max_lag": settings.limits.max_lag,
-        "waiting_for": hub.ranks.waiting_for,
-        "actors": [
-            [link.actor_id, link.state, link.version, round(link.tokens_per_s, 1)] for link in hub.control.links.all()
-        ],
-        "counters": hub.ledger.counters(),
-    })
+    manifest = hub.weights.manifest
+    status = hub.ranks.status(now)
+    StatusFile(Path(settings.run_dir) / "status.json").write(
+        run_id=settings.run_id, state="starting" if manifest is None else "running",
+        version=manifest.ref.version if manifest else 0, total_steps=settings.total_steps,
+        max_lag=settings.limits.max_lag, waiting_for=hub.ranks.waiting_for, counters=status.counters,
+        actors=status.actors,
+    )

@@ -97,11 +97,10 @@ class WeightServer:
         """Means over all installs of the run so far."""
         if not self._num_installs:
             return {}
-        found = {f"mean_{name}": total / self._num_installs for name, total in self._sums.items() if name != "visible_s"}
-        if self._sums.get("num_visible"):
-            found["mean_visible_s"] = self._sums["visible_s"] / self._sums["num_visible"]
-        found.pop("mean_num_visible", None)
-        return found
+        sums = dict(self._sums)
+        num_visible, visible_s = sums.pop("num_visible", 0.0), sums.pop("visible_s", 0.0)
+        found = {f"mean_{name}": total / self._num_installs for name, total in sums.items()}
+        return {**found, "mean_visible_s": visible_s / num_visible} if num_visible else found
 
     def close(self) -> None:
         self._stopping.set()

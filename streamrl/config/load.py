@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
+import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -203,3 +206,48 @@ def _plain(error: Exception) -> str:
     if unknown and not unknown[0].startswith("env.options"):
         return f"Unknown key `{unknown[0]}`: {_nearest(unknown[0], set(setting_names()))}"
     return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One job of a multirun: its number, config, all its words, those that the sweep varies, and its directory."""
+
+    number: int
+    config: Config
+    words: tuple[str, ...]
+    swept: tuple[str, ...]
+    run_dir: Path
+
+
+def run_jobs(words: Sequence[str], run_one: Callable[[Job], None]) -> None:
+    """hydra's multirun: one call of `run_one` for each combination, one after the other.
+
+    Every job gets a directory of its own below hydra.sweep.dir and, through `hub.bind` port 0, ports of its own.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    register_schema()
+    varied = {word.partition("=")[0] for word in words if _is_sweep(word)}
+
+    @hydra.main(config_path="pkg://configs", config_name="config", version_base="1.3")
+    def job(composed: DictConfig) -> None:
+        info = HydraConfig.get()
+        task = tuple(word.removeprefix("++") for word in info.overrides.task)
+        swept = tuple(word for word in task if word.partition("=")[0] in varied)
+        label = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(word.replace("=", "-") for word in swept)) or "defaults"
+        run_dir = Path(info.sweep.dir) / f"{info.job.num}-{label}"
+        run_one(Job(info.job.num, to_config(composed), task, swept, run_dir))
+
+    old = sys.argv
+    sys.argv = [old[0], "--multirun", *hydra_words(words)]
+    try:
+        job()
+    finally:
+        sys.argv = old
+
+
+def _is_sweep(word: str) -> bool:
+    value = word.partition("=")[2]
+    plain = value[:1] in "[{\"'" or "," not in value
+    return not plain or value.startswith(("range(", "choice(", "glob("))

@@ -54,7 +54,6 @@ class RunDirectory:
 
     def __init__(self, path: str | Path, run_id: str, *, wait_s: float = 5.0) -> None:
         self.path = Path(path)
-        _make_private(self.path)
         deadline = time.monotonic() + wait_s
         while (fd := _try_lock(self.path, run_id, create=True)) is None:
             if time.monotonic() > deadline:
@@ -100,7 +99,10 @@ def clean_stale(path: str | Path, run_id: str) -> bool:
 
 
 def _make_private(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Raises FileNotFoundError when a cleaner removes it at the same moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise RunLockedError(f"{path} is not a directory of this user: remove it, or give this run another run_id")
@@ -110,7 +112,7 @@ def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
     """A descriptor that holds the lock, or None while somebody else does (or, without `create`, nobody ever did)."""
     try:
         if create:
-            path.mkdir(mode=0o700, exist_ok=True)
+            _make_private(path)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         fd = os.open(path / LOCK_NAME, flags, 0o600)
     except FileNotFoundError:

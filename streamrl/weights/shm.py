@@ -237,8 +237,8 @@ class ShmReceiver:
                         f"{self._offer.probe.hex()[:8]}: not the hub's shared memory"
                     )
                 document = Document.map_open_file(file.fileno(), manifest, layout)
-        except OSError as error:
-            raise NotAvailable(f"{self._offer.name} cannot be opened here: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, or an empty file
+            raise NotAvailable(f"{self._offer.name!r} cannot be opened here: {error}") from error
         mapped = time.monotonic()
         if cancelled.is_set():
             raise Superseded(f"version {manifest.ref}: abandoned for a newer version")

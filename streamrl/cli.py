@@ -1,0 +1,131 @@
+"""The `streamrl` command. It starts rooms as processes and imports none of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from streamrl import __version__
+from streamrl.errors import StreamrlError
+
+USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
+
+  streamrl launch experiment=quickstart           a learner and its actors, watched over, stopped together
+  streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
+  streamrl settings [WORD]                        every setting with type, default and meaning
+  streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
+
+By hand, in terminals of their own or on other machines:
+  python -m learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
+  python -m actors connect=tcp://127.0.0.1:5601
+"""
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    logging.basicConfig(level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S")
+    command, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    commands = {"launch": launch, "settings": settings, "report": report}
+    if command in ("-h", "--help", "help", ""):
+        print(USAGE)
+        return 0 if command else 2
+    if command in ("-V", "--version", "version"):
+        print(__version__)
+        return 0
+    if command not in commands:
+        print(f"streamrl knows no command `{command}`.\n\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        return commands[command](words)
+    except StreamrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def launch(words: list[str]) -> int:
+    """One run, or with -m / --multirun one for each combination of comma-separated values."""
+    from streamrl.config.load import check_overrides, load_config
+    from streamrl.launch import Launcher, print_result
+    from streamrl.run_dirs import choose_run_dir
+
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    if not {"-m", "--multirun"} & set(words):
+        config = load_config(words)
+        run_dir = choose_run_dir(config)
+        print(f"run directory: {run_dir}", flush=True)
+        code = Launcher(config, words, run_dir).run()
+        if code == 0:
+            print_result(run_dir)
+        return code
+    swept = [word for word in words if word not in ("-m", "--multirun")]
+    check_overrides(swept)
+    return _sweep(swept)
+
+
+def _sweep(words: list[str]) -> int:
+    from streamrl.config.load import Job, run_jobs
+    from streamrl.launch import EXIT_INTERRUPTED, Launcher
+    from streamrl.metrics.compare import compare_runs
+    from streamrl.metrics.report import write_comparison
+
+    finished: list[Path] = []
+    failed: list[Path] = []
+    stopped = False
+
+    def run_one(job: Job) -> None:
+        nonlocal stopped
+        if stopped:
+            return
+        label = " ".join(job.swept) or "defaults"
+        print(f"\n=== job {job.number}: {label}", flush=True)
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
+        code = Launcher(job.config, job.words, job.run_dir).run()
+        stopped = code == EXIT_INTERRUPTED
+        (finished if code == 0 else failed).append(job.run_dir)
+
+    run_jobs(words, run_one)
+    if finished:
+        out = finished[0].parent / "comparison.html"
+        write_comparison(finished, out)
+        print("\n" + compare_runs(finished))
+        print(f"comparison      {out}", flush=True)
+    for run_dir in failed:
+        print(f"not finished    {run_dir}", file=sys.stderr)
+    return EXIT_INTERRUPTED if stopped else int(bool(failed))
+
+
+def settings(words: list[str]) -> int:
+    """Print settings, all or those whose line contains a word."""
+    from streamrl.config.load import settings as all_settings
+
+    for name, kind, default, sentence in all_settings():
+        line = f"{name}={'null' if default is None else default}  ({kind})  {sentence}"
+        if all(word.lower() in line.lower() for word in words):
+            print(line)
+    return 0
+
+
+def report(words: list[str]) -> int:
+    """Write report.html of a run, or comparison.html of several."""
+    from streamrl.metrics.compare import compare_runs
+    from streamrl.metrics.report import write_comparison, write_report
+
+    if not words:
+        print("name at least one run directory", file=sys.stderr)
+        return 2
+    if len(words) == 1:
+        print(write_report(words[0]))
+        return 0
+    out = Path(words[0]).parent / "comparison.html"
+    write_comparison(words, out)
+    print(compare_runs(words))
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

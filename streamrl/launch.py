@@ -1,0 +1,220 @@
+"""Start a learner and its actors as processes, watch over them, stop all of them: `streamrl launch`.
+
+Nothing here knows how they work inside: the learner writes `hub.json` when actors may connect, and `summary.json` at
+the end. Every child holds the read end of a pipe from this process, so none outlives it, not even after kill -9.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.config.schema import Config
+from streamrl.lifeline import child_environment
+from streamrl.metrics.live_view import LiveView
+from streamrl.metrics.summary import Summary
+
+log = logging.getLogger("streamrl.launch")
+
+POLL_S = 0.1
+STOP_ACTORS_S = 8.0
+QUICK_DEATH_S = 5.0
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Child:
+    """One process and what we know of it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    started_at: float
+    log_path: Path
+    num_restarts: int = 0
+    restart_at: float | None = None
+
+
+@dataclass(slots=True)
+class Interrupts:
+    """SIGINT and SIGTERM of this process: the first asks for an orderly stop, the second ends it at once."""
+
+    count: int = 0
+    old: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.old[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _received(self, _number: int, _frame: object) -> None:
+        self.count += 1
+
+
+class Launcher:
+    """One run: a learner (one process, or several ranks under torchrun) and `launch.num_actors` actors."""
+
+    def __init__(self, config: Config, words: Sequence[str], run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._words = [word for word in words if not word.startswith(("run.dir=", "-"))]
+        self._learner: Child | None = None
+        self._actors: list[Child] = []
+        self._endpoint: str | None = None
+        self._seen: float = 0.0
+
+    def run(self) -> int:
+        """Until the learner ends; the exit status is its own, or 130 after Ctrl-C."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        done = threading.Event()
+        view = LiveView(self.run_dir)
+        viewer = threading.Thread(target=view.run, args=(done,), daemon=True)
+        with Interrupts() as interrupts:
+            self._learner = self._start_learner()
+            viewer.start()
+            try:
+                code = self._supervise(interrupts)
+            finally:
+                self._stop_everything(interrupts)
+                done.set()
+                viewer.join(timeout=5)
+        if interrupts.count:
+            print(f"\nStopped. Go on with:\n  streamrl launch {' '.join(self._words)} run.dir={self.run_dir} "
+                  "checkpoint.resume=true", flush=True)
+            return EXIT_INTERRUPTED
+        if code != 0:
+            self._explain_failure(code)
+        return code
+
+    def _supervise(self, interrupts: Interrupts) -> int:
+        assert self._learner is not None
+        asked = False
+        deadline = 0.0
+        while True:
+            code = self._learner.process.poll()
+            if code is not None:
+                return code
+            now = time.monotonic()
+            if interrupts.count and not asked:
+                asked, deadline = True, now + 3 * self.config.run.shutdown_s
+                self._learner.process.send_signal(signal.SIGTERM)
+            if interrupts.count > 1 or (asked and now > deadline):
+                self._learner.process.kill()
+            if self._endpoint is None:
+                self._look_for_hub()
+            elif not asked:
+                self._revive_actors(now)
+            time.sleep(POLL_S)  # supervision has no event to wait for on all platforms
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def _start_learner(self) -> Child:
+        words = [*self._words, f"run.dir={self.run_dir}"]
+        ranks = self.config.launch.num_learner_ranks
+        if ranks > 1:
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone",
+                       "-m", "learner", *words]
+        else:
+            command = [sys.executable, "-m", "learner", *words]
+        self._seen = self._hub_written_at()
+        return self._start("learner", command)
+
+    def _start(self, name: str, command: list[str]) -> Child:
+        log_path = self.run_dir / "logs" / f"{name}.log"
+        log_path.parent.mkdir(exist_ok=True)
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=child_environment(),
+                start_new_session=True,
+            )
+        return Child(name, process, time.monotonic(), log_path)
+
+    def _start_actor(self, index: int) -> Child:
+        return self._start(f"actor-{index}", [
+            sys.executable, "-m", "actors", f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
+        ])
+
+    def _hub_written_at(self) -> float:
+        path = self.run_dir / "hub.json"
+        return path.stat().st_mtime_ns if path.exists() else 0.0
+
+    def _look_for_hub(self) -> None:
+        """Actors start as soon as the hub listens; they load their libraries while the learner loads its model."""
+        if self._hub_written_at() == self._seen:
+            return
+        self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
+        self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
+
+    def _revive_actors(self, now: float) -> None:
+        for index, actor in enumerate(self._actors):
+            code = actor.process.poll()
+            if code is None or code == 0 or actor.num_restarts >= self.config.launch.num_max_restarts:
+                continue
+            if actor.restart_at is None:
+                quick = now - actor.started_at < QUICK_DEATH_S
+                actor.restart_at = now + (2.0 if quick else 0.0)
+                log.warning("%s ended with status %d: restarting it", actor.name, code)
+            if now >= actor.restart_at:
+                fresh = self._start_actor(index)
+                fresh.num_restarts = actor.num_restarts + 1
+                self._close_pipe(actor)
+                self._actors[index] = fresh
+
+    # --- stopping -----------------------------------------------------------------------------------------------
+
+    def _stop_everything(self, interrupts: Interrupts) -> None:
+        """The hub has told the actors to stop; whoever is still there is asked, then made to."""
+        children = [child for child in [self._learner, *self._actors] if child is not None]
+        patience = 0.5 if interrupts.count else 2.0
+        self._wait(children, patience)
+        for child in children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        self._wait(children, STOP_ACTORS_S if interrupts.count < 2 else 1.0)
+        for child in children:
+            if child.process.poll() is None:
+                log.warning("%s did not end: killed", child.name)
+                os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+            self._close_pipe(child)
+
+    @staticmethod
+    def _close_pipe(child: Child) -> None:
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+
+    @staticmethod
+    def _wait(children: list[Child], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+
+    def _explain_failure(self, code: int) -> None:
+        assert self._learner is not None
+        tail = self._learner.log_path.read_text(errors="replace").splitlines()[-20:]
+        print(f"\nThe learner ended with status {code}. The end of {self._learner.log_path}:", file=sys.stderr)
+        print("\n".join("  " + line for line in tail), file=sys.stderr)
+
+
+def print_result(run_dir: Path) -> None:
+    """The table and the path of the report, at the end of a good run."""
+    summary = run_dir / "summary.json"
+    if summary.exists():
+        print("\n" + Summary.load(summary).table(), end="")
+    report = run_dir / "report.html"
+    if report.exists():
+        print(f"report          {report}", flush=True)

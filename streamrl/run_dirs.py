@@ -1,0 +1,46 @@
+"""Where a run lives: `<root>/<name>-<number>`, or exactly where the user says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+
+def choose_run_dir(config: Config) -> Path:
+    """The directory of this run, which need not exist yet.
+
+    A new run takes the next free number; `checkpoint.resume=true` takes the newest existing one of this name.
+
+    Raises:
+        ConfigError: nothing to resume, or `run.dir` already holds a run and resuming was not asked for.
+    """
+    if config.run.dir is not None:
+        run_dir = Path(config.run.dir)
+        if has_run(run_dir) and not config.checkpoint.resume:
+            raise ConfigError(
+                f"run.dir={run_dir} already holds a run: add checkpoint.resume=true to go on with it, or choose another"
+            )
+        return run_dir
+    numbers = sorted(_numbers(Path(config.run.root), config.run.name))
+    if config.checkpoint.resume:
+        if not numbers:
+            raise ConfigError(
+                f"checkpoint.resume=true, but there is no run {config.run.name}-* in {config.run.root}/: "
+                "start one without it, or name its directory with run.dir=..."
+            )
+        return Path(config.run.root) / f"{config.run.name}-{numbers[-1]:03d}"
+    return Path(config.run.root) / f"{config.run.name}-{(numbers[-1] if numbers else 0) + 1:03d}"
+
+
+def has_run(run_dir: Path) -> bool:
+    """Whether a learner has ever started here."""
+    return (run_dir / "EPOCH").exists()
+
+
+def _numbers(root: Path, name: str) -> list[int]:
+    if not root.is_dir():
+        return []
+    tails = [path.name.removeprefix(f"{name}-") for path in root.iterdir() if path.name.startswith(f"{name}-")]
+    return [int(tail) for tail in tails if tail.isdigit()]
