@@ -34,7 +34,13 @@ NUM_RECENT_STEPS = 20
 
 @dataclass(slots=True)
 class ViewState:
-    """All that the picture shows. `update` takes a line of `metrics.jsonl` or the whole of `status.json`."""
+    """All that the picture shows. `update` takes a line of `metrics.jsonl` or the whole of `status.json`.
+
+    Attributes:
+        actors: (id, state, version, tokens per second, seconds since it was heard) of each.
+        waiting_for: whom the hub waits for, in words; empty if nobody.
+        total_steps: 0 while unknown.
+    """
 
     run_id: str = ""
     state: str = "starting"
@@ -145,11 +151,10 @@ class ViewState:
         for name, justify in (("actor", "left"), ("state", "left"), ("version", "right"), ("tokens/s", "right"),
                               ("heard", "right")):
             table.add_column(name, justify=justify, no_wrap=True)
-        for actor_id, words, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
-            state, _, version = str(words).partition(" ")
-            style = "" if state.lower() == "running" else "yellow"
+        for actor_id, state, version, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
+            style = "" if state == "running" else "yellow"
             heard = f"{duration(silent_s)} ago"
-            table.add_row(str(actor_id), state, version, compact(tokens_per_s), heard, style=style)
+            table.add_row(actor_id, state, str(version), compact(tokens_per_s), heard, style=style)
         hidden = len(self.actors) - NUM_ACTOR_ROWS
         if hidden > 0:
             table.add_row(f"and {hidden} more", style="dim")

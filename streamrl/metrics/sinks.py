@@ -151,31 +151,6 @@ class ConsoleSink(Sink):
         print(text, file=self._stream or sys.stderr, flush=True)
 
 
-class StatusFile:
-    """`status.json`: what is true now, rewritten about once a second by the learner and read by the live view."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-
-    def write(self, *, run_id: str, state: str, version: int, total_steps: int, max_lag: int, waiting_for: str = "",
-              counters: Mapping[str, float] | None = None,
-              actors: Sequence[tuple[str, str, float, float]] = ()) -> None:
-        """Replace the file in one move.
-
-        Args:
-            state: a word, such as starting, training, waiting, evaluating, finished.
-            waiting_for: whom the hub waits for, in words; empty if nobody.
-            counters: the hub's, by name.
-            actors: (id, state and version in words, tokens per second, seconds since it was heard) of each, as in
-                `HubStatus.actors`.
-        """
-        body = {
-            "run_id": run_id, "state": state, "version": version, "total_steps": total_steps, "max_lag": max_lag,
-            "waiting_for": waiting_for, "counters": dict(counters or {}), "actors": [list(a) for a in actors],
-        }
-        write_atomic(self.path, json.dumps(body) + "\n")
-
-
 def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
     """A step as one line: step, version, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
 

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.metrics.record import read_metrics
-from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, StatusFile, plain_line
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, plain_line
 from streamrl.metrics.wandb_sink import open_wandb
 
 
@@ -113,17 +113,6 @@ def test_the_console_writes_one_plain_line_a_step_with_the_time_left():
 
 def test_a_step_without_measurements_still_has_a_line():
     assert plain_line({"step": 3}) == "step 3"
-
-
-def test_the_status_file_is_replaced_as_a_whole(tmp_path):
-    status = StatusFile(tmp_path / "status.json")
-    for version in (1, 2):
-        status.write(run_id="r", state="training", version=version, total_steps=9, max_lag=2,
-                     counters={"num_actors": 1.0}, actors=[("a0", "running 2", 10.0, 0.1)])
-
-    body = json.loads(status.path.read_text())
-    assert (body["version"], body["actors"]) == (2, [["a0", "running 2", 10.0, 0.1]])
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
 def test_disabled_wandb_needs_no_wandb(monkeypatch, tmp_path):
