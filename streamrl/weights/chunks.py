@@ -25,6 +25,7 @@ from streamrl.weights.document import HEADER_BYTES, Gone, NotAvailable, unpack_h
 from streamrl.weights.manifest import bucket_digest
 
 EMPTY = memoryview(b"")
+_SHORTEST_WAIT_S = 0.001  # a deficit of a fraction of a byte must still let the clock move
 
 
 class ChunkServer:
@@ -132,7 +133,7 @@ class _Budget:
         if nbytes <= self._left:
             self._left -= nbytes
             return 0.0
-        return (nbytes - self._left) / self._rate
+        return max((nbytes - self._left) / self._rate, _SHORTEST_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)

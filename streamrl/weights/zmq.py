@@ -116,9 +116,13 @@ class ZmqReceiver:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
         socket.setsockopt(zmq.RCVHWM, 2 * self._limits.pull_window + 8)
-        if self._secure is not None:
-            self._secure(socket)
-        socket.connect(self._endpoint)
+        try:
+            if self._secure is not None:
+                self._secure(socket)
+            socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise NotAvailable(f"cannot connect to {self._endpoint!r}: {error}") from error
         return socket
 
     def _send(self, socket: zmq.Socket, plan: PullPlan, blank: Pull, now: float) -> bool:
