@@ -1,0 +1,116 @@
+"""From hidden states to log-probs and entropies without ever holding the logits of more than a chunk of tokens.
+
+A vocabulary of 150,000 makes the logits of 4,096 tokens 2.4 GB in float32, and autograd would keep them. Here they
+exist `chunk_tokens` rows at a time, in the forward pass and, computed again, in the backward pass.
+
+Legend: M scored tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def score_tokens(
+    hidden: Tensor,  # [M, H]
+    weight: Tensor,  # [V, H]
+    targets: Tensor,  # int64 [M]
+    temperatures: Tensor,  # [M], > 0
+    *,
+    bias: Tensor | None = None,  # [V]
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`; [M] each, nats.
+
+    Computed and accumulated in float32 (float64 for float64 inputs). Differentiable in hidden, weight and bias.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1 (learner.logprob_chunk_tokens)")
+    return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, chunk_tokens)
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """Keeps hidden states, weights, and three numbers a token for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        inverse = temperatures.to(wide).reciprocal()
+        logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
+        entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _parts(len(targets), chunk):
+            logits = _logits(hidden[part], weight, bias, inverse[part])
+            highest = logits.amax(-1, keepdim=True)
+            powers = (logits - highest).exp_()
+            total = powers.sum(-1)
+            log_sums[part] = highest.squeeze(-1) + total.log()
+            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_sums[part]
+            # H = logsumexp(z) - sum p z
+            entropy[part] = log_sums[part] - torch.linalg.vecdot(powers, logits) / total
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, log_sums, entropy)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, inverse, log_sums, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = inverse.dtype
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        to_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wants_bias else None
+        chosen = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
+        for part in _parts(len(targets), ctx.chunk):
+            log_p = _logits(hidden[part], weight, bias, inverse[part]).sub_(log_sums[part, None])
+            down = _to_logits(log_p, targets[part], chosen[part], entropy[part], _slice(to_entropy, part))
+            down.mul_(inverse[part, None])
+            if to_hidden is not None:
+                to_hidden[part] = down.to(weight.dtype) @ weight
+            if to_weight is not None:
+                to_weight.addmm_(down.T, hidden[part].to(wide))
+            if to_bias is not None:
+                to_bias.add_(down.sum(0))
+        return to_hidden, _cast(to_weight, weight), _cast(to_bias, bias), None, None, None
+
+
+def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, to_entropy: Tensor | None) -> Tensor:
+    """Gradient in the tempered logits: `g (onehot - p) - e p (log p + H)`; overwrites `log_p`."""
+    if to_entropy is None:
+        down = log_p.exp_().mul_(-chosen[:, None])
+    else:
+        p = log_p.exp()
+        down = log_p.add_(entropy[:, None]).mul_(to_entropy[:, None]).add_(chosen[:, None]).mul_(p).neg_()
+    return down.scatter_add_(-1, targets[:, None], chosen[:, None].to(down.dtype))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor) -> Tensor:
+    """Tempered logits in at least float32; half-precision products are summed in float32, never rounded to half."""
+    if hidden.dtype == inverse.dtype:
+        logits = hidden @ weight.T
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=inverse.dtype)
+    else:
+        logits = hidden.to(inverse.dtype) @ weight.to(inverse.dtype).T
+    if bias is not None:
+        logits = logits.add_(bias)
+    return logits.mul_(inverse[:, None])
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+def _slice(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if gradient is None or like is None else gradient.to(like.dtype)
