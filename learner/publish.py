@@ -83,7 +83,8 @@ class Publisher:
         self._parameters = _without_ties(parameters)
         self._wire_dtype, self._rank, self._world, self._shm = wire_dtype, rank, world, shm
         self._fence = fence or (lambda: None)
-        self._parent: VersionRef | None = None
+        self._last_tried: VersionRef | None = None
+        self._last_staged: VersionRef | None = None
         dtype = str(wire_dtype).removeprefix("torch.")
         self.layout: Layout = make_layout(((name, dtype, p.shape) for name, p in self._parameters), bucket_bytes)
 
@@ -94,17 +95,18 @@ class Publisher:
             WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
                 rank 0 after the last gather, no room. Whatever `fence` raises. Nothing is visible then.
         """
-        if self._parent is not None and ref <= self._parent:
-            raise WeightsError(f"version {ref} is not higher than {self._parent}, the last one published")
+        if self._last_tried is not None and ref <= self._last_tried:
+            raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
         started = time.monotonic()
-        parent, self._parent = self._parent, ref
+        self._last_tried = ref
         writing = _Writing(self._shm, ref, self.layout) if self._shm is not None and self._rank == 0 else None
         with torch.no_grad():
             for _, parameter in self._parameters:
                 self._gather_one(parameter, writing)
         if writing is None:
             return None
-        manifest, path = writing.finish(parent, self._fence)
+        manifest, path = writing.finish(self._last_staged, self._fence)
+        self._last_staged = ref
         return PublishedVersion(manifest, path, document_nbytes(self.layout), time.monotonic() - started)
 
     def _gather_one(self, parameter: torch.Tensor, writing: _Writing | None) -> None:
