@@ -1,0 +1,333 @@
+"""The native engine gives what plain forward passes give, whatever else it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import (
+    GREEDY,
+    V1,
+    VOCAB,
+    GatedTokenizer,
+    document,
+    engine_for,
+    llama,
+    mistral,
+    prompt_of,
+    qwen3,
+    request,
+    run,
+    truth_greedy,
+    truth_logits,
+    truth_logprobs,
+    until,
+)
+
+from actors.engines.base import VersionSpan
+from actors.engines.native import NativeEngine, build_model
+from actors.engines.sampling import uniforms
+from streamrl.errors import EngineError
+from streamrl.messages import Sampling
+
+pytestmark = pytest.mark.timeout(60)
+MODELS = pytest.mark.parametrize("make", [qwen3, llama, mistral], ids=["qwen3", "llama", "sliding_window"])
+
+
+@MODELS
+def test_greedy_tokens_equal_generate_for_prompts_admitted_at_different_times(make):
+    model = make()
+    jobs = [(prompt_of(3 + 7 * n % 19, seed=n), 5 + 9 * n % 31) for n in range(9)]
+
+    async def work():
+        async with engine_for(model, slots=3, prefill_tokens=24) as engine:
+            first = [asyncio.create_task(engine.generate(request(p, n, sampling=GREEDY))) for p, n in jobs[:5]]
+            await first[0]
+            late = [engine.generate(request(p, n, sampling=GREEDY)) for p, n in jobs[5:]]
+            done = await asyncio.gather(*first, *late)
+
+        for (prompt, new), generation in zip(jobs, done, strict=True):
+            assert generation.token_ids == truth_greedy(model, prompt, new)
+            assert generation.logprobs == [0.0] * new
+            assert generation.finish == "length"
+            assert generation.spans == [VersionSpan(V1, 0, new)]
+
+    run(work)
+
+
+@MODELS
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_direct_forward_pass(make, temperature):
+    model = make()
+    jobs = [(prompt_of(2 + 3 * n, seed=n), 40 - 5 * n) for n in range(6)]
+
+    async def work():
+        async with engine_for(model, slots=4) as engine:
+            sampling = Sampling(temperature=temperature)
+            done = await asyncio.gather(
+                *(engine.generate(request(p, n, seed=i, sampling=sampling)) for i, (p, n) in enumerate(jobs))
+            )
+            scores = await engine.score(jobs[0][0] + done[0].token_ids, start=2, temperature=temperature)
+
+        for (prompt, _), generation in zip(jobs, done, strict=True):
+            expected = truth_logprobs(model, prompt, generation.token_ids, temperature)
+            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(done[0].logprobs), atol=1e-5, rtol=1e-5)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(top_k=5), Sampling(0.7, top_p=0.8), Sampling(1.3, min_p=0.1), Sampling(0.9, 0.9, 12, 0.02)],
+    ids=["top_k", "top_p", "min_p", "all"],
+)
+def test_logprobs_are_those_of_the_truncated_and_renormalised_distribution(sampling):
+    model, prompt = qwen3(), prompt_of(6)
+
+    async def work():
+        async with engine_for(model) as engine:
+            # Siblings with other distributions, so that rows are really treated one by one.
+            others = [engine.generate(request(prompt, 30, sampling=s)) for s in (Sampling(), GREEDY, Sampling(0.5))]
+            generation, *_ = await asyncio.gather(engine.generate(request(prompt, 40, sampling=sampling)), *others)
+
+        logits = truth_logits(model, prompt + generation.token_ids)[len(prompt) - 1 : -1]
+        for row, token, logprob in zip(logits, generation.token_ids, generation.logprobs, strict=True):
+            assert logprob == pytest.approx(slow_processed(row, sampling)[token], abs=2e-5)
+
+    run(work)
+
+
+def slow_processed(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
+    """token -> log-prob, by the words of the definition."""
+    scores = (logits.double() / sampling.temperature).tolist()
+    kept = sorted(range(len(scores)), key=lambda token: -scores[token])
+    if sampling.top_k > 0:
+        kept = kept[: sampling.top_k]
+    probs = normalised({token: scores[token] for token in kept})
+    nucleus, mass = [], 0.0
+    for token in kept:
+        if mass < sampling.top_p:
+            nucleus.append(token)
+        mass += probs[token]
+    largest = max(probs[token] for token in nucleus)
+    final = normalised({token: scores[token] for token in nucleus if probs[token] >= sampling.min_p * largest})
+    return {token: float(torch.tensor(p, dtype=torch.float64).log()) for token, p in final.items()}
+
+
+def normalised(scores: dict[int, float]) -> dict[int, float]:
+    weights = torch.softmax(torch.tensor(list(scores.values()), dtype=torch.float64), 0).tolist()
+    return dict(zip(scores, weights, strict=True))
+
+
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd():
+    model = qwen3()
+    wanted = request(prompt_of(5), 60, seed=77, sampling=Sampling(0.9, top_p=0.95))
+
+    async def work():
+        async with engine_for(model, slots=6) as engine:
+            alone = await engine.generate(wanted)
+            crowd = [request(prompt_of(1 + n, seed=n), 10 + 7 * n, seed=n) for n in range(12)]
+            _, again, *_ = await asyncio.gather(
+                engine.generate(crowd[0]), engine.generate(wanted), *(engine.generate(r) for r in crowd[1:])
+            )
+            other = await engine.generate(request(prompt_of(5), 60, seed=78, sampling=wanted.sampling))
+
+        assert again.token_ids == alone.token_ids
+        assert other.token_ids != alone.token_ids
+
+    run(work)
+
+
+def test_a_later_turn_with_the_same_seed_draws_other_numbers_and_a_resumed_one_the_same():
+    model, prompt = qwen3(), prompt_of(5)
+
+    async def work():
+        async with engine_for(model) as engine:
+            whole = await engine.generate(request(prompt, 20, seed=3))
+            resumed = await engine.generate(request(prompt + whole.token_ids[:8], 12, seed=3))
+        assert resumed.token_ids == whole.token_ids[8:]
+
+    run(work)
+    seeds = torch.zeros(2, dtype=torch.int64).numpy().astype("uint64")
+    first, second = uniforms(seeds, torch.tensor([5, 6]).numpy().astype("uint64"))
+    assert first != second
+
+
+def test_members_of_a_group_read_their_prompt_once():
+    model, prompt = qwen3(), prompt_of(20)
+
+    async def work():
+        async with engine_for(model, slots=4, install=False) as engine:
+            # Six members and four slots: two come when siblings have left, and copy from one that still runs.
+            tasks = [
+                asyncio.create_task(engine.generate(request(prompt, 10 if n < 3 else 60, seed=n))) for n in range(6)
+            ]
+            await until(lambda: engine.stats().waiting == 6)
+            await engine.install(document(model), V1)
+            done = await asyncio.gather(*tasks)
+            assert engine.stats().prefill_tokens_total == len(prompt)
+        for generation in done:
+            expected = truth_logprobs(model, prompt, generation.token_ids)
+            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+    run(work)
+
+
+def test_an_end_token_ends_a_sequence_and_is_kept():
+    model = qwen3()
+
+    async def work():
+        async with engine_for(model) as engine:
+            done = await asyncio.gather(
+                *(engine.generate(request(prompt_of(4), 200, seed=n, ignore_eos=False)) for n in range(12))
+            )
+            ignoring = await engine.generate(request(prompt_of(4), 200, seed=0))
+        stopped = [generation for generation in done if generation.finish == "stop"]
+        assert stopped, "no sequence met the end token: the test needs other seeds"
+        for generation in stopped:
+            assert generation.token_ids.index(1) == len(generation.token_ids) - 1
+        assert len(ignoring.token_ids) == 200
+
+    run(work)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 18), st.integers(0, 5), st.booleans()), min_size=1, max_size=9
+    )
+)
+def test_max_new_tokens_is_never_exceeded(jobs):
+    async def work():
+        requests = [request(prompt_of(p, seed=s), n, seed=s, ignore_eos=i) for p, n, s, i in jobs]
+        done = await asyncio.gather(*(SHARED.generate(r) for r in requests))
+        for wanted, generation in zip(requests, done, strict=True):
+            assert 1 <= len(generation.token_ids) <= wanted.max_new_tokens
+            assert len(generation.logprobs) == len(generation.token_ids)
+            assert (generation.finish == "length") <= (len(generation.token_ids) == wanted.max_new_tokens)
+            assert generation.spans == [VersionSpan(V1, 0, len(generation.token_ids))]
+
+    run(work)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_engine():
+    """One engine for the property test above, where building one for every example would take most of the time."""
+    global SHARED
+    model = qwen3()
+    SHARED = NativeEngine(copy.deepcopy(model), None, slots=3, max_tokens=30, num_threads=1)
+    run(lambda: SHARED.install(document(model), V1))
+    yield
+    run(SHARED.close)
+
+
+def test_cancelling_the_waiting_task_frees_the_slot():
+    model = qwen3()
+    gate = GatedTokenizer(stop_at=3)
+
+    async def work():
+        async with engine_for(model, gate, slots=1) as engine:
+            running = asyncio.create_task(engine.generate(request(prompt_of(4), 200, stop=("never",))))
+            await asyncio.to_thread(gate.reached.wait)
+            queued = asyncio.create_task(engine.generate(request(prompt_of(5), 5)))
+            waiting = asyncio.create_task(engine.generate(request(prompt_of(6), 5)))
+            await asyncio.sleep(0)
+            running.cancel()
+            waiting.cancel()
+            gate.go.set()
+
+            assert len((await queued).token_ids) == 5
+            for task in (running, waiting):
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+            assert engine.stats().tokens_total < 200
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (request([], 5), "needs a prompt"),
+        (request([3], 0), "0 new"),
+        (request([3] * 250, 7), "max_tokens=256"),
+        (request([3, VOCAB], 5), "outside the vocabulary"),
+        (request([3], 5, sampling=Sampling(temperature=-1.0)), "temperature=-1.0"),
+        (request([3], 5, sampling=Sampling(top_p=0.0)), "top_p=0.0"),
+        (request([3], 5, stop=("x",)), "tokenizer"),
+    ],
+)
+def test_an_impossible_request_is_refused_by_name_and_the_engine_lives_on(bad, words):
+    async def work():
+        async with engine_for(qwen3()) as engine:
+            with pytest.raises(EngineError, match=words):
+                await engine.generate(bad)
+            assert len((await engine.generate(request([3], 5))).token_ids) == 5
+
+    run(work)
+
+
+def test_a_failure_inside_the_engine_reaches_everyone_who_waits():
+    model = qwen3()
+
+    class Broken(GatedTokenizer):
+        def decode(self, ids, **_):
+            super().decode(ids)
+            raise RuntimeError("decoder fell over")
+
+    gate = Broken(stop_at=1)
+
+    async def work():
+        async with engine_for(model, gate, slots=1) as engine:
+            running = asyncio.create_task(engine.generate(request(prompt_of(4), 9, stop=("never",))))
+            await asyncio.to_thread(gate.reached.wait)
+            waiting = asyncio.create_task(engine.generate(request(prompt_of(4), 9)))
+            await asyncio.sleep(0)
+            gate.go.set()
+
+            for task in (running, waiting):
+                with pytest.raises(EngineError, match="decoder fell over"):
+                    await task
+            with pytest.raises(EngineError, match="engine died"):
+                await engine.generate(request(prompt_of(4), 9))
+            assert engine.stats().extra["dead"] == 1.0
+
+    run(work)
+
+
+def test_closing_ends_those_who_wait_and_may_be_done_twice():
+    async def work():
+        async with engine_for(qwen3(), install=False) as engine:
+            waiting = asyncio.create_task(engine.generate(request(prompt_of(4), 9)))
+            await until(lambda: engine.stats().waiting == 1)
+            await engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                await waiting
+            await engine.close()
+
+    run(work)
+
+
+def test_a_model_built_from_its_folder_takes_weights_by_install(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    built = build_model(tmp_path, dtype=torch.float32, device="cpu")
+
+    async def work():
+        async with engine_for(built, install=False) as engine:
+            await engine.install(document(model), V1)
+            generation = await engine.generate(request(prompt_of(4), 12, sampling=GREEDY))
+        assert generation.token_ids == truth_greedy(model, prompt_of(4), 12)
+
+    run(work)
+
+
+def test_a_model_whose_positions_do_not_reach_max_tokens_is_refused():
+    with pytest.raises(EngineError, match="max_position_embeddings=512"):
+        NativeEngine(qwen3(), None, slots=1, max_tokens=513)

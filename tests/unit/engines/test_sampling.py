@@ -1,0 +1,139 @@
+"""The draw: right frequencies, right log-probs, one number per (seed, position)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engines.sampling import SamplingPlan, check_sampling, draw, processed_logprobs, uniforms
+from streamrl.errors import EngineError
+from streamrl.messages import Sampling
+
+LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 1.9])
+CUTS = [
+    Sampling(), Sampling(0.6), Sampling(top_k=3), Sampling(top_p=0.7), Sampling(min_p=0.3), Sampling(2.0, 0.9, 5, 0.1),
+]  # fmt: skip
+
+
+def numbers(count: int, seed: int = 0) -> np.ndarray:
+    return uniforms(np.arange(count, dtype=np.uint64) + np.uint64(seed << 32), np.full(count, 7, dtype=np.uint64))
+
+
+@pytest.mark.parametrize("sampling", CUTS)
+def test_empirical_frequencies_match_the_distribution(sampling):
+    """Chi-square, generously bounded; the seeds are fixed, so a failure is a change of the code."""
+    count = 20_000
+    plan = SamplingPlan([sampling] * count)
+
+    tokens, logprobs = draw(LOGITS.expand(count, -1), plan, numbers(count))
+
+    probs = processed_logprobs(LOGITS[None], SamplingPlan([sampling]))[0].double().exp()
+    seen = torch.bincount(tokens, minlength=len(LOGITS)).double()
+    assert seen[probs == 0].sum() == 0
+    expected = probs * count
+    statistic = (((seen - expected) ** 2)[probs > 0] / expected[probs > 0]).sum().item()
+    freedom = int((probs > 0).sum()) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 10
+    torch.testing.assert_close(logprobs.double().exp(), probs[tokens], atol=1e-6, rtol=1e-5)
+
+
+def test_uniform_numbers_fill_the_unit_interval_evenly_along_seeds_and_along_positions():
+    for seeds, positions in ((np.arange(50_000), np.zeros(50_000)), (np.zeros(50_000), np.arange(50_000))):
+        values = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+        counts, _ = np.histogram(values, bins=50, range=(0.0, 1.0))
+        assert values.min() >= 0.0 and values.max() < 1.0
+        assert ((counts - 1000) ** 2 / 1000).sum() < 49 + 4 * math.sqrt(98) + 10
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
+
+
+def test_uniform_numbers_never_change():
+    """A repeated lease is the same draw, also on another machine and another release."""
+    seeds = np.array([0, 1, 2**64 - 1, 12345], dtype=np.uint64)
+    positions = np.array([0, 0, 9, 2**40], dtype=np.uint64)
+
+    def slow(seed: int, position: int) -> float:
+        def mix(state: int) -> int:
+            z = (state + 0x9E3779B97F4A7C15) % 2**64
+            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+            return z ^ (z >> 31)
+
+        return (mix(mix(seed) ^ position) >> 11) / 2**53
+
+    assert uniforms(seeds, positions).tolist() == [slow(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Sampling,
+            st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+            st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+            st.sampled_from([-1, 0, 1, 4, 1000]),
+            st.sampled_from([0.0, 0.05, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 1000),
+)
+def test_a_row_is_the_same_alone_and_among_others(samplings, seed):
+    logits = torch.randn(len(samplings), 40, generator=torch.Generator().manual_seed(seed)) * 3
+    chance = numbers(len(samplings), seed)
+
+    tokens, logprobs = draw(logits, SamplingPlan(samplings), chance)
+
+    for row, sampling in enumerate(samplings):
+        token, logprob = draw(logits[row : row + 1], SamplingPlan([sampling]), chance[row : row + 1])
+        assert tokens[row] == token[0]
+        assert logprobs[row] == logprob[0]
+        assert math.isfinite(logprob[0])
+        if sampling.temperature == 0.0:
+            assert (token[0], logprob[0]) == (logits[row].argmax(), 0.0)
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_a_token_of_probability_zero_is_never_drawn(number):
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    tokens, logprobs = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
+    assert tokens[0] in (1, 3)
+    assert logprobs[0].item() == pytest.approx(math.log(0.5))
+
+
+def test_top_p_keeps_the_token_that_crosses_the_line():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    kept = processed_logprobs(logits, SamplingPlan([Sampling(top_p=0.6)])).exp()
+    torch.testing.assert_close(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
+
+
+def test_the_given_logits_are_left_as_they_were():
+    logits = torch.randn(3, 9)
+    before = logits.clone()
+    draw(logits, SamplingPlan([Sampling(top_k=2), Sampling(min_p=0.5), Sampling(0.0)]), numbers(3))
+    torch.testing.assert_close(logits, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_finite(temperature):
+    logits = torch.full((1, 5), float("nan"))
+    _, logprobs = draw(logits, SamplingPlan([Sampling(temperature)]), np.array([0.3]))
+    assert math.isnan(logprobs[0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        (Sampling(temperature=float("nan")), "temperature"), (Sampling(temperature=-0.1), "temperature"),
+        (Sampling(top_p=0.0), "top_p"), (Sampling(top_p=1.01), "top_p"), (Sampling(min_p=1.5), "min_p"),
+        (Sampling(top_k=-2), "top_k"),
+    ],
+)  # fmt: skip
+def test_what_is_no_distribution_is_refused_by_name(sampling, name):
+    with pytest.raises(EngineError, match=name):
+        check_sampling(sampling)

@@ -1,0 +1,106 @@
+"""The scripted engine says what it is told, waits where it is told, and keeps the books like a real one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tiny_models import V1, V2, request, run
+
+from actors.engines.base import VersionSpan
+from actors.engines.scripted import ScriptedEngine
+from streamrl.errors import EngineError, WeightsError
+
+
+def test_replies_depend_on_prompt_and_seed_alone():
+    async def work():
+        engine = ScriptedEngine(num_tokens=6)
+        await engine.install({}, V1)
+        first, again, other = await asyncio.gather(
+            *(engine.generate(request([1, 2], 20, seed=seed)) for seed in (3, 3, 4))
+        )
+        assert first == again and first.token_ids != other.token_ids
+        assert (len(first.token_ids), first.finish, first.spans) == (6, "stop", [VersionSpan(V1, 0, 6)])
+
+    run(work)
+
+
+def test_max_new_tokens_cuts_the_reply():
+    async def work():
+        engine = ScriptedEngine(lambda prompt, seed, version: [7] * 50)
+        await engine.install({}, V1)
+        done = await engine.generate(request([1], 9))
+        assert (done.token_ids, done.finish) == ([7] * 9, "length")
+
+    run(work)
+
+
+def test_nothing_is_said_before_the_first_install():
+    async def work():
+        engine = ScriptedEngine()
+        task = asyncio.create_task(engine.generate(request([1], 4)))
+        await asyncio.sleep(0)
+        assert not task.done() and engine.stats().waiting == 1
+        await engine.install({}, V1)
+        assert (await task).spans == [VersionSpan(V1, 0, 4)]
+
+    run(work)
+
+
+def test_a_sequence_that_lives_through_an_install_has_two_spans():
+    async def work():
+        gate = asyncio.Event()
+        gate.set()
+        said: list[int] = []
+
+        def reply(prompt, seed, version):
+            said.append(version.version)
+            if len(said) == 2:
+                gate.clear()
+            return [version.version] * 6
+
+        engine = ScriptedEngine(reply, tokens_per_step=2, gate=gate)
+        await engine.install({}, V1)
+        task = asyncio.create_task(engine.generate(request([1], 9)))
+        while len(said) < 2:
+            await asyncio.sleep(0)
+        await engine.install({"w": 1}, V2)
+        gate.set()
+
+        done = await task
+        assert done.token_ids == [1, 1, 1, 1, 2, 2]
+        assert done.spans == [VersionSpan(V1, 0, 4), VersionSpan(V2, 4, 6)]
+        assert (engine.installs, engine.tensors) == ([V1, V2], {"w": 1})
+
+    run(work)
+
+
+def test_a_cancelled_sequence_gives_its_slot_back():
+    async def work():
+        gate = asyncio.Event()
+        engine = ScriptedEngine(slots=1, gate=gate)
+        await engine.install({}, V1)
+        first = asyncio.create_task(engine.generate(request([1], 4)))
+        second = asyncio.create_task(engine.generate(request([2], 4)))
+        await asyncio.sleep(0)
+        first.cancel()
+        gate.set()
+        assert len((await second).token_ids) == 4
+        assert engine.stats().running == 0
+
+    run(work)
+
+
+def test_names_that_differ_are_refused_and_closing_ends_the_waiting():
+    async def work():
+        engine = ScriptedEngine(names=["w"])
+        with pytest.raises(WeightsError, match="'v'"):
+            await engine.install({"v": 0}, V1)
+        assert engine.installed is None
+        waiting = asyncio.create_task(engine.generate(request([1], 4)))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await waiting
+
+    run(work)
