@@ -50,7 +50,7 @@ class HubLink:
         self, endpoint: str, *, rank: int, world: int, version: int, check_hub: Callable[[], None],
         stop_requested: Callable[[], bool], stall_report_s: float, stall_fail_s: float,
     ) -> None:
-        self.rank, self.version = rank, version
+        self.rank, self.version, self._world = rank, version, world
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
         self.halted: str | None = None
@@ -149,6 +149,12 @@ class HubLink:
         """Take in what has arrived; never waits."""
         while self._socket.poll(0):
             self._look_after(self._receive())
+
+    def refresh_status(self) -> None:
+        """Wait for counters that cover everything sent so far."""
+        self.poll()
+        self._send(RankReady(self.rank, self._world, self.version))
+        self.wait_until_up()
 
     def shutdown(self, reason: str, *, finished: bool) -> None:
         """The last word."""

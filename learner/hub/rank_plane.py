@@ -83,7 +83,8 @@ class RankPlane:
 
     def serve(self, now: float) -> None:
         """Cut if a rank waits and the ledger can; hand out shares; report evaluations."""
-        if self._takes and not self._shares:
+        # Rank 0's TRAINED and PUBLISH precede its TAKE on one connection, so the ledger is up to date when it asks.
+        if 0 in self._takes and not self._shares:
             self._cut(now)
         for rank in [rank for rank in self._takes if rank in self._shares]:
             self._send(rank, self._shares.pop(rank))

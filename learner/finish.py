@@ -1,0 +1,30 @@
+"""The end of a run, reached or interrupted: last evaluation, checkpoint, word to the actors, summary and report."""
+
+from __future__ import annotations
+
+import logging
+
+from learner.run import Run
+
+log = logging.getLogger("streamrl.learner")
+
+
+def finish(run: Run, *, completed: bool) -> None:
+    """Collective over the ranks.
+
+    Args:
+        completed: the steps are done: evaluate, and send the actors home. Otherwise they wait for a successor.
+    """
+    if completed and not (run.config.trainer.eval_only and run.version == 0):
+        run.evaluate(wait=True)
+    run.save()
+    if run.ranks.rank != 0:
+        return
+    run.hub.poll()
+    run.hub.refresh_status()
+    reason = "the run is finished" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
+    run.hub.shutdown(reason, finished=completed)
+    assert run.recorder is not None and run.hub_process is not None
+    run.hub_process.wait(timeout_s=run.config.run.shutdown_s)
+    summary = run.recorder.close(run.version, run.hub.status, version=run.version, epoch=run.learner_epoch)
+    log.info("%s after %d steps", "done" if completed else "stopped", summary.steps)

@@ -1,0 +1,90 @@
+"""From the run's config to the plain settings of its hub."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+
+from learner.hub.settings import HubSettings, TaskSettings
+from streamrl.config.checks import lookahead, max_lag
+from streamrl.config.load import to_plain
+from streamrl.config.schema import Config, SamplingConfig
+from streamrl.messages import Limits, Lineage, Sampling
+
+FAR_FUTURE = (1 << 31) - 1
+WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
+"""What an actor gets to know of the learner's config."""
+
+
+def hub_settings(
+    config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
+    world: int, bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
+) -> HubSettings:
+    """Everything the hub process is told."""
+    zero_std = config.filter.min_std if config.filter.zero_std else None
+    accuracy = config.filter.accuracy_range
+    return HubSettings(
+        run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
+        run_seed=config.run.seed, world=world, bind=bind, advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
+        shm_dir=str(shm_dir),
+        task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),
+        welcome_task=json.dumps({name: to_plain(config)[name] for name in WELCOME_SECTIONS}),
+        total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
+        sampling=wire_sampling(config.rollout.train.sampling),
+        eval_sampling=wire_sampling(config.rollout.test.sampling),
+        ledger=ledger_settings(config, vocab_size),
+        zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
+        dead_after_s=config.hub.dead_after_s, num_keep_versions=config.publish.num_keep_versions,
+        max_bytes_per_s=config.publish.max_bytes_per_s, restore_path=str(restore_path) if restore_path else None,
+    )
+
+
+def wire_sampling(sampling: SamplingConfig) -> Sampling:
+    return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def outbox_groups(config: Config) -> int:
+    """Groups that an actor may have to keep between two checkpoints, and then some: a full outbox stops generation."""
+    batches = config.checkpoint.every_steps + config.staleness.eta + 2
+    return min(65535, max(256, 2 * batches * config.rollout.num_prompts_per_step))
+
+
+def response_limit(config: Config) -> int:
+    """Most tokens after the prompt of one trajectory, in either split."""
+    new_tokens = max(config.rollout.train.sampling.max_new_tokens, config.rollout.test.sampling.max_new_tokens)
+    if config.env.max_turns == 1:
+        return new_tokens
+    return max(config.learner.max_tokens_per_device, config.env.max_turns * new_tokens)
+
+
+def limits(config: Config, vocab_size: int) -> Limits:
+    """What actors must respect."""
+    useful = FAR_FUTURE if config.staleness.mask_old_tokens else max_lag(config)
+    return Limits(
+        heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
+        outbox_groups=outbox_groups(config), max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,
+    )
+
+
+def ledger_settings(config: Config, vocab_size: int) -> dict[str, object]:
+    """Arguments of `LedgerSettings`."""
+    batch = config.rollout.num_prompts_per_step
+    steps = 0 if config.trainer.eval_only else config.trainer.num_steps
+    return {
+        "groups_per_batch": batch, "group_size": config.rollout.num_responses_per_prompt,
+        "eta": config.staleness.eta, "window": lookahead(config), "max_lag": max_lag(config),
+        "num_groups_total": steps * batch, "lease_ttl_s": config.hub.lease_ttl_s,
+        "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
+        "on_stale": config.staleness.on_stale.name, "mask_old_tokens": config.staleness.mask_old_tokens,
+        "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
+        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": dedupe_window(config),
+        "vocab_size": vocab_size, "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "max_new_tokens": response_limit(config), "keep_until_durable": config.checkpoint.every_steps > 0,
+    }
+
+
+def dedupe_window(config: Config) -> int:
+    """Must cover the outbox, or a re-sent group could be taken for a new one."""
+    return 1024 * ceil((outbox_groups(config) + 1) / 1024)

@@ -1,0 +1,39 @@
+"""The training loop, on one screen: each line is a step of the algorithm; overlap and elasticity live elsewhere."""
+
+from __future__ import annotations
+
+from learner.packing import equalize, pack
+from learner.run import Run
+from learner.step import forward_backward, optimizer_step, prepare
+
+
+def train(run: Run) -> bool:
+    """Train until the steps are done (True) or a stop is asked for (False)."""
+    run.publish()  # a broken weight path fails here, before the first step
+    if run.version == 0:
+        run.evaluate(wait=True)
+    for step in run.remaining_steps():
+        taken = run.next_batch()  # waits; every group is inside the lag bound now
+        if taken is None:
+            return False
+        share, rows = taken
+        with run.timed("pack"):
+            run.objective.begin(rows, share.plan, version=run.version, ranks=run.ranks)
+            batch = equalize(pack(rows, run.token_budget), run.ranks)
+        with run.timed("forward_backward"):
+            prepare(run.policy, batch, run.objective)
+            for micro_batch in batch:
+                forward_backward(run.policy, micro_batch, run.objective)
+        with run.timed("optimizer"):
+            result = optimizer_step(
+                run.policy, run.optimizer, run.schedule, step=run.version,
+                max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks,
+            )
+        run.advance(share, result)
+        if not result.skipped:
+            run.publish()  # actors fetch it while the next batch is awaited
+        run.hub_trained(result)
+        run.evaluate_if_due()
+        run.save_if_due()
+        run.record(step, run.objective.finish(), result)
+    return True

@@ -1,0 +1,205 @@
+"""Everything a training run holds, and the verbs that the loop uses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from learner.checkpoint import save_checkpoint
+from learner.hub_link import HubLink
+from learner.hub_process import HubProcess
+from learner.model import Policy
+from learner.objective import Objective
+from learner.optimizer import Schedule
+from learner.publish import Publisher
+from learner.ranks import Ranks
+from learner.recorder import Recorder
+from learner.run_dir import RunClaim
+from learner.step import StepResult
+from learner.stop_flag import StopFlag
+from learner.trajectories import Trajectory, TrajectoryReader
+from streamrl.config.schema import Config
+from streamrl.messages import BatchShare, Layout, Lineage, VersionRef
+from streamrl.metrics.meter import Meter
+from streamrl.weights.shm import ShmPublisher
+
+log = logging.getLogger("streamrl.learner")
+
+
+@dataclass
+class Run:
+    """One learner process's share of a run. Rank 0 alone holds hub process, shared memory and recorder."""
+
+    config: Config
+    run_dir: Path
+    run_id: str
+    learner_epoch: int
+    lineage: tuple[Lineage, ...]
+    version: int
+    ranks: Ranks
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    objective: Objective
+    publisher: Publisher
+    hub: HubLink
+    reader: TrajectoryReader
+    stop: StopFlag
+    claim: RunClaim | None = None
+    hub_process: HubProcess | None = None
+    shm: ShmPublisher | None = None
+    recorder: Recorder | None = None
+    assets_path: str = ""
+    saved_version: int = -1
+    times: dict[str, float] = field(default_factory=dict)
+    _step_began: float = 0.0
+    _published_before: bool = False
+
+    @property
+    def token_budget(self) -> int:
+        return self.config.learner.max_tokens_per_device
+
+    def remaining_steps(self) -> Iterator[int]:
+        """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
+        while self.version < self.config.trainer.num_steps and not self.config.trainer.eval_only:
+            self._step_began = time.monotonic()
+            self.times = {}
+            yield self.version + 1
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to this step's `time/<name>_s`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.times[name] = self.times.get(name, 0.0) + time.monotonic() - began
+
+    def next_batch(self) -> tuple[BatchShare, list[Trajectory]] | None:
+        """This rank's share of the next batch, every group inside the lag bound; None when the run is to stop."""
+        with self.timed("wait"):
+            share = self.hub.next_batch(self.version)
+        if share is None:
+            return None
+        with self.timed("pack"):
+            rows = self.reader.read(share.groups, version=share.version, learner_epoch=self.learner_epoch)
+        return share, rows
+
+    def publish(self) -> None:
+        """Make the present weights available to every actor under the present version; a collective call."""
+        with self.timed("publish"):
+            published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
+            if published is None:
+                return
+            layout: Layout | None = None if self._published_before else self.publisher.layout
+            self.hub.publish(
+                published.manifest, str(published.path), published.nbytes, layout,
+                "" if self._published_before else self.assets_path,
+            )
+            self._published_before = True
+
+    def advance(self, share: BatchShare, result: StepResult) -> None:
+        """Book the optimizer step: one version up, or the batch set aside if its gradients were not finite."""
+        if result.skipped:
+            self._quarantine(share)
+        else:
+            self.version += 1
+            self.lineage = (*self.lineage[:-1], _extended(self.lineage[-1], self.version))
+
+    def _quarantine(self, share: BatchShare) -> None:
+        path = self.run_dir / "quarantine" / f"version-{self.version}-rank-{self.ranks.rank}.msgpack"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(msgspec.msgpack.encode(share))
+        log.error("step skipped: gradients are not finite; its batch is kept in %s", path)
+
+    def hub_trained(self, result: StepResult) -> None:
+        """Rank 0 tells the ledger: capacity for the next batch is free."""
+        if self.ranks.rank == 0:
+            reason = "gradients are not finite" if result.skipped else ""
+            self.hub.trained(self.version, skipped=result.skipped, reason=reason)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, *, wait: bool) -> None:
+        """Score held-out prompts with at least the present version; rank 0 asks, actors do it."""
+        num_prompts = self.config.eval.num_samples
+        if self.ranks.rank != 0 or not num_prompts:
+            return
+        self.hub.evaluate(self.version, self.version, num_prompts)
+        if wait:
+            with self.timed("eval"):
+                self.hub.wait_for_eval(self.version)
+        self._take_evals()
+
+    def evaluate_if_due(self) -> None:
+        """Ask in passing; training does not wait for the answer."""
+        every = self.config.eval.every_steps
+        if every and self.version % every == 0 and self.version < self.config.trainer.num_steps:
+            self.evaluate(wait=False)
+
+    def _take_evals(self) -> None:
+        if self.recorder is not None:
+            for result in self.hub.evals:
+                self.recorder.evaluated(result)
+        self.hub.evals.clear()
+
+    # --- checkpoints and records --------------------------------------------------------------------------------
+
+    def save_if_due(self) -> None:
+        every = self.config.checkpoint.every_steps
+        if every and self.version % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Model, optimizer, RNG and the ledger in one checkpoint; a collective call. Then, and only then, DURABLE."""
+        if self.version == self.saved_version:
+            return
+        with self.timed("checkpoint"):
+            blobs = {"ledger": self.hub.freeze(self.version)} if self.ranks.rank == 0 else {}
+            recorder = self.recorder
+            extra = {
+                "run_id": self.run_id, "learner_epoch": self.learner_epoch,
+                "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
+                "wall_s": recorder.wall_s if recorder else 0.0,
+                "trained_tokens": recorder.trained_tokens if recorder else 0,
+            }
+            save_checkpoint(
+                self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,
+                num_keep=self.config.checkpoint.num_keep, claim=self.claim,
+            )
+            if self.ranks.rank == 0:
+                self.hub.saved(self.version)
+            self.saved_version = self.version
+
+    def record(self, step: int, meter: Meter, result: StepResult) -> None:
+        """One row of metrics; every rank calls it, rank 0 writes."""
+        self.times["step"] = time.monotonic() - self._step_began
+        slowest = {name: self.ranks.maximum(seconds) for name, seconds in sorted(self._shared_times().items())}
+        if self.recorder is None:
+            return
+        self.hub.poll()
+        self._take_evals()
+        meter.add_all({f"time/{name}_s": seconds for name, seconds in slowest.items()})
+        for name in ("checkpoint", "eval"):
+            if name in self.times:
+                meter.add(f"time/{name}_s", self.times[name])
+        meter.add("policy/grad_norm", result.grad_norm)
+        meter.add("policy/lr", result.lr)
+        meter.add("policy/num_skipped_steps", float(result.skipped))
+        self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
+
+    def _shared_times(self) -> dict[str, float]:
+        """Stages that every rank has in every step: their maximum is a collective call."""
+        names = ("step", "wait", "pack", "forward_backward", "optimizer", "publish")
+        return {name: self.times.get(name, 0.0) for name in names}
+
+
+def _extended(row: Lineage, version: int) -> Lineage:
+    return Lineage(row.learner_epoch, row.first, max(row.last, version))

@@ -1,0 +1,249 @@
+"""From config to a `Run`: claim the directory, start the hub, load the model, restore what a predecessor saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from envs.check import check_task
+from envs.registry import load_task
+from learner.checkpoint import find_checkpoint, restore
+from learner.hub_config import hub_settings, response_limit
+from learner.hub_link import HubLink
+from learner.hub_process import HubProcess, private_rank_endpoint
+from learner.model import load_policy
+from learner.objective import Objective
+from learner.optimizer import make_optimizer, make_schedule
+from learner.publish import Publisher, policy_parameters
+from learner.ranks import Ranks
+from learner.recorder import Recorder
+from learner.run import Run
+from learner.run_dir import claim_run_dir
+from learner.stop_flag import StopFlag
+from learner.tiny_model import prepare_tiny_model
+from learner.trajectories import TrajectoryReader
+from streamrl.config.checks import lookahead, max_lag
+from streamrl.config.schema import Config, WireDtype
+from streamrl.errors import ConfigError
+from streamrl.messages import Lineage
+from streamrl.weights.assets import pack_assets
+from streamrl.weights.rundir import clean_stale, document_directory
+from streamrl.weights.shm import ShmPublisher
+
+log = logging.getLogger("streamrl.learner")
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a checkpoint says of the run so far; the defaults are a run that has none."""
+
+    run_id: str
+    version: int = 0
+    lineage: tuple[Lineage, ...] = ()
+    wall_s: float = 0.0
+    trained_tokens: int = 0
+    path: Path | None = None
+
+
+def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
+    """Everything from the claim of the directory to a hub that answers. Collective over the ranks."""
+    ranks = Ranks.start(config.run.device, timeout_s=config.learner.rank_timeout_s)
+    if config.run.num_threads and ranks.device.type == "cpu":
+        torch.set_num_threads(config.run.num_threads)
+    torch.manual_seed(config.run.seed)
+    claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
+    epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
+    model_dir = model_directory(config, ranks)
+    past = find_past(config, run_dir)
+    lineage = surviving(past, epoch)
+    first = ranks.rank == 0
+    endpoint = _agree_on_endpoint(run_dir, ranks)
+    shm_dir = document_directory(past.run_id, run_dir)
+    hub_process = None
+    if first:
+        hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir)
+    objective = Objective(
+        config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=max_lag(config),
+        mask_old_tokens=config.staleness.mask_old_tokens,
+    )
+    dtype = compute_dtype(config.policy.dtype, ranks.device)
+    policy = load_policy(
+        model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
+        gradient_checkpointing=config.policy.gradient_checkpointing,
+    )
+    optimizer = make_optimizer(policy, config.policy.optimizer)
+    if past.path is not None:
+        restore(past.path, policy, optimizer, ranks)
+    shm = None
+    if first:
+        clean_stale(shm_dir, past.run_id)
+        shm = ShmPublisher(
+            shm_dir, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights"
+        )
+    publisher = Publisher(
+        policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
+        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
+        fence=claim.check if claim else None,
+    )
+    hub = HubLink(
+        endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
+        check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
+        stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
+    )
+    run = Run(
+        config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
+        ranks=ranks, policy=policy, optimizer=optimizer,
+        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
+        objective=objective, publisher=publisher, hub=hub, stop=stop, claim=claim, hub_process=hub_process, shm=shm,
+        reader=TrajectoryReader(vocab_size=policy_vocab_size(model_dir)),
+        saved_version=past.version if past.path is not None else -1,
+    )
+    if first:
+        _finish_rank_zero(run, model_dir, past, dtype)
+    return run
+
+
+def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype) -> None:
+    assets = run.run_dir / "assets.msgpack"
+    assets.write_bytes(pack_assets(model_dir))
+    run.assets_path = str(assets)
+    run.hub.wait_until_up()
+    run.recorder = Recorder(
+        run.config, run.run_dir, run.run_id, resume_step=past.version, wall_s=past.wall_s,
+        trained_tokens=past.trained_tokens, device=run.ranks.device.type, dtype=str(dtype).removeprefix("torch."),
+    )
+    connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
+    rollout, staleness = run.config.rollout, run.config.staleness
+    log.info("hub listens at %s: start actors with  python -m actors connect=%s", connect, connect)
+    log.info(
+        "run %s, epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d, window=%d: head lag is at most %d",
+        run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps, rollout.num_prompts_per_step,
+        rollout.num_responses_per_prompt, staleness.eta, lookahead(run.config), max_lag(run.config),
+    )
+
+
+def _start_hub(
+    config: Config, run_dir: Path, ranks: Ranks, past: Past, epoch: int, lineage: tuple[Lineage, ...], endpoint: str,
+    shm_dir: Path, model_dir: Path,
+) -> HubProcess:
+    check_task(load_task(config.env.name, path=config.env.path, options=dict(config.env.options)))
+    ledger = None
+    if past.path is not None:
+        ledger = past.path / "ledger"
+    return HubProcess(hub_settings(
+        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version, lineage=lineage,
+        world=ranks.world, bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
+        rank_endpoint=endpoint, shm_dir=shm_dir, vocab_size=policy_vocab_size(model_dir), restore_path=ledger,
+    ))
+
+
+def _agree_on_endpoint(run_dir: Path, ranks: Ranks) -> str:
+    """Rank 0 chooses the socket, the others read it from the run directory."""
+    note = run_dir / "ranks.json"
+    if ranks.rank == 0:
+        note.write_text(json.dumps({"endpoint": private_rank_endpoint()}))
+    ranks.barrier()
+    return str(json.loads(note.read_text())["endpoint"])
+
+
+def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
+    """A resumed learner that may take any port takes its predecessor's, where its actors still knock."""
+    note = run_dir / "hub.json"
+    if resume and bind.endswith(":0") and note.exists():
+        return str(json.loads(note.read_text())["connect"])
+    return bind
+
+
+def model_directory(config: Config, ranks: Ranks) -> Path:
+    """The checkpoint to start from; a tiny model is made by rank 0 first."""
+    if not config.policy.tiny.enabled:
+        assert config.policy.model_path is not None
+        return Path(config.policy.model_path)
+    tiny = config.policy.tiny
+    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    for rank in range(ranks.world):
+        if rank == ranks.rank:
+            path = prepare_tiny_model(
+                tiny.cache_dir, task, hidden_size=tiny.hidden_size, num_layers=tiny.num_layers,
+                num_heads=tiny.num_heads, num_warm_start_steps=tiny.num_warm_start_steps,
+                warm_start_lr=tiny.warm_start_lr, stop_at=tiny.warm_start_until, seed=config.run.seed,
+                num_threads=config.run.num_threads or torch.get_num_threads(), progress=log.info,
+                max_positions=config.learner.max_tokens_per_device,
+            )
+        ranks.barrier()
+    return path
+
+
+def find_past(config: Config, run_dir: Path) -> Past:
+    """What to go on from. Raises CheckpointError if there are checkpoints and none of them is good."""
+    name = run_dir / "run_id"
+    if not name.exists():
+        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
+        name.write_text(f"{safe}-{secrets.token_hex(4)}")
+    run_id = name.read_text().strip()
+    found = find_checkpoint(run_dir) if config.checkpoint.resume else None
+    if found is None:
+        if config.checkpoint.resume:
+            log.warning("no checkpoint in %s yet: starting from version 0", run_dir)
+        return Past(run_id)
+    extra: dict[str, Any] = found.extra
+    if extra["run_id"] != run_id:
+        raise ConfigError(f"{found.path} belongs to run {extra['run_id']}, {run_dir} to {run_id}: do not mix them")
+    lineage = tuple(Lineage(*row) for row in extra["lineage"])
+    log.info("resuming from %s (version %d)", found.path, found.version)
+    return Past(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found.path)
+
+
+def surviving(past: Past, epoch: int) -> tuple[Lineage, ...]:
+    """The known versions after a restart: earlier epochs cut at the restored version, then this epoch."""
+    cut = (Lineage(row.learner_epoch, row.first, min(row.last, past.version)) for row in past.lineage)
+    return (*cut, Lineage(epoch, past.version, past.version))
+
+
+def policy_vocab_size(model_dir: Path) -> int:
+    """From config.json, without loading the model: the hub checks token ids against it."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"policy.model_path={model_dir} holds no config.json: give a local Hugging Face checkpoint directory"
+        ) from error
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, where bfloat16 is emulated and very slow; bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"policy.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
+    return dtype
+
+
+def wire_dtype(choice: WireDtype, device: torch.device) -> torch.dtype:
+    if choice is WireDtype.auto:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if choice is WireDtype.float32 else torch.bfloat16
+
+
+def tear_down(run: Run) -> None:
+    """Sockets, shared memory, process group; safe after any failure."""
+    run.hub.close()
+    if run.hub_process is not None:
+        run.hub_process.abandon()
+    if run.shm is not None:
+        run.shm.close()
+    if run.claim is not None:
+        run.claim.release()
+    run.ranks.close()
+    if run.ranks.rank == 0:
+        (run.run_dir / "ranks.json").unlink(missing_ok=True)
+    logging.getLogger("streamrl").debug("process %d is done", os.getpid())
