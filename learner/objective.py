@@ -51,10 +51,11 @@ class Objective:
         max_new_tokens: constant normaliser of `seq-mean-token-sum-norm`.
         max_lag: the bound on the lag; 0 permits losses without any ratio.
         mask_old_tokens: leave tokens beyond `max_lag` out of the loss.
+        ranks: over which statistics are summed; None is a lone process.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, an estimator that needs a critic.
     Example:
-        objective.begin(trajectories, share.plan, version=share.version, ranks=ranks)
+        objective.begin(trajectories, share.plan, version=share.version)
         for micro_batch in equalize(pack(trajectories, max_tokens), ranks):
             forward_backward(policy, micro_batch, objective)
         meter = objective.finish()
@@ -62,7 +63,7 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        mask_old_tokens: bool = False,
+        mask_old_tokens: bool = False, ranks: Ranks | None = None,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
@@ -73,16 +74,14 @@ class Objective:
         self._observed: list[Tensor] = []
         self._version = 0
         self._meter = Meter()
-        self.ranks = Ranks()
+        self.ranks = ranks or Ranks()
 
     @property
     def needs_policy_logprobs(self) -> bool:
         """The surrogate needs every token's current ratio before the first gradient: one more forward pass."""
         return self._loss.surrogate == "m2po"
 
-    def begin(
-        self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int, ranks: Ranks
-    ) -> None:
+    def begin(self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int) -> None:
         """Fix what must be the same for the whole batch; a collective call.
 
         Args:
@@ -92,7 +91,7 @@ class Objective:
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        self.ranks, self._version = ranks, version
+        ranks, self._version = self.ranks, version
         self._meter, self._bounds, self._observed = Meter(), None, []
         facts = batch_facts(
             trajectories, plan, baseline=self._advantage.baseline, scale=self._advantage.scale,

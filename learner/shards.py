@@ -1,0 +1,172 @@
+"""Tensors of a training run as boxes in files: every rank writes what it holds, any number of ranks reads it back.
+
+A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is ever
+gathered, and a reader takes from each file just the rows that it needs.
+
+    model/<parameter>              weights
+    optim/<state>/<parameter>      moments (sharded as the parameter) and step counts (0-d)
+    rng/cpu, rng/cuda              generator states of the rank that wrote the file, as bytes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from streamrl.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: where it begins and how large it is, per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common block, or None if there is none."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(
+            self.offset, self.shape, other.offset, other.shape, strict=True))
+        size = tuple(h - x for h, x in zip(high, low, strict=True))
+        return Box(low, size) if all(n > 0 for n in size) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this block in a tensor that holds `outer`."""
+        return tuple(slice(a - b, a - b + n) for a, n, b in zip(self.offset, self.shape, outer.offset, strict=True))
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Which block of the whole tensor this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    if tensor.placements != (Shard(0),):
+        raise CheckpointError(f"cannot save a tensor placed as {tensor.placements}: only sharding by rows is written")
+    mesh = tensor.device_mesh
+    rows = math.ceil(tensor.shape[0] / mesh.size())
+    first = min(mesh.get_local_rank() * rows, tensor.shape[0])
+    return Box((first, *(0,) * (tensor.dim() - 1)), tuple(tensor.to_local().shape))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """(key, tensor) of all weights, persistent buffers and optimizer states; tied weights once."""
+    persistent = policy.state_dict().keys()
+    for name, parameter in policy.named_parameters():
+        yield f"model/{name}", parameter.detach()
+        for state, value in sorted(optimizer.state.get(parameter, {}).items()):
+            yield f"optim/{state}/{name}", value
+    for name, buffer in policy.named_buffers():
+        if name in persistent:
+            yield f"model/{name}", buffer
+
+
+def write_shards(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """This rank's blocks, and its random generators, in one safetensors file."""
+    parts: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        parts["rng/cuda"] = torch.cuda.get_rng_state()
+    boxes: dict[str, Any] = {}
+    for key, tensor in tensors:
+        box = local_box(tensor)
+        if tensor.numel() and 0 in box.shape:
+            continue  # this rank got no rows of a small tensor
+        parts[key] = local_part(tensor).contiguous()
+        boxes[key] = {"offset": box.offset, "whole": tuple(tensor.shape)}
+    save_file(parts, path, metadata={"boxes": json.dumps(boxes)})
+
+
+class ShardReader:
+    """Reads blocks out of the files of all ranks that wrote a checkpoint.
+
+    Args:
+        paths: the files by the rank that wrote them.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files = [safe_open(path, framework="pt") for path in paths]
+        self._parts: dict[str, list[tuple[Any, Box]]] = {}
+        self._whole: dict[str, tuple[int, ...]] = {}
+        for file in self._files:
+            for key, entry in json.loads(file.metadata()["boxes"]).items():
+                shape = tuple(file.get_slice(key).get_shape())
+                self._parts.setdefault(key, []).append((file, Box(tuple(entry["offset"]), shape)))
+                self._whole[key] = tuple(entry["whole"])
+
+    def keys(self) -> set[str]:
+        return set(self._parts)
+
+    def read_into(self, key: str, target: Tensor) -> None:
+        """Fill this rank's part of `target`.
+
+        Raises:
+            CheckpointError: no such tensor, another shape, or rows that no file holds.
+        """
+        if key not in self._parts:
+            raise CheckpointError(f"the checkpoint has no tensor {key!r}: it belongs to another model")
+        if self._whole[key] != tuple(target.shape):
+            raise CheckpointError(
+                f"{key!r} is {list(self._whole[key])} in the checkpoint and {list(target.shape)} here: another model"
+            )
+        wanted, local = local_box(target), local_part(target)
+        filled = 0
+        for file, box in self._parts[key]:
+            if not box.shape:
+                local.copy_(file.get_tensor(key))
+                return
+            common = wanted.overlap(box)
+            if common is not None and filled < local.numel():
+                local[common.within(wanted)] = file.get_slice(key)[common.within(box)].to(local.device)
+                filled += math.prod(common.shape)
+        if filled < local.numel():
+            raise CheckpointError(f"{key!r}: the files hold {filled} of the {local.numel()} numbers needed here")
+
+    def read_scalar(self, key: str) -> Tensor:
+        return self._parts[key][0][0].get_tensor(key)
+
+    def generator_states(self, rank: int) -> Mapping[str, Tensor]:
+        """States of the rank with that number, or of rank 0 if there were fewer ranks."""
+        file = self._files[rank if rank < len(self._files) else 0]
+        return {key: file.get_tensor(key) for key in file.keys() if key.startswith("rng/")}  # noqa: SIM118
+
+
+@torch.no_grad()
+def restore(reader: ShardReader, policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Weights, moments and generators as they were; into any sharding."""
+    keys = reader.keys()
+    persistent = policy.state_dict().keys()
+    for name, buffer in policy.named_buffers():
+        if name in persistent:
+            reader.read_into(f"model/{name}", buffer)
+    for name, parameter in policy.named_parameters():
+        reader.read_into(f"model/{name}", parameter.detach())
+        states = sorted(key.split("/")[1] for key in keys if key.startswith("optim/") and key.split("/", 2)[2] == name)
+        optimizer.state.pop(parameter, None)
+        for state in states:
+            optimizer.state[parameter][state] = _state_like(reader, f"optim/{state}/{name}", parameter)
+    generators = reader.generator_states(rank)
+    torch.set_rng_state(generators["rng/cpu"])
+    if "rng/cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["rng/cuda"])
+
+
+def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
+    scalar = key.startswith("optim/step/")
+    if scalar:
+        return reader.read_scalar(key).to(parameter.device)
+    moment = torch.zeros_like(parameter)
+    reader.read_into(key, moment)
+    return moment
