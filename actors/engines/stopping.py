@@ -49,12 +49,12 @@ class StopMatcher:
         settled = fresh.rstrip(_BROKEN)
         self._seen += settled
         self._past = (self._past + settled)[-self._reach :] if self._reach else ""
-        if len(self._ids) - self._first >= _WINDOW_TOKENS and len(settled) == len(fresh):
+        if len(self._ids) - self._first >= _WINDOW_TOKENS:
             self._slide()
         return False
 
     def _slide(self) -> None:
-        """Forget the front of the window, unless its new first token cannot be decoded on its own."""
+        """Forget the front of the window, unless that would cut a character in two at either end."""
         first = len(self._ids) - _OVERLAP_TOKENS
         seen = self._decode(self._ids[first:])
         if seen and _BROKEN not in seen:

@@ -92,7 +92,7 @@ def test_with_drain_no_sequence_sees_two_versions():
     gate = GatedTokenizer(stop_at=10)
 
     async def work():
-        async with engine_for(old, gate, slots=1, install_policy="drain") as engine:
+        async with engine_for(old, gate, slots=3, install_policy="drain") as engine:
             running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
             await asyncio.to_thread(gate.reached.wait)
             late = [asyncio.create_task(engine.generate(request(prompt_of(4, seed=n), 20))) for n in range(3)]

@@ -131,12 +131,13 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd():
     async def work():
         async with engine_for(model, slots=6) as engine:
             alone = await engine.generate(wanted)
-            crowd = [request(prompt_of(1 + n, seed=n), 10 + 7 * n, seed=n) for n in range(12)]
-            _, again, *_ = await asyncio.gather(
-                engine.generate(crowd[0]), engine.generate(wanted), *(engine.generate(r) for r in crowd[1:])
-            )
+            crowd = [request(prompt_of(1 + n, seed=n), 10 + 3 * n, seed=n) for n in range(17)]
+            # In the last slot, so that it changes its row whenever another sequence ends; then in the middle of many.
+            *_, moved = await asyncio.gather(*(engine.generate(r) for r in (*crowd[:5], wanted)))
+            again, *_ = await asyncio.gather(*(engine.generate(r) for r in (wanted, *crowd)))
             other = await engine.generate(request(prompt_of(5), 60, seed=78, sampling=wanted.sampling))
 
+        assert moved.token_ids == alone.token_ids
         assert again.token_ids == alone.token_ids
         assert other.token_ids != alone.token_ids
 

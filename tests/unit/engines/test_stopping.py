@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import LETTERS, character_tokenizer, engine_for, prompt_of, qwen3, request, run
 from tokenizers import Tokenizer, decoders, models
@@ -37,6 +37,7 @@ def slow_stop(ids, stop, decode) -> int | None:
         st.sampled_from(["a b", "bab", " ab ", "\u00e9", "\u20aca", "aaa", "b\u20ac", "  "]), min_size=1, max_size=3
     ),
 )
+@example(ids=[0] * 9 + [9, 10, 11] + [7, 8] * 3, stop=["\u00e9\u00e9\u00e9"])  # the window slides inside a character
 def test_the_matcher_stops_where_decoding_everything_again_would(ids, stop):
     decode = decoder(byte_tokenizer())
     matcher = StopMatcher(stop, decode)
