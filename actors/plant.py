@@ -19,6 +19,7 @@ import zmq
 
 from actors.engines.base import Engine
 from actors.engines.native import NativeEngine, build_model
+from actors.engines.scripted import ScriptedEngine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.install import Installer
 from actors.render import Renderer, load_tokenizer
@@ -26,6 +27,7 @@ from actors.worker import Plant
 from envs.registry import load_task
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
+from streamrl.config.schema import Engine as EngineName
 from streamrl.errors import StreamrlError
 from streamrl.messages import Welcome
 from streamrl.weights.assets import unpack_assets
@@ -93,6 +95,11 @@ class PlantBuilder:
         max_tokens = config.rollout.max_prompt_tokens + turns * max(s.max_new_tokens for s in sampling)
         if turns > 1:
             max_tokens = max(max_tokens, config.learner.max_tokens_per_device)
+        if config.actors.engine is EngineName.scripted:
+            vocab_size = len(tokenizer)  # type: ignore[arg-type]
+            return ScriptedEngine(
+                slots=config.actors.num_concurrent, num_tokens=min(8, sampling[0].max_new_tokens), vocab_size=vocab_size
+            )
         dtype = pick_dtype(config.actors.dtype, device)
         return NativeEngine(
             build_model(model_dir, dtype=dtype, device=device), tokenizer, slots=config.actors.num_concurrent,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from math import ceil
 from pathlib import Path
 
-from learner.hub.settings import HubSettings, TaskSettings
+from learner.hub.hub_settings import HubSettings, TaskSettings
 from streamrl.config.checks import lookahead, max_lag
 from streamrl.config.load import to_plain
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.messages import Limits, Lineage, Sampling
 
+OUTBOX_GROUPS = 1024
+"""Groups that one actor may hold until they are durable; as many as the dedupe window tells apart."""
 FAR_FUTURE = (1 << 31) - 1
 WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
 """What an actor gets to know of the learner's config."""
@@ -33,9 +34,10 @@ def hub_settings(
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(config.rollout.test.sampling),
-        ledger=ledger_settings(config, vocab_size),
+        ledger=ledger_settings(config),
         zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
-        dead_after_s=config.hub.dead_after_s, num_keep_versions=config.publish.num_keep_versions,
+        dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
+        num_keep_versions=config.publish.num_keep_versions,
         max_bytes_per_s=config.publish.max_bytes_per_s, restore_path=str(restore_path) if restore_path else None,
     )
 
@@ -44,10 +46,11 @@ def wire_sampling(sampling: SamplingConfig) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
-def outbox_groups(config: Config) -> int:
-    """Groups that an actor may have to keep between two checkpoints, and then some: a full outbox stops generation."""
-    batches = config.checkpoint.every_steps + config.staleness.eta + 2
-    return min(65535, max(256, 2 * batches * config.rollout.num_prompts_per_step))
+def steps_between_checkpoints(config: Config) -> int:
+    """`checkpoint.every_steps`, or fewer: what is trained in between must fit twice into a lone actor's outbox, because
+    a full outbox stops generation and only a checkpoint empties it. 0 is never."""
+    fit = max(1, OUTBOX_GROUPS // (2 * config.rollout.num_prompts_per_step))
+    return min(config.checkpoint.every_steps, fit)
 
 
 def response_limit(config: Config) -> int:
@@ -63,12 +66,12 @@ def limits(config: Config, vocab_size: int) -> Limits:
     useful = FAR_FUTURE if config.staleness.mask_old_tokens else max_lag(config)
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        outbox_groups=outbox_groups(config), max_prompt_tokens=config.rollout.max_prompt_tokens,
+        outbox_groups=OUTBOX_GROUPS, max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,
     )
 
 
-def ledger_settings(config: Config, vocab_size: int) -> dict[str, object]:
+def ledger_settings(config: Config) -> dict[str, object]:
     """Arguments of `LedgerSettings`."""
     batch = config.rollout.num_prompts_per_step
     steps = 0 if config.trainer.eval_only else config.trainer.num_steps
@@ -79,12 +82,5 @@ def ledger_settings(config: Config, vocab_size: int) -> dict[str, object]:
         "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
         "on_stale": config.staleness.on_stale.name, "mask_old_tokens": config.staleness.mask_old_tokens,
         "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
-        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": dedupe_window(config),
-        "vocab_size": vocab_size, "max_prompt_tokens": config.rollout.max_prompt_tokens,
-        "max_new_tokens": response_limit(config), "keep_until_durable": config.checkpoint.every_steps > 0,
+        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": OUTBOX_GROUPS,
     }
-
-
-def dedupe_window(config: Config) -> int:
-    """Must cover the outbox, or a re-sent group could be taken for a new one."""
-    return 1024 * ceil((outbox_groups(config) + 1) / 1024)

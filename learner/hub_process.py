@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from learner.hub.settings import HubSettings, write_settings
+from learner.hub.hub_settings import HubSettings, write_settings
 from streamrl.errors import StreamrlError
 from streamrl.lifeline import child_environment
 

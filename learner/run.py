@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from learner.checkpoint import save_checkpoint
+from learner.hub_config import steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess
 from learner.model import Policy
@@ -153,7 +154,7 @@ class Run:
     # --- checkpoints and records --------------------------------------------------------------------------------
 
     def save_if_due(self) -> None:
-        every = self.config.checkpoint.every_steps
+        every = steps_between_checkpoints(self.config)
         if every and self.version % every == 0:
             self.save()
 

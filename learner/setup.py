@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from envs.check import check_task
 from envs.registry import load_task
-from learner.checkpoint import find_checkpoint, restore
+from learner.checkpoint import Checkpoint, find_checkpoint
 from learner.hub_config import hub_settings, response_limit
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
@@ -49,7 +50,7 @@ class Past:
     lineage: tuple[Lineage, ...] = ()
     wall_s: float = 0.0
     trained_tokens: int = 0
-    path: Path | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
@@ -61,7 +62,7 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
     model_dir = model_directory(config, ranks)
-    past = find_past(config, run_dir)
+    past = find_past(config, run_dir, ranks)
     lineage = surviving(past, epoch)
     first = ranks.rank == 0
     endpoint = _agree_on_endpoint(run_dir, ranks)
@@ -79,8 +80,8 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
         gradient_checkpointing=config.policy.gradient_checkpointing,
     )
     optimizer = make_optimizer(policy, config.policy.optimizer)
-    if past.path is not None:
-        restore(past.path, policy, optimizer, ranks)
+    if past.checkpoint is not None:
+        past.checkpoint.restore(policy, optimizer, ranks)
     shm = None
     if first:
         clean_stale(shm_dir, past.run_id)
@@ -103,7 +104,7 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
         schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
         objective=objective, publisher=publisher, hub=hub, stop=stop, claim=claim, hub_process=hub_process, shm=shm,
         reader=TrajectoryReader(vocab_size=policy_vocab_size(model_dir)),
-        saved_version=past.version if past.path is not None else -1,
+        saved_version=past.version if past.checkpoint is not None else -1,
     )
     if first:
         _finish_rank_zero(run, model_dir, past, dtype)
@@ -134,9 +135,7 @@ def _start_hub(
     shm_dir: Path, model_dir: Path,
 ) -> HubProcess:
     check_task(load_task(config.env.name, path=config.env.path, options=dict(config.env.options)))
-    ledger = None
-    if past.path is not None:
-        ledger = past.path / "ledger"
+    ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
         config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version, lineage=lineage,
         world=ranks.world, bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
@@ -181,24 +180,25 @@ def model_directory(config: Config, ranks: Ranks) -> Path:
     return path
 
 
-def find_past(config: Config, run_dir: Path) -> Past:
-    """What to go on from. Raises CheckpointError if there are checkpoints and none of them is good."""
+def find_past(config: Config, run_dir: Path, ranks: Ranks) -> Past:
+    """What to go on from; collective. Raises CheckpointError if there are checkpoints and none of them is good."""
     name = run_dir / "run_id"
-    if not name.exists():
+    if ranks.rank == 0 and not name.exists():
         safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
         name.write_text(f"{safe}-{secrets.token_hex(4)}")
+    ranks.barrier()
     run_id = name.read_text().strip()
-    found = find_checkpoint(run_dir) if config.checkpoint.resume else None
+    found = find_checkpoint(run_dir, ranks) if config.checkpoint.resume else None
     if found is None:
         if config.checkpoint.resume:
             log.warning("no checkpoint in %s yet: starting from version 0", run_dir)
         return Past(run_id)
-    extra: dict[str, Any] = found.extra
+    extra: Mapping[str, Any] = found.extra
     if extra["run_id"] != run_id:
         raise ConfigError(f"{found.path} belongs to run {extra['run_id']}, {run_dir} to {run_id}: do not mix them")
     lineage = tuple(Lineage(*row) for row in extra["lineage"])
     log.info("resuming from %s (version %d)", found.path, found.version)
-    return Past(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found.path)
+    return Past(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found)
 
 
 def surviving(past: Past, epoch: int) -> tuple[Lineage, ...]:

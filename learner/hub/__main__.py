@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+from learner.hub.hub_settings import read_settings
 from learner.hub.server import HubServer
-from learner.hub.settings import read_settings
 from streamrl.lifeline import watch
 from streamrl.weights.rundir import remove_run_dir
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from learner.hub.links import Link, Links
 from streamrl.codec import Decoder, encode
 from streamrl.errors import WireError
@@ -207,9 +209,15 @@ class ControlPlane:
             return
         self._ack_at = now
         for link in self.links.all():
-            ack = self.hub.ledger.take_acks(link.actor_id)
-            if ack is not None:
-                self._send(link.routing_id, ack)
+            self._send_ack(link)
+
+    def _send_ack(self, link: Link) -> None:
+        ack = self.hub.ledger.take_acks(link.actor_id)
+        if ack is None:
+            return
+        if not self.hub.settings.keep_until_durable:  # no checkpoints before the end: nothing to wait for
+            ack = msgspec.structs.replace(ack, durable_upto=ack.settled_upto, durable=ack.accepted)
+        self._send(link.routing_id, ack)
 
     def announce(self, manifest: Manifest) -> None:
         message = encode(Announce(manifest, self.hub.weights.offers()))
@@ -218,9 +226,7 @@ class ControlPlane:
 
     def stop_all(self, reason: str, *, finished: bool) -> None:
         for link in self.links.all():
-            ack = self.hub.ledger.take_acks(link.actor_id)
-            if ack is not None:
-                self._send(link.routing_id, ack)
+            self._send_ack(link)
             if finished:
                 self._stop(link.routing_id, StopReason.FINISHED, reason)
             else:

@@ -20,8 +20,8 @@ from collections.abc import Callable
 import zmq
 
 from learner.hub.control_plane import ControlPlane
+from learner.hub.hub_settings import HubSettings
 from learner.hub.rank_plane import RankPlane
-from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer

@@ -10,10 +10,11 @@ from pathlib import Path
 from envs.registry import load_task
 from learner.hub.filters import accuracy_range, zero_std
 from learner.hub.groups import HeldGroup
+from learner.hub.hub_settings import HubSettings
 from learner.hub.ledger import Ledger, LedgerSettings
 from learner.hub.prompts import PromptStream
-from learner.hub.settings import HubSettings
 from streamrl.environment import Task
+from streamrl.group_checks import GroupBounds
 
 log = logging.getLogger("streamrl.hub")
 
@@ -21,9 +22,11 @@ log = logging.getLogger("streamrl.hub")
 def build_ledger(settings: HubSettings) -> Ledger:
     """A fresh ledger, or the one that the checkpoint of `settings.version` holds."""
     task = load_task(settings.task.name, path=settings.task.path, options=dict(settings.task.options))
+    limits = settings.limits
+    bounds = GroupBounds(limits.vocab_size, limits.max_prompt_tokens, limits.max_new_tokens)
     prompts = prompt_stream(task, settings.run_seed, settings.task.shuffle)
     arguments = dict(
-        settings=LedgerSettings(**settings.ledger),  # type: ignore[arg-type]
+        settings=LedgerSettings(**settings.ledger, bounds=bounds),  # type: ignore[arg-type]
         run_id=settings.run_id, learner_epoch=settings.learner_epoch, run_seed=settings.run_seed, prompts=prompts,
         sampling=settings.sampling, eval_sampling=settings.eval_sampling, keep_group=group_filter(settings),
         eval_record=lambda index: record_json(task, "test", index),

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 import zmq
 
-from learner.hub.settings import HubSettings
+from learner.hub.hub_settings import HubSettings
 from streamrl.codec import Decoder, encode
 from streamrl.errors import WireError
 from streamrl.messages import TO_WEIGHTS, Installed, Layout, Manifest, Offer, Publish, Pull, VersionRef

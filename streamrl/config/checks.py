@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _check_staleness(config)
     _check_lengths(config)
+    _check_batch(config)
     _check_hub(config)
 
 
@@ -89,6 +90,15 @@ def _check_ranges(config: Config) -> None:
     _need(
         config.rollout.train.sampling.temperature > 0,
         "rollout.train.sampling.temperature=0 is greedy: all members of a group would be the same; use more than 0",
+    )
+
+
+def _check_batch(config: Config) -> None:
+    batch = config.rollout.num_prompts_per_step
+    _need(
+        batch <= 512,
+        f"rollout.num_prompts_per_step={batch} is over 512: a lone actor could not hold the groups of two batches "
+        "until they are durable; use fewer prompts with more responses, or more optimizer steps",
     )
 
 

@@ -1,0 +1,56 @@
+"""What the learner tells its hub at start-up: one JSON file, plain values, no config objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from streamrl.messages import Limits, Lineage, Sampling
+
+
+class TaskSettings(msgspec.Struct, frozen=True):
+    """Where prompts come from."""
+
+    name: str
+    path: str | None
+    options: dict[str, object]
+    shuffle: bool
+
+
+class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the hub process needs before the first version is published."""
+
+    run_id: str
+    run_dir: str
+    learner_epoch: int
+    version: int
+    lineage: tuple[Lineage, ...]
+    run_seed: int
+    world: int
+    bind: str
+    advertise: str | None
+    rank_endpoint: str
+    shm_dir: str
+    task: TaskSettings
+    welcome_task: str
+    total_steps: int
+    limits: Limits
+    sampling: Sampling
+    eval_sampling: Sampling
+    ledger: dict[str, object]
+    zero_std_min: float | None
+    accuracy_range: tuple[float, float] | None
+    dead_after_s: float
+    keep_until_durable: bool
+    num_keep_versions: int
+    max_bytes_per_s: int
+    restore_path: str | None
+
+
+def write_settings(settings: HubSettings, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2))
+
+
+def read_settings(path: Path) -> HubSettings:
+    return msgspec.json.decode(path.read_bytes(), type=HubSettings)
