@@ -50,8 +50,8 @@ class Objective:
         advantage, loss: settings; checked here, so that a bad pair fails before anything is generated.
         max_new_tokens: constant normaliser of `seq-mean-token-sum-norm`.
         max_lag: the bound on the lag; 0 permits losses without any ratio.
+        ranks: who shares the batch; `Ranks()` for a lone process.
         mask_old_tokens: leave tokens beyond `max_lag` out of the loss.
-        ranks: over which statistics are summed; None is a lone process.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, an estimator that needs a critic.
     Example:
@@ -63,7 +63,7 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        mask_old_tokens: bool = False, ranks: Ranks | None = None,
+        ranks: Ranks, mask_old_tokens: bool = False,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
@@ -74,7 +74,7 @@ class Objective:
         self._observed: list[Tensor] = []
         self._version = 0
         self._meter = Meter()
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks
 
     @property
     def needs_policy_logprobs(self) -> bool:

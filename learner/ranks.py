@@ -35,18 +35,19 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool = False) -> Ranks:
+    def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
         """Join the gang that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (torchrun sets them); else alone.
 
         Args:
             device: auto, cpu or cuda; cuda takes device number LOCAL_RANK.
             timeout_s: a collective that waits longer for another rank raises.
-            sharded: make a process group even for one process (mixed precision on a GPU goes through FSDP2).
+            sharded: make a process group even for one process, as FSDP2's mixed precision needs; None: on a GPU only.
         Raises:
             ConfigError: a device that is not here.
         """
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         where = _device(device)
+        sharded = where.type == "cuda" if sharded is None else sharded
         if world == 1 and not sharded:
             return cls(rank, world, where, None)
         backend = "nccl" if where.type == "cuda" else "gloo"

@@ -72,7 +72,7 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
         hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir)
     objective = Objective(
         config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=max_lag(config),
-        mask_old_tokens=config.staleness.mask_old_tokens,
+        ranks=ranks, mask_old_tokens=config.staleness.mask_old_tokens,
     )
     dtype = compute_dtype(config.policy.dtype, ranks.device)
     policy = load_policy(
