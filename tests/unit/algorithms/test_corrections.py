@@ -1,0 +1,238 @@
+"""Weights and masks between actor and learner, against their rules in loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import streamrl.algorithms as alg
+
+from .rows import action_lists, on_rows, random_rows
+
+SEEDS = range(5)
+
+
+def per_row(rows, rule):
+    """`rule(ell list) -> list` on every row."""
+    return on_rows(rows, [rule(ell) if ell else [] for (ell,) in action_lists(rows, "log_ratios")])
+
+
+def s(ell):
+    return math.exp(max(-20, min(20, sum(ell))))
+
+
+def g(ell):
+    return math.exp(sum(ell) / len(ell))
+
+
+WEIGHT_RULES = {
+    "tis": (
+        lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.5, floor=0.5),
+        lambda ell: [min(max(math.exp(x), 0.5), 1.5) for x in ell],
+    ),
+    "seq_tis": (
+        lambda r: alg.seq_tis_weights(r.log_ratios, r.mask, cap=1.5),
+        lambda ell: [min(s(ell), 1.5)] * len(ell),
+    ),
+    "mis": (
+        lambda r: alg.mis_weights(r.log_ratios, r.mask, low=0.6, high=1.6),
+        lambda ell: [math.exp(x) if 0.6 <= math.exp(x) <= 1.6 else 0.0 for x in ell],
+    ),
+}
+
+KEEP_RULES = {
+    "seq_mis": (lambda r: alg.seq_mis_keep(r.log_ratios, r.mask), lambda ell: 0.5 <= s(ell) <= 2.0),
+    "geo": (lambda r: alg.geo_keep(r.log_ratios, r.mask, low=0.8, high=1.3), lambda ell: 0.8 <= g(ell) <= 1.3),
+    "k2 mean": (
+        lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.2),
+        lambda ell: sum(x * x / 2 for x in ell) / len(ell) <= 0.2,
+    ),
+    "k2 sum": (
+        lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.9, level="sum"),
+        lambda ell: sum(x * x / 2 for x in ell) <= 0.9,
+    ),
+    "k2 max": (
+        lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.6, level="max"),
+        lambda ell: max(x * x / 2 for x in ell) <= 0.6,
+    ),
+    "k3": (
+        lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
+        lambda ell: sum(math.exp(x) - x - 1 for x in ell) / len(ell) <= 0.2,
+    ),
+    "veto": (
+        lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=2.5),
+        lambda ell: all(0.4 <= math.exp(x) <= 2.5 for x in ell),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", WEIGHT_RULES)
+def test_weights_are_their_rules(name, seed):
+    rows = random_rows(seed)
+    fast, rule = WEIGHT_RULES[name]
+
+    assert torch.allclose(fast(rows), per_row(rows, rule), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KEEP_RULES)
+def test_masks_are_their_rules_and_both_outcomes_occur(name):
+    fast, rule = KEEP_RULES[name]
+    outcomes = set()
+    for seed in range(10):
+        rows = random_rows(seed)
+        expected = per_row(rows, lambda ell: [float(rule(ell))] * len(ell)).bool()
+        assert torch.equal(fast(rows), expected), f"seed {seed}"
+        outcomes |= set(expected[rows.mask].tolist())
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_k2_per_token(seed):
+    rows = random_rows(seed)
+
+    keep = alg.k2_keep(rows.log_ratios, rows.mask, bound=0.2, level="token")
+
+    assert torch.equal(keep, per_row(rows, lambda ell: [float(x * x / 2 <= 0.2) for x in ell]).bool())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_geo_bounds_may_differ_by_row(seed):
+    rows = random_rows(seed)
+    low = torch.tensor([0.1, 0.9, 0.1, 0.99, 0.1, 0.1], dtype=torch.float64)
+
+    keep = alg.geo_keep(rows.log_ratios, rows.mask, low=low, high=10.0 * torch.ones_like(low))
+
+    for i, (ell,) in enumerate(action_lists(rows, "log_ratios")):
+        expected = bool(ell) and float(low[i]) <= g(ell) <= 10
+        assert keep[i].any().item() == expected
+        assert torch.equal(keep[i], rows.mask[i] & expected)
+
+
+def test_opsm_drops_negative_tokens_of_stale_rows_only():
+    log_ratios = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-0.1, -0.1], [2.0, 2.0]])
+    advantages = torch.tensor([[-1.0, 1.0], [-1.0, 0.0], [-1.0, -1.0], [-1.0, -1.0]])
+    mask = torch.ones(4, 2, dtype=torch.bool)
+
+    keep = alg.opsm_keep(log_ratios, advantages, mask, delta=0.5)
+
+    assert keep.tolist() == [[False, True], [False, True], [True, True], [True, True]]
+
+
+def test_geo_bound_grows_with_drift_and_shrinks_with_length():
+    lengths = torch.tensor([1, 100, 10_000, 0])
+
+    bound = alg.geo_bound(0.02, lengths, base=0.001)
+
+    expected = [0.001 + 3 * math.sqrt(2 * 0.02 / n) + 0.02 for n in (1, 100, 10_000)]
+    assert bound.tolist() == pytest.approx([*expected, 0.0])
+    by_row = alg.geo_bound(torch.tensor([0.02, 0.0, 0.5, 0.1], dtype=torch.float64), lengths)
+    assert by_row.tolist() == pytest.approx([expected[0], 0.001, 0.001 + 3 * math.sqrt(1 / 10_000) + 0.5, 0.0])
+
+
+def test_geo_bound_covers_gaussian_drift():
+    # ell ~ N(-s^2/2, s^2) has KL = s^2/2 per token: 3 standard deviations keep at least 99% of rows.
+    generator = torch.Generator().manual_seed(0)
+    scale, n = 0.3, 200
+    ell = scale * torch.randn(4000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
+    mask = torch.ones(4000, n, dtype=torch.bool)
+    bound = alg.geo_bound(scale**2 / 2, mask.sum(1), base=0.0)
+
+    keep = alg.geo_keep(ell, mask, low=(-bound).exp(), high=bound.exp())
+
+    assert keep[:, 0].double().mean() > 0.99
+    assert alg.geo_keep(ell, mask)[:, 0].double().mean() < 0.05  # the engine-mismatch defaults
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_normalised_weights_have_mean_one(seed):
+    rows = random_rows(seed)
+
+    token = alg.normalize_weights(rows.weights, rows.mask)
+    sequence = alg.normalize_weights(rows.weights, rows.mask, level="sequence")
+    given = alg.normalize_weights(rows.weights, rows.mask, mean=2.0)
+
+    assert float(token[rows.mask].mean()) == pytest.approx(1.0)
+    row_means = [float(sequence[i][rows.mask[i]].mean()) for i in range(5)]
+    assert sum(row_means) / 5 == pytest.approx(1.0)
+    assert torch.allclose(given[rows.mask], rows.weights[rows.mask] / 2)
+    assert (alg.normalize_weights(torch.zeros_like(rows.weights), rows.mask) == 0).all()
+
+
+def test_the_table_of_named_corrections():
+    table = alg.CORRECTION_PRESETS
+
+    assert sorted(table) == sorted(
+        ["disabled", "bypass_pg_is", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs"]
+        + [f"decoupled_{rule}{tail}" for rule in ("geo_rs", "k3_rs") for tail in ("", "_token_tis", "_seq_tis")]
+        + [f"bypass_ppo_clip{tail}" for tail in ("", "_geo_rs", "_k3_rs")]
+        + [f"bypass_pg_geo_rs{tail}" for tail in ("", "_token_tis", "_seq_tis")]
+    )
+    for name, spec in table.items():
+        assert spec.mode == (None if name == "disabled" else name.split("_")[0])
+        token, sequence = "token" in name, ("seq_is" in name or "seq_tis" in name or name == "bypass_pg_is")
+        assert spec.weight == ("token" if token else "sequence" if sequence else "none")
+        assert spec.weight == "none" or spec.cap == 2.0
+        if "geo_rs" in name:
+            assert (spec.reject, spec.low, spec.high) == ("geometric", 0.999, 1.001)
+        elif "k3_rs" in name:
+            assert (spec.reject, spec.high) == ("k3", 0.01)
+        else:
+            assert spec.reject == ("sequence" if name.endswith("_is_rs") else "none")
+    with pytest.raises(TypeError):
+        table["mine"] = table["disabled"]
+
+
+@pytest.mark.parametrize("name", alg.CORRECTION_PRESETS)
+def test_a_correction_applies_its_weight_and_its_rejection(name):
+    rows, spec = random_rows(1, drift=0.02), alg.CORRECTION_PRESETS[name]
+
+    result = alg.apply_correction(spec, rows.log_ratios, rows.mask)
+
+    weights = {
+        "none": rows.mask.double(),
+        "token": alg.tis_weights(rows.log_ratios, rows.mask, cap=2.0),
+        "sequence": alg.seq_tis_weights(rows.log_ratios, rows.mask, cap=2.0),
+    }[spec.weight]
+    keep = {
+        "none": rows.mask,
+        "sequence": alg.seq_mis_keep(rows.log_ratios, rows.mask, low=0.5, high=2.0),
+        "geometric": alg.geo_keep(rows.log_ratios, rows.mask),
+        "k3": alg.k3_keep(rows.log_ratios, rows.mask),
+    }[spec.reject]
+    assert torch.equal(result.weights, weights)
+    assert torch.equal(result.keep, keep)
+
+
+def test_a_correction_can_normalise_after_truncation():
+    rows = random_rows(2)
+    spec = alg.CorrectionSpec(mode="decoupled", weight="token", cap=1.2, normalize=True)
+
+    weights = alg.apply_correction(spec, rows.log_ratios, rows.mask).weights
+
+    assert float(weights[rows.mask].mean()) == pytest.approx(1.0)
+    raw = alg.tis_weights(rows.log_ratios, rows.mask, cap=1.2)
+    assert torch.allclose(weights, raw / raw[rows.mask].mean())
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.0, floor=2.0), "floor=2.0 and cap=1.0"),
+        (lambda r: alg.seq_tis_weights(r.log_ratios, r.mask, cap=0.0), "cap=0.0"),
+        (lambda r: alg.mis_weights(r.log_ratios, r.mask, low=2.0, high=1.0), "low=2.0 and high=1.0"),
+        (lambda r: alg.seq_mis_keep(r.log_ratios, r.mask, low=-1.0), "low=-1.0"),
+        (lambda r: alg.geo_keep(r.log_ratios, r.mask, low=r.scores[:-1]), r"low has shape \[5\]"),
+        (lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=1.0, level="row"), "level='row'"),
+        (lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=-1.0), "bound=-1.0"),
+        (lambda r: alg.normalize_weights(r.weights, r.mask, level="row"), "level='row'"),
+        (lambda r: alg.geo_bound(r.scores, torch.ones(3)), r"\[6\].*\[3\]"),
+        (lambda r: alg.apply_correction(alg.CorrectionSpec(weight="row"), r.log_ratios, r.mask), "weight='row'"),
+        (lambda r: alg.apply_correction(alg.CorrectionSpec(reject="row"), r.log_ratios, r.mask), "reject='row'"),
+    ],
+)
+def test_wrong_shapes_and_knobs_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(random_rows(0))

@@ -1,0 +1,419 @@
+"""Policy losses: values and gradients against scalar transcriptions, and the identities between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import streamrl.algorithms as alg
+
+from .catalogue import LOSSES
+from .rows import action_lists, on_rows, random_rows
+
+SEEDS = range(5)
+
+# name: (call, slow) where slow(ell, credit, logp) of one row gives per token (loss, d loss / d logp, clipped).
+# With a detached weight w the loss is -w A logp and its slope -w A.
+
+
+def weighted(weight):
+    """`weight(t, ell, credit) -> (w, limited)`"""
+
+    def row(ell, credit, logp):
+        out = []
+        for t in range(len(ell)):
+            w, limited = weight(t, ell, credit[t])
+            out.append((-w * credit[t] * logp[t], -w * credit[t], limited))
+        return out
+
+    return row
+
+
+def clip(low, high, ceiling=math.inf, *, sequence=False):
+    def row(ell, credit, logp):
+        mean = sum(ell) / len(ell)
+        out = []
+        for x, a in zip(ell, credit, strict=True):
+            u = math.exp(mean if sequence else x)
+            loss = -min(min(u, ceiling if a < 0 else math.inf) * a, max(1 - low, min(1 + high, u)) * a)
+            limited = (a > 0 and u > 1 + high) or (a < 0 and (u < 1 - low or u > ceiling))
+            out.append((loss, 0.0 if limited else -a * u, limited))
+        return out
+
+    return row
+
+
+def capped(cap, floor=0.0):
+    return weighted(lambda t, ell, a: (min(max(math.exp(ell[t]), floor), cap), not floor <= math.exp(ell[t]) <= cap))
+
+
+def whole(ell):
+    return math.exp(max(-20.0, min(20.0, sum(ell))))
+
+
+def vespo(t, ell, a):
+    k, lam = (3.0, 2.0) if a < 0 else (2.0, 3.0)
+    x = max(-20.0, min(20.0, sum(ell)))
+    return math.exp(lam + k * x - lam * math.exp(x)), False
+
+
+def dppo(cap, distance):
+    """`distance(mu, pi) -> (up, down)`: how far the probability moved in either direction, over its bound."""
+
+    def row(ell, credit, logp):
+        out = []
+        for x, a, lp in zip(ell, credit, logp, strict=True):
+            u, pi, mu = math.exp(x), math.exp(lp), math.exp(lp - x)
+            far_up, far_down = distance(mu, pi)
+            dropped = (a > 0 and far_up) or (a < 0 and far_down)
+            w = 0.0 if dropped else min(u, cap)
+            out.append((-w * a * lp, -w * a, dropped or u > cap))
+        return out
+
+    return row
+
+
+def total_variation(mu, pi):
+    return pi - mu > 0.2, mu - pi > 0.2
+
+
+def binary_kl(mu, pi):
+    kl = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    return pi > mu and kl > 0.05, pi < mu and kl > 0.05
+
+
+def sapo(ell, credit, logp):
+    out = []
+    for x, a in zip(ell, credit, strict=True):
+        tau, u = (1.05 if a < 0 else 1.0), math.exp(x)
+        gate = 1 / (1 + math.exp(-tau * (u - 1)))
+        out.append((-4 / tau * gate * a, -4 * gate * (1 - gate) * u * a, False))
+    return out
+
+
+def gmpo(ell, credit, logp):
+    limited = [(a > 0 and x > 0.4) or (a < 0 and x < -0.4) for x, a in zip(ell, credit, strict=True)]
+    bounded = [
+        min(x, 0.4) if a > 0 else max(x, -0.4) if a < 0 else x for x, a in zip(ell, credit, strict=True)
+    ]
+    n = len(ell)
+    row = math.exp(sum(bounded) / n)
+    slope = -sum(credit) * row / n
+    return [(-a * row, 0.0 if hit else slope, hit) for a, hit in zip(credit, limited, strict=True)]
+
+
+TRANSCRIPTIONS = {
+    "reinforce plain": weighted(lambda t, ell, a: (1.0, False)),
+    "ppo_clip": clip(0.2, 0.2),
+    "ppo_clip dual": clip(0.2, 0.28, 1.5),
+    "ppo_clip capped": clip(0.2, 0.2, 1.4),
+    "tis": capped(1.5, 0.6),
+    "cispo": capped(5.0),
+    "aipo": capped(2.0),
+    "seq_tis": weighted(lambda t, ell, a: (min(whole(ell), 2.0), whole(ell) > 2.0)),
+    "mis": weighted(
+        lambda t, ell, a: (math.exp(ell[t]), False) if 0.7 <= math.exp(ell[t]) <= 1.5 else (0.0, True)
+    ),
+    "topr": weighted(lambda t, ell, a: (min(whole(ell), 1.0), whole(ell) > 1.0) if a < 0 else (1.0, False)),
+    "vespo": weighted(vespo),
+    "gspo": clip(0.2, 0.2, sequence=True),
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo(1.5, total_variation),
+    "dppo_kl": dppo(math.inf, binary_kl),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TRANSCRIPTIONS)
+def test_losses_gradients_and_clip_flags_are_their_transcriptions(name, seed):
+    rows = random_rows(seed)
+    rows = rows.change(log_ratios=rows.policy - rows.behavior, policy=rows.policy.clone().requires_grad_())
+
+    result = LOSSES[name](rows)
+    result.losses.sum().backward()
+
+    slow = [
+        TRANSCRIPTIONS[name](ell, credit, logp) if ell else []
+        for ell, credit, logp in action_lists(rows, "log_ratios", "advantages", "policy")
+    ]
+    losses, slopes, clipped = (on_rows(rows, [[token[k] for token in row] for row in slow]) for k in range(3))
+    assert torch.allclose(result.losses, losses, atol=1e-12)
+    assert torch.allclose(rows.policy.grad, slopes, atol=1e-12)
+    assert torch.equal(result.clipped, clipped.bool())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_decoupled_ppo_is_a_detached_weight_times_a_clip_on_the_proximal_policy(seed):
+    rows = random_rows(seed)
+    policy = rows.policy.clone().requires_grad_()
+
+    result = alg.decoupled_ppo(
+        rows.behavior, rows.proximal, policy, rows.advantages, rows.mask, eps_low=0.1, eps_high=0.3, cap=1.2, dual_clip=2.0
+    )
+    result.losses.sum().backward()
+
+    for i, j in rows.mask.nonzero().tolist():
+        a = float(rows.advantages[i, j])
+        w = math.exp(float(rows.proximal[i, j] - rows.behavior[i, j]))
+        (loss, slope, limited), *_ = clip(0.1, 0.3, 2.0)([float(rows.policy[i, j] - rows.proximal[i, j])], [a], [0.0])
+        assert float(result.losses[i, j].detach()) == pytest.approx(min(w, 1.2) * loss)
+        assert float(policy.grad[i, j]) == pytest.approx(min(w, 1.2) * slope)
+        assert bool(result.clipped[i, j]) == (limited or w > 1.2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_weights_and_behavior_penalty(seed):
+    rows = random_rows(seed)
+
+    losses = alg.reinforce(rows.policy, rows.advantages, rows.mask, weights=rows.weights).losses
+    penalty = alg.behavior_penalty(rows.behavior, rows.policy, rows.mask, tau=0.01)
+
+    assert torch.allclose(losses, -1.0 * rows.mask * rows.weights * rows.advantages * rows.policy)
+    assert torch.allclose(penalty, rows.mask * 0.01 * (rows.policy - rows.behavior) ** 2)
+
+
+FULLY_DIFFERENTIABLE = (
+    "reinforce plain", "reinforce", "ppo_clip", "ppo_clip dual", "ppo_clip capped", "decoupled_ppo", "gmpo", "sapo",
+    "m2po", "behavior_penalty", "kl_estimate k1", "kl_estimate k2", "kl_estimate k3", "kl_loss k1_is", "kl_loss k3_is",
+    "kl_loss k2", "kl_loss k3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULLY_DIFFERENTIABLE)
+def test_20_gradcheck(name):
+    rows = random_rows(0)
+    bounds = alg.clip_from_budget(rows.policy - rows.behavior, rows.advantages, rows.mask)
+
+    def losses(policy):
+        moved = rows.change(policy=policy)
+        if name == "m2po":
+            return alg.m2po(moved.behavior, policy, moved.advantages, moved.mask, bounds=bounds).losses
+        result = LOSSES[name](moved)
+        return result.losses if isinstance(result, alg.TokenLoss) else result
+
+    assert torch.autograd.gradcheck(losses, (rows.policy.clone().requires_grad_(),))
+
+
+def gradient(call, policy):
+    leaf = policy.clone().requires_grad_()
+    result = call(leaf)
+    (result.losses if isinstance(result, alg.TokenLoss) else result).sum().backward()
+    return leaf.grad
+
+
+SAME_SIGNATURE = ("ppo_clip", "tis", "cispo", "aipo", "seq_tis", "mis", "icepop", "dis", "topr", "sapo", "vespo", "m2po", "dppo_tv")
+
+
+@pytest.mark.parametrize("name", SAME_SIGNATURE)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_14_on_policy_every_surrogate_has_the_policy_gradient(name, seed):
+    rows = random_rows(seed)
+
+    grad = gradient(lambda p: alg.SURROGATES[name](rows.policy, p, rows.advantages, rows.mask), rows.policy)
+
+    assert torch.allclose(grad, torch.where(rows.mask, -rows.advantages, 0.0), atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_14_for_dppo_kl_decoupled_ppo_gspo_and_gmpo(seed):
+    rows = random_rows(seed)
+    plain = torch.where(rows.mask, -rows.advantages, 0.0)
+    row_mean = alg.aggregation_weights(rows.mask.sum(1).double(), mode="seq-mean-token-mean")
+    constant = alg.broadcast_rows(rows.scores, rows.mask)
+
+    kl = gradient(
+        lambda p: alg.dppo_kl(rows.policy, p, rows.advantages, rows.mask, bound_low=0.1, bound_high=0.1), rows.policy
+    )
+    both = gradient(
+        lambda p: alg.decoupled_ppo(rows.policy, rows.policy, p, rows.advantages, rows.mask), rows.policy
+    )
+    assert torch.allclose(kl, plain) and torch.allclose(both, plain)
+    for name in ("gspo", "gmpo"):
+        grad = gradient(
+            lambda p, f=alg.SURROGATES[name]: alg.aggregate(
+                f(rows.policy, p, constant, rows.mask).losses, rows.mask, row_weights=row_mean
+            ),
+            rows.policy,
+        )
+        assert torch.allclose(grad, -constant * row_mean[:, None]), name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("cap", [0.8, 1.5, 4.0])
+def test_15_tis_cispo_aipo_and_weighted_reinforce_are_one_function(cap, seed):
+    rows = random_rows(seed)
+
+    def pair(call):
+        return call(rows.policy).losses, gradient(call, rows.policy)
+
+    weights = alg.tis_weights(rows.policy - rows.behavior, rows.mask, cap=cap)
+    reference = pair(lambda p: alg.reinforce(p, rows.advantages, rows.mask, weights=weights))
+    for function in (alg.tis, alg.cispo, alg.aipo):
+        loss, grad = pair(lambda p, f=function: f(rows.behavior, p, rows.advantages, rows.mask, cap=cap))
+        assert torch.allclose(loss, reference[0]) and torch.allclose(grad, reference[1])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_16_decoupled_ppo_at_both_ends(seed):
+    rows = random_rows(seed)
+    at_mu = alg.decoupled_ppo(rows.behavior, rows.behavior, rows.policy, rows.advantages, rows.mask)
+    plain = alg.ppo_clip(rows.behavior, rows.policy, rows.advantages, rows.mask)
+    assert torch.allclose(at_mu.losses, plain.losses) and torch.equal(at_mu.clipped, plain.clipped)
+
+    at_pi = gradient(
+        lambda p: alg.decoupled_ppo(rows.behavior, p.detach(), p, rows.advantages, rows.mask, cap=1.5), rows.policy
+    )
+    tis = gradient(lambda p: alg.tis(rows.behavior, p, rows.advantages, rows.mask, cap=1.5), rows.policy)
+    assert torch.allclose(at_pi, tis)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("knobs", [{}, {"dual_clip": 1.5}, {"ratio_cap": 1.3}, {"dual_clip": 2.0, "ratio_cap": 1.6}])
+def test_17_ppo_clip_has_zero_gradient_exactly_where_clipped(knobs, seed):
+    rows = random_rows(seed, drift=1.0)
+    policy = rows.policy.clone()
+    policy[0, 0] = rows.behavior[0, 0] + 50  # beyond the numerical clamp as well
+    policy[0, 1] = rows.behavior[0, 1] - 50
+
+    result = alg.ppo_clip(rows.behavior, policy, rows.advantages, rows.mask, **knobs)
+    grad = gradient(lambda p: alg.ppo_clip(rows.behavior, p, rows.advantages, rows.mask, **knobs), policy)
+
+    assert torch.equal(grad[rows.mask] == 0, result.clipped[rows.mask])
+    assert result.clipped.any() and not result.clipped[rows.mask].all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_17_masks_zero_the_gradient_and_caps_do_not(seed):
+    rows = random_rows(seed, drift=1.0)
+    inputs = (rows.advantages, rows.mask)
+
+    for call in (
+        lambda p: alg.mis(rows.behavior, p, *inputs, low=0.7, high=1.4),
+        lambda p: alg.dppo_tv(rows.behavior, p, *inputs, cap=None),
+        lambda p: alg.dppo_kl(rows.behavior, p, *inputs, bound_low=0.05, bound_high=0.05, cap=None),
+    ):
+        clipped = call(rows.policy).clipped
+        assert clipped.any()
+        assert torch.equal(gradient(call, rows.policy)[rows.mask] == 0, clipped[rows.mask])
+    for call in (
+        lambda p: alg.tis(rows.behavior, p, *inputs, cap=1.2),
+        lambda p: alg.dppo_tv(rows.behavior, p, *inputs, bound_low=9.0, bound_high=9.0, cap=1.2),
+    ):
+        clipped = call(rows.policy).clipped
+        assert clipped.any()
+        assert (gradient(call, rows.policy)[clipped] != 0).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_18_m2po_clips_harmful_tokens_to_the_budget_and_no_more(seed):
+    rows = random_rows(seed)
+    ell = rows.policy - rows.behavior
+    harmful = rows.mask & (ell * rows.advantages > 0)
+    m2 = float(ell[harmful].square().mean())
+
+    bounds = alg.clip_from_budget(ell, rows.advantages, rows.mask, budget=m2 / 3, floor_low=0.0, floor_high=0.0)
+    after = float(ell[harmful].square().clamp(max=bounds.log_cap**2).mean())
+    wider = float(ell[harmful].square().clamp(max=(1.0001 * bounds.log_cap) ** 2).mean())
+    assert after == pytest.approx(m2 / 3)
+    assert wider > m2 / 3
+
+    within = alg.m2po(rows.behavior, rows.policy, rows.advantages, rows.mask, budget=m2 * 1.001)
+    assert not within.clipped.any()
+    floors = alg.m2po(rows.behavior, rows.policy, rows.advantages, rows.mask, budget=0.0)
+    assert torch.equal(
+        floors.clipped,
+        alg.ppo_clip(rows.behavior, rows.policy, rows.advantages, rows.mask, eps_low=0.3, eps_high=0.5).clipped,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_18_m2po_in_parts_with_shared_bounds_equals_the_whole(seed):
+    rows = random_rows(seed)
+    ell = alg.log_ratios(rows.behavior, rows.policy, rows.mask)
+    bounds = alg.clip_from_budget(ell, rows.advantages, rows.mask, floor_low=0.3, floor_high=0.5)
+
+    whole_batch = alg.m2po(rows.behavior, rows.policy, rows.advantages, rows.mask).losses
+    parts = [
+        alg.m2po(rows.behavior[i], rows.policy[i], rows.advantages[i], rows.mask[i], bounds=bounds).losses
+        for i in (slice(0, 2), slice(2, 6))
+    ]
+
+    assert torch.equal(torch.cat(parts), whole_batch)
+
+
+def test_19_loglinear_proximal_interpolates_by_lag():
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    behavior = torch.full((1, 6), -1.0, dtype=torch.float64)
+    lags = torch.tensor([[0, 1, 2, 4, -3, 0]])
+    mask[0, 5] = False
+
+    proximal = alg.loglinear_proximal(behavior, behavior + 1.0, lags, mask)
+
+    assert proximal.tolist() == [[-1.0, -1.0, -0.5, -0.25, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_has_the_gradient_of_the_clipped_row_ratio(seed):
+    rows = random_rows(seed)
+    constant = alg.broadcast_rows(rows.scores, rows.mask)
+    counts = rows.mask.sum(1).clamp(min=1)
+
+    def token_form(p):
+        losses = alg.gspo(rows.behavior, p, constant, rows.mask, eps_low=0.1, eps_high=0.1).losses
+        return (losses.sum(1) / counts).sum()
+
+    def row_form(p):
+        s = (torch.where(rows.mask, p - rows.behavior, 0.0).sum(1) / counts).exp()
+        a = torch.where(rows.mask.any(1), rows.scores, 0.0)
+        return -torch.minimum(s * a, s.clamp(0.9, 1.1) * a).sum()
+
+    assert token_form(rows.policy).item() == pytest.approx(row_form(rows.policy).item())
+    assert torch.allclose(gradient(token_form, rows.policy), gradient(row_form, rows.policy), atol=1e-14)
+
+
+def test_clip_and_dual_clip_of_a_tie_take_the_whole_gradient():
+    # At u = 1 with eps 0 both branches of min() are equal; half a gradient would be a silent learning-rate change.
+    one = torch.ones(1, 1, dtype=torch.bool)
+    policy = torch.full((1, 1), -1.0, dtype=torch.float64)
+
+    grad = gradient(lambda p: alg.ppo_clip(policy, p, torch.ones_like(p), one, eps_low=0.0, eps_high=0.0), policy)
+
+    assert grad.item() == -1.0
+
+
+def test_mis_names_are_one_function():
+    assert alg.SURROGATES["icepop"] is alg.SURROGATES["dis"] is alg.mis
+
+
+@pytest.mark.parametrize(
+    "name, knobs, message",
+    [
+        ("ppo_clip", {"eps_low": -0.1}, "eps_low=-0.1"),
+        ("ppo_clip", {"eps_low": 1.5}, "eps_low=1.5"),
+        ("ppo_clip", {"dual_clip": 0.5}, "dual_clip=0.5"),
+        ("ppo_clip", {"ratio_cap": 1.1}, "ratio_cap=1.1"),
+        ("tis", {"cap": 1.0, "floor": 2.0}, "floor=2.0 and cap=1.0"),
+        ("seq_tis", {"cap": 0.0}, "cap=0.0"),
+        ("mis", {"low": 3.0, "high": 2.0}, "low=3.0 and high=2.0"),
+        ("gmpo", {"log_clip": 0.0}, "log_clip=0.0"),
+        ("topr", {"cap": -1.0}, "cap=-1.0"),
+        ("sapo", {"tau_pos": 0.0}, "tau_pos=0.0"),
+        ("vespo", {"lam_neg": -1.0}, "lam_neg=-1.0"),
+        ("m2po", {"budget": -1.0}, "budget=-1.0"),
+        ("dppo_tv", {"bound_low": -1.0}, "bound_low=-1.0"),
+        ("dppo_tv", {"cap": 0.0}, "cap=0.0"),
+    ],
+)
+def test_impossible_knobs_are_named(name, knobs, message):
+    rows = random_rows(0)
+    with pytest.raises(ValueError, match=message):
+        alg.SURROGATES[name](rows.behavior, rows.policy, rows.advantages, rows.mask, **knobs)
+
+
+def test_dppo_kl_has_no_default_bound():
+    rows = random_rows(0)
+    with pytest.raises(TypeError, match="bound"):
+        alg.dppo_kl(rows.behavior, rows.policy, rows.advantages, rows.mask)
