@@ -1,13 +1,16 @@
-"""The attention that the model's layers call: over the slot cache when decoding, causal over the prompts when reading.
+"""The attention that the model's layers call: running sequences over the slot cache, prompts over themselves.
 
-A forward pass carries a *view*, passed through the model as the keyword `slot_view`. The view knows where this pass
-reads and writes; the layer's own code computes projections, norms and rotations, so any architecture that calls its
-attention through the interface works unchanged.
+A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts, end to
+end. Everything in a decoder layer but attention works token by token, so the layer's own code computes projections,
+norms and rotations, and any architecture that calls its attention through the interface works unchanged. The pass
+carries a `PassView` through the model, as the keyword `slot_view`; it knows which tokens belong together.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,27 +22,19 @@ from streamrl.errors import EngineError
 ATTENTION_NAME = "streamrl_slots"
 
 
-class SlotView(Protocol):
-    """One forward pass's access to keys and values: query [n, heads, tokens, dim], key [n, kv_heads, tokens, dim]."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor: ...
-
-
 def slot_attention(
     module: torch.nn.Module,
-    query: Tensor,  # [n, heads, tokens, dim]
-    key: Tensor,  # [n, kv_heads, tokens, dim]
-    value: Tensor,  # [n, kv_heads, tokens, dim]
+    query: Tensor,  # [1, heads, tokens, dim]
+    key: Tensor,  # [1, kv_heads, tokens, dim]
+    value: Tensor,  # [1, kv_heads, tokens, dim]
     attention_mask: Tensor | None,
     *,
-    slot_view: SlotView | None = None,
+    slot_view: PassView | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered as attention implementation; returns ([n, tokens, heads, dim], None).
+    """The function registered as attention implementation; returns ([1, tokens, heads, dim], None).
 
     Raises:
         EngineError: the layer asks for something that changes the result and that this attention does not compute.
@@ -52,56 +47,44 @@ def slot_attention(
     return slot_view.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
 
 
-class PromptView:
-    """Right-padded prompts, each attending to itself; keys and values go to the given rows of the cache.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens that are read from their start, and the cache rows that get their keys and values (none: not kept)."""
 
-    Right padding lies behind every real token, so the causal rule alone hides it and no mask is needed.
-    """
-
-    def __init__(
-        self, cache: SlotCache | None = None, rows: Tensor | None = None, source: Tensor | None = None
-    ) -> None:
-        """Row rows[i] gets the keys and values of prompt source[i]; without a cache nothing is kept."""
-        self._cache, self._rows, self._source = cache, rows, source
-        self._bands: dict[int, Tensor] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        if self._cache is not None:
-            self._cache.put_prompts(layer, self._rows, self._source, key, value)
-        num_tokens = query.shape[2]
-        banded = window is not None and window < num_tokens
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=self._band(num_tokens, window, query.device) if banded else None,
-            is_causal=not banded,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out.transpose(1, 2).contiguous()
-
-    def _band(self, num_tokens: int, window: int, device: torch.device) -> Tensor:
-        if window not in self._bands:
-            ages = torch.arange(num_tokens, device=device)[:, None] - torch.arange(num_tokens, device=device)[None]
-            self._bands[window] = (ages >= 0) & (ages < window)
-        return self._bands[window]
+    ids: Sequence[int]
+    rows: Sequence[int] = ()
 
 
-class DecodeView:
-    """One new token for each of rows 0..n-1, attending to its row of the cache up to and including itself."""
+class PassView:
+    """What attends to what in one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
 
-    def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
-        """positions [n]: where the new tokens go, which is how many are cached; span: cached places that are read."""
-        self._cache, self._positions, self._span = cache, positions, span
+    def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
+        """positions [n]: where the decode tokens go, which is how many are cached; span: cached places they look at."""
+        self.layers: dict[int, LayerShape] = {}  # what each layer that came by stores a token
+        self._cache, self._positions, self._span, self._prompts = cache, positions, span, prompts
         self._masks: dict[int | None, Tensor] = {}
+        self._bands: dict[tuple[int, int], Tensor] = {}
         self._indices: dict[int, Tensor] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        # Token-major: [tokens, heads, dim], which is how the projections lie in memory.
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        start, parts = self._positions.shape[0], []
+        if start:
+            parts.append(self._decode(layer, query[:start], key[:start], value[:start], scaling, window))
+        for prompt in self._prompts:
+            end = start + len(prompt.ids)
+            parts.append(self._read(layer, prompt, query[start:end], key[start:end], value[start:end], scaling, window))
+            start = end
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Store one token a row; each attends to its row up to and including itself."""
         n, kv_heads = key.shape[:2]
         if kv_heads not in self._indices:
             self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)
@@ -114,7 +97,27 @@ class DecodeView:
             attn_mask=self._mask(window, query.dtype),
             scale=scaling,
         )
-        return out.reshape(n, 1, query.shape[1], -1)
+        return out.reshape(n, query.shape[1], -1)
+
+    def _read(
+        self, layer: int, prompt: Prompt, query: Tensor, key: Tensor, value: Tensor,
+        scaling: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Store a prompt; each of its tokens attends to those before it and to itself."""
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        for row in prompt.rows:
+            self._cache.put_prompt(layer, row, key, value)
+        banded = window is not None and window < len(prompt.ids)
+        out = scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=self._band(len(prompt.ids), window) if banded else None,
+            is_causal=not banded,
+            scale=scaling,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        return out[0].transpose(0, 1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, span]; additive because a boolean one would be converted anew in every layer."""
@@ -127,15 +130,10 @@ class DecodeView:
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
 
-
-class ProbeView:
-    """Learns what every layer stores, by one pass over one token."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        return PromptView().attend(layer, query, key, value, scaling, window)
+    def _band(self, num_tokens: int, window: int) -> Tensor:
+        """[tokens, tokens], True where a token of a windowed layer may look."""
+        if (num_tokens, window) not in self._bands:
+            places = torch.arange(num_tokens, device=self._positions.device)
+            ages = places[:, None] - places
+            self._bands[num_tokens, window] = (ages >= 0) & (ages < window)
+        return self._bands[num_tokens, window]

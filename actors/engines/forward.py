@@ -1,19 +1,21 @@
-"""The model as the scheduler sees it: ids in, logits of the wanted positions out."""
+"""The model as the scheduler sees it: tokens in, logits of the wanted positions out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actors.engines.attention import DecodeView, ProbeView, PromptView, SlotView
+from actors.engines.attention import PassView, Prompt
 from actors.engines.kv_cache import SlotCache
 from actors.engines.weight_sets import checkpoint_tensors
 from streamrl.errors import EngineError
 
-_SPAN_STEP = 32  # cached positions are read in multiples of this, so that shapes repeat
+_SPAN_STEP = 32  # cached places are read in multiples of this, so that shapes repeat
 _SCORE_CHUNK = 256
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Forward:
@@ -21,29 +23,23 @@ class Forward:
 
     def __init__(self, model: torch.nn.Module, slots: int, max_tokens: int) -> None:
         self._model = model.eval()
-        first = next(iter(checkpoint_tensors(model).values()))[0]
-        self.device, self.vocab_size = first.device, model.get_input_embeddings().weight.shape[0]
+        self.device = next(iter(checkpoint_tensors(model).values()))[0].device
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
         # Only some positions' hidden states go through the output head; this hook picks them, so that whatever the
         # model does to its logits afterwards (scaling, capping) still happens.
-        self._wanted: tuple[Tensor, Tensor] | None = None
+        self._wanted: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted)
         self.cache = self._probe(slots, max_tokens)
 
     def _keep_wanted(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if self._wanted is None:
-            return None
-        return (args[0][self._wanted][:, None],)
-
-    def _call(self, ids: Tensor, positions: Tensor, view: SlotView) -> Tensor:
-        return self._model(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, slot_view=view
-        ).logits
+        return None if self._wanted is None else (args[0][:, self._wanted],)
 
     @torch.inference_mode()
     def _probe(self, slots: int, max_tokens: int) -> SlotCache:
         """One token through the model: every layer must call our attention, and what it stores sizes the cache."""
-        view, zero = ProbeView(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._call(zero, zero, view)
+        zero = torch.zeros(1, dtype=torch.int64)
+        view = PassView(None, _NONE.to(self.device), 0, [Prompt([0])])
+        self._call(zero, zero, view, None)
         config: Any = self._model.config.get_text_config()
         if sorted(view.layers) != list(range(config.num_hidden_layers)):
             raise EngineError(
@@ -53,52 +49,48 @@ class Forward:
         # Outside inference mode: the cache is written for as long as the engine lives.
         with torch.inference_mode(False):
             shapes = [view.layers[layer] for layer in range(config.num_hidden_layers)]
-            return SlotCache(shapes, slots, max_tokens, dtype=self._dtype(), device=self.device)
+            dtype = self._model.get_input_embeddings().weight.dtype
+            return SlotCache(shapes, slots, max_tokens, dtype=dtype, device=self.device)
 
-    def _dtype(self) -> torch.dtype:
-        return self._model.get_input_embeddings().weight.dtype
+    def run(self, ids: Tensor, positions: Tensor, longest: int, prompts: Sequence[Prompt]) -> Tensor:
+        """One pass: the next token of rows 0..n-1 and whole prompts.
 
-    def decode(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """One token for each of rows 0..n-1: ids, positions [n]; longest: cached tokens of the longest row after this.
-
+        Args:
+            ids, positions: [n] int64 on the host: each running row's newest token, and how many are cached before it.
+            longest: cached tokens of the longest row after this pass; 0 if n is 0.
+            prompts: read from their start; their keys and values go to the rows they name.
         Returns:
-            logits [n, vocab] of the next token.
+            logits [n + prompts, vocab]: after each row's token, then after each prompt's last one.
         """
+        n = ids.shape[0]
         span = min(-(-longest // _SPAN_STEP) * _SPAN_STEP, self.cache.max_tokens)
-        ids, positions = ids.to(self.device), positions.to(self.device)
-        return self._call(ids[:, None], positions[:, None], DecodeView(self.cache, positions, span))[:, -1]
-
-    def read(self, prompts: list[list[int]], rows: list[int], source: list[int]) -> Tensor:
-        """Read prompts into the cache: row rows[i] gets prompt source[i].
-
-        Returns:
-            logits [prompts, vocab] after each prompt's last token.
-        """
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for place, prompt in enumerate(prompts):
-            ids[place, : len(prompt)] = torch.tensor(prompt)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        view = PromptView(self.cache, torch.tensor(rows, device=self.device), torch.tensor(source, device=self.device))
-        return self._prompt_logits(ids, view, (torch.arange(len(prompts), device=self.device), last))
+        decode_positions, wanted = positions.to(self.device), None
+        if prompts:
+            ids = torch.cat([ids, *(torch.tensor(prompt.ids) for prompt in prompts)])
+            positions = torch.cat([positions, *(torch.arange(len(prompt.ids)) for prompt in prompts)])
+            ends = torch.tensor([len(prompt.ids) for prompt in prompts]).cumsum(0) + (n - 1)
+            wanted = torch.cat([torch.arange(n), ends]).to(self.device)
+        return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
 
     def score(self, ids: list[int], start: int, temperature: float) -> list[float]:
         """Log-probs of ids[start:] given what stands before each, at this temperature. Needs 1 <= start."""
-        tokens = torch.tensor(ids, device=self.device)
-        out: list[float] = []
+        tokens, out = torch.tensor(ids), []
         for first in range(start, len(ids), _SCORE_CHUNK):
             end = min(first + _SCORE_CHUNK, len(ids))
-            columns = torch.arange(first - 1, end - 1, device=self.device)
-            wanted = (torch.zeros_like(columns), columns)
-            logits = self._prompt_logits(tokens[None, : end - 1], PromptView(), wanted).float() / temperature
-            logprobs = torch.log_softmax(logits, dim=-1)
-            out += logprobs.gather(-1, tokens[first:end, None])[:, 0].tolist()
+            view = PassView(None, _NONE.to(self.device), 0, [Prompt(ids[: end - 1])])
+            wanted = torch.arange(first - 1, end - 1, device=self.device)
+            logits = self._call(tokens[: end - 1], torch.arange(end - 1), view, wanted).float() / temperature
+            picked = torch.log_softmax(logits, dim=-1).gather(-1, tokens[first:end, None].to(self.device))
+            out += picked[:, 0].tolist()
         return out
 
-    def _prompt_logits(self, ids: Tensor, view: PromptView, wanted: tuple[Tensor, Tensor]) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
+    def _call(self, ids: Tensor, positions: Tensor, view: PassView, wanted: Tensor | None) -> Tensor:
+        """ids, positions [tokens]; wanted: the tokens whose logits [wanted, vocab] are returned, None for all."""
         self._wanted = wanted
-        try:
-            return self._call(ids.to(self.device), positions, view)[:, -1]
-        finally:
-            self._wanted = None
+        return self._model(
+            input_ids=ids[None].to(self.device),
+            position_ids=positions[None].to(self.device),
+            attention_mask=None,
+            use_cache=False,
+            slot_view=view,
+        ).logits[0]

@@ -42,7 +42,7 @@ class SlotCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def put_tokens(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store one token a row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, 1, dim]."""
+        """Store one token a row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
         shape = self.layers[layer]
         self.keys[layer].view(-1, shape.key_dim).index_copy_(0, index, key.reshape(-1, shape.key_dim))
         self.values[layer].view(-1, shape.value_dim).index_copy_(0, index, value.reshape(-1, shape.value_dim))
@@ -52,11 +52,10 @@ class SlotCache:
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
-    def put_prompts(self, layer: int, rows: Tensor, source: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store whole prompts: row rows[i] gets key[source[i]]; key and value [prompts, kv_heads, tokens, dim]."""
-        num_tokens = key.shape[2]
-        self.keys[layer][rows, :, :num_tokens] = key[source]
-        self.values[layer][rows, :, :num_tokens] = value[source]
+    def put_prompt(self, layer: int, row: int, key: Tensor, value: Tensor) -> None:
+        """Store a row from its start; key and value [kv_heads, tokens, dim]."""
+        self.keys[layer][row, :, : key.shape[1]] = key
+        self.values[layer][row, :, : key.shape[1]] = value
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` of one row into another."""

@@ -65,7 +65,7 @@ class NativeEngine:
         num_threads: torch threads of the engine's thread; None leaves torch's choice.
         install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it anew with
             the new weights, "drain" admits nothing, lets them finish, then installs.
-        prefill_tokens: padded prompt tokens that one forward pass reads at most (a longer prompt goes alone).
+        prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
         eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
     """
 

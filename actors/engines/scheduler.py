@@ -1,4 +1,4 @@
-"""Continuous batching, one forward pass at a time: read waiting prompts while slots are free, else decode one token.
+"""Continuous batching: every forward pass decodes one token of all that run and reads the prompts of those that join.
 
 Rows 0..n-1 of the cache are the running sequences; a sequence that ends gives its row to the last one. Members of a
 group share a prompt: those that wait together are read once, and one that comes later copies the cache of a running
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engines.attention import Prompt
 from actors.engines.forward import Forward
 from actors.engines.sampling import SamplingPlan, draw, uniforms
 from actors.engines.sequences import Sequence
@@ -57,39 +58,40 @@ class Scheduler:
         return bool(self.running) or self.can_admit
 
     def step(self) -> None:
-        """One forward pass: prompts first, because an empty slot is lost work."""
-        if self.can_admit:
-            self._admit()
-        else:
-            self._decode()
+        """One forward pass: the next token of everything that runs, and the prompts of those that can join."""
+        n = len(self.running)
+        joined, fresh = self._take_waiting()
+        for row, sequence in enumerate(joined, n):
+            self._seat(sequence, row)
+        positions = torch.from_numpy(self._cached[:n].copy())
+        longest = int(positions.max()) + 1 if n else 0
+        prompts = [Prompt(prompt, [row for row in range(n, n + len(joined)) if self.running[row].prompt == prompt])
+                   for prompt in fresh]  # fmt: skip
+        logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts)
+        self._cached[:n] += 1
         self.steps_total += 1
+        self.prefill_tokens_total += sum(map(len, fresh))
+        if joined:
+            self._share(joined, dict(zip(fresh, logits[n:], strict=True)))
+            logits = torch.cat([logits[:n], *(self._shared[sequence.prompt].logits[None] for sequence in joined)])
+        self._advance(logits)
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Take waiting sequences in order, as many as there are slots and one forward pass should read."""
-        fresh: dict[tuple[int, ...], int] = {}  # prompt -> its place in this pass
+    def _take_waiting(self) -> tuple[list[Sequence], list[tuple[int, ...]]]:
+        """Waiting sequences in order, as many as there are slots and one pass should read; and the prompts to read."""
         joined: list[Sequence] = []
-        longest = 0
-        while self.waiting and len(self.running) + len(joined) < self.slots:
+        fresh: dict[tuple[int, ...], None] = {}
+        num_tokens = 0
+        while self.can_admit and len(self.running) + len(joined) < self.slots:
             prompt = self.waiting[0].prompt
             if prompt not in self._shared and prompt not in fresh:
-                longest = max(longest, len(prompt))
-                if fresh and longest * (len(fresh) + 1) > self._prefill_tokens:
+                num_tokens += len(prompt)
+                if fresh and num_tokens > self._prefill_tokens:
                     break
-                fresh[prompt] = len(fresh)
+                fresh[prompt] = None
             joined.append(self.waiting.popleft())
-
-        first_row = len(self.running)
-        for row, sequence in enumerate(joined, first_row):
-            self._seat(sequence, row)
-        read = self._read_prompts(fresh, joined, first_row) if fresh else None
-        logits = torch.stack([self._prompt_logits(sequence, fresh, read) for sequence in joined])
-        for sequence in joined:
-            self._shared.setdefault(sequence.prompt, _SharedPrompt(self._prompt_logits(sequence, fresh, read), set()))
-            self._shared[sequence.prompt].members.add(sequence)
-        plan = SamplingPlan([sequence.request.sampling for sequence in joined], self.forward.device)
-        self._advance(logits, plan, first_row)
+        return joined, list(fresh)
 
     def _seat(self, sequence: Sequence, row: int) -> None:
         """Give a row; copy the prompt's cache if a running sibling has it."""
@@ -98,49 +100,35 @@ class Scheduler:
             sibling = self.running.index(next(iter(shared.members)))
             self.forward.cache.copy_row(sibling, row, len(sequence.prompt))
         self.running.append(sequence)
+        self._plan = None
         sequence.mark(self.ref)
         self._cached[row] = len(sequence.prompt)
         self._seeds[row] = sequence.request.seed & 0xFFFF_FFFF_FFFF_FFFF
 
-    def _read_prompts(self, fresh: dict[tuple[int, ...], int], joined: list[Sequence], first_row: int) -> Tensor:
-        """Read each new prompt once, for all of its members."""
-        pairs = [(row, fresh[s.prompt]) for row, s in enumerate(joined, first_row) if s.prompt in fresh]
-        self.prefill_tokens_total += sum(map(len, fresh))
-        return self.forward.read([list(prompt) for prompt in fresh], [p[0] for p in pairs], [p[1] for p in pairs])
-
-    def _prompt_logits(self, sequence: Sequence, fresh: dict[tuple[int, ...], int], read: Tensor | None) -> Tensor:
-        place = fresh.get(sequence.prompt)
-        return self._shared[sequence.prompt].logits if place is None else read[place]
+    def _share(self, joined: list[Sequence], read: dict[tuple[int, ...], Tensor]) -> None:
+        """Remember what each prompt led to, for members of its group that are still to come."""
+        for prompt, logits in read.items():
+            self._shared[prompt] = _SharedPrompt(logits.clone(), set())
+        for sequence in joined:
+            self._shared[sequence.prompt].members.add(sequence)
 
     # --- decoding ----------------------------------------------------------------------------------------------
 
-    def _decode(self) -> None:
+    def _advance(self, logits: Tensor) -> None:
+        """Sample one token for every row (logits [n, vocab]) and let those go that have ended."""
         n = len(self.running)
         if self._plan is None:
             self._plan = SamplingPlan([sequence.request.sampling for sequence in self.running], self.forward.device)
-        positions = self._cached[:n]
-        ids = torch.from_numpy(self._last[:n])
-        logits = self.forward.decode(ids, torch.from_numpy(positions.copy()), int(positions.max()) + 1)
-        self._cached[:n] += 1
-        self._advance(logits, self._plan, 0)
-
-    def _advance(self, logits: Tensor, plan: SamplingPlan, first_row: int) -> None:
-        """Sample one token for rows first_row.. and let those go that have ended."""
-        rows = slice(first_row, first_row + logits.shape[0])
         # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
-        numbers = uniforms(self._seeds[rows], self._cached[rows].astype(np.uint64))
-        tokens, logprobs = draw(logits, plan, numbers)
-        self._last[rows] = tokens.cpu().numpy()
-        token_list, logprob_list = self._last[rows].tolist(), logprobs.tolist()
-        self.tokens_total += len(token_list)
+        tokens, logprobs = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
+        self._last[:n] = tokens.cpu().numpy()
+        self.tokens_total += n
         ended: list[tuple[int, str | None]] = []
-        for row, token, logprob in zip(range(first_row, rows.stop), token_list, logprob_list, strict=True):
+        for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs.tolist(), strict=True)):
             if not math.isfinite(logprob):
                 ended.append((row, None))
             elif (finish := self.running[row].add(token, logprob)) is not None:
                 ended.append((row, finish))
-        if first_row or ended:
-            self._plan = None
         for row, finish in reversed(ended):
             self._release(row, finish)
         if any(finish is None for _, finish in ended):
@@ -201,12 +189,17 @@ class Scheduler:
             self._reread()
 
     def _reread(self) -> None:
-        order = sorted(range(len(self.running)), key=lambda row: self._cached[row])
-        while order:
-            rows = [order.pop()]
-            longest = int(self._cached[rows[0]])
-            while order and longest * (len(rows) + 1) <= self._prefill_tokens:
-                rows.append(order.pop())
-            texts = [[*self.running[row].prompt, *self.running[row].token_ids][: self._cached[row]] for row in rows]
-            self.prefill_tokens_total += sum(map(len, texts))
-            self.forward.read(texts, rows, list(range(len(rows))))
+        """Read every running sequence anew, up to the token that is sampled but not cached yet."""
+        texts = [
+            ([*sequence.prompt, *sequence.token_ids][: self._cached[row]], [row])
+            for row, sequence in enumerate(self.running)
+        ]
+        none = torch.empty(0, dtype=torch.int64)
+        while texts:
+            batch = [texts.pop()]
+            num_tokens = len(batch[0][0])
+            while texts and num_tokens + len(texts[-1][0]) <= self._prefill_tokens:
+                num_tokens += len(texts[-1][0])
+                batch.append(texts.pop())
+            self.prefill_tokens_total += num_tokens
+            self.forward.run(none, none, 0, [Prompt(ids, rows) for ids, rows in batch])
