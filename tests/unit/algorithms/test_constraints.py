@@ -1,0 +1,127 @@
+"""Constraints: gradients exist, multipliers act, cap and freeze."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import streamrl.algorithms as alg
+
+
+def scalar(value):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def test_penalty_is_a_hinge_squared_with_a_gradient():
+    value = scalar(0.03)
+
+    penalty = alg.constraint_penalty(value, 0.01)
+    penalty.backward()
+
+    assert penalty.item() == pytest.approx(10 * 0.02**2)
+    assert value.grad.item() == pytest.approx(20 * 0.02)
+    assert alg.constraint_penalty(scalar(0.005), 0.01).item() == 0
+    assert alg.constraint_penalty(scalar(0.005), 0.01, sense="min").item() == pytest.approx(10 * 0.005**2)
+
+
+def test_both_penalties_of_the_parity_vector():
+    total = alg.constraint_penalty(0.03, 0.01) + alg.constraint_penalty(0.005, 0.01, sense="min")
+
+    assert float(total) == pytest.approx(0.00425)
+
+
+@pytest.mark.parametrize("sense, sign", [("max", 1.0), ("min", -1.0)])
+def test_lagrangian_loss_keeps_acting_at_the_boundary_unless_one_sided(sense, sign):
+    for one_sided in (False, True):
+        satisfied = scalar(0.01 - sign * 0.005)
+        loss = alg.lagrangian_loss(satisfied, 0.01, 2.0, sense=sense, one_sided=one_sided)
+        loss.backward()
+        assert loss.item() == pytest.approx(0.0 if one_sided else -0.01)
+        assert satisfied.grad.item() == pytest.approx(0.0 if one_sided else 2 * sign)
+    violated = scalar(0.01 + sign * 0.005)
+    assert alg.lagrangian_loss(violated, 0.01, 2.0, sense=sense, one_sided=True).item() == pytest.approx(0.01)
+
+
+def test_the_multiplier_is_a_constant_of_the_loss():
+    multiplier = scalar(2.0)
+
+    alg.lagrangian_loss(scalar(0.5), 0.1, multiplier).backward()
+
+    assert multiplier.grad is None
+
+
+def test_gradcheck():
+    for call in (
+        lambda v: alg.constraint_penalty(v, 0.1),
+        lambda v: alg.lagrangian_loss(v, 0.1, 2.0, sense="min"),
+        lambda v: alg.lagrangian_loss(v, 0.1, 2.0, one_sided=True),
+    ):
+        assert torch.autograd.gradcheck(call, (scalar(0.4),))
+
+
+@pytest.mark.parametrize("update", [alg.lagrangian_update, alg.pid_lagrangian_update])
+def test_multipliers_start_at_zero_stay_in_bounds_and_freeze(update):
+    state = alg.ConstraintState()
+    assert state.multiplier == 0.0
+    for _ in range(2000):
+        state = update(state, 3.0, 0.0, high=1.5)
+    assert state.multiplier == 1.5
+
+    frozen = update(state, -5.0, 0.0, frozen=True)
+    assert (frozen.multiplier, frozen.integral) == (state.multiplier, state.integral)
+
+    for _ in range(2000):
+        state = update(state, -3.0, 0.0, high=1.5)
+    assert state.multiplier == 0.0
+
+
+def test_a_capped_pid_multiplier_comes_down_at_once():
+    state = alg.ConstraintState()
+    for _ in range(10_000):
+        state = alg.pid_lagrangian_update(state, 1.0, 0.0, high=0.5)
+
+    state = alg.pid_lagrangian_update(state, -1.0, 0.0, high=0.5)
+
+    assert state.multiplier < 0.5
+
+
+def test_lagrangian_advantages_are_their_formula():
+    generator = torch.Generator().manual_seed(0)
+    reward, costs = torch.randn(3, 4, generator=generator), torch.randn(2, 3, 4, generator=generator)
+    lam = torch.tensor([0.5, 2.0])
+
+    result = alg.lagrangian_advantages(reward, costs, lam)
+
+    for i in range(3):
+        for j in range(4):
+            expected = (reward[i, j] - 0.5 * costs[0, i, j] - 2.0 * costs[1, i, j]) / 3.5
+            assert float(result[i, j]) == pytest.approx(float(expected), abs=1e-6)
+    assert torch.equal(alg.lagrangian_advantages(reward, costs, torch.zeros(2)), reward)
+    assert not alg.lagrangian_advantages(reward.requires_grad_(), costs, lam).requires_grad
+
+
+def test_self_normalised_mean():
+    values, weights = torch.tensor([1.0, 5.0]), torch.tensor([3.0, 1.0])
+
+    assert float(alg.self_normalized_mean(values, weights)) == 2.0
+    assert float(alg.self_normalized_mean(values, torch.zeros(2))) == 0.0
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: alg.constraint_penalty(0.1, 0.1, sense="less"), "sense='less'"),
+        (lambda: alg.constraint_penalty(torch.zeros(2), 0.1), r"value has shape \[2\]"),
+        (lambda: alg.constraint_penalty(0.1, 0.1, weight=-1.0), "weight=-1.0"),
+        (lambda: alg.lagrangian_update(alg.ConstraintState(), 0.1, 0.1, high=-1.0), "high=-1.0"),
+        (lambda: alg.pid_lagrangian_update(alg.ConstraintState(), 0.1, 0.1, high=-1.0), "high=-1.0"),
+        (
+            lambda: alg.lagrangian_advantages(torch.zeros(2, 3), torch.zeros(1, 2, 4), torch.zeros(1)),
+            r"\[2, 3\].*\[1, 2, 4\]",
+        ),
+        (lambda: alg.self_normalized_mean(torch.zeros(2), torch.zeros(3)), r"\[3\].*\[2\]"),
+    ],
+)
+def test_wrong_shapes_and_knobs_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
