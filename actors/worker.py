@@ -263,6 +263,7 @@ class Worker:
         sequences = plant.engine.slots if plant is not None else 0
         ready = plant is not None and plant.engine.installed is not None and not self._draining
         self.client.update(Progress(
+            slots=slots,
             free=max(0, slots - num_train) if ready else 0,
             free_eval=max(0, sequences - (len(held) - num_train)) if ready else 0,
             running=len(held), tokens_total=total, held=held, stuck=tuple(stuck),

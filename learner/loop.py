@@ -18,7 +18,7 @@ def train(run: Run) -> bool:
             return False
         share, rows = taken
         with run.timed("pack"):
-            run.objective.begin(rows, share.plan, version=run.version, ranks=run.ranks)
+            run.objective.begin(rows, share.plan, version=run.version)
             batch = equalize(pack(rows, run.token_budget), run.ranks)
         with run.timed("forward_backward"):
             prepare(run.policy, batch, run.objective)

@@ -137,8 +137,9 @@ def _start_hub(
     check_task(load_task(config.env.name, path=config.env.path, options=dict(config.env.options)))
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
-        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version, lineage=lineage,
-        world=ranks.world, bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
+        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
+        lineage=lineage[:-1], world=ranks.world,
+        bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
         rank_endpoint=endpoint, shm_dir=shm_dir, vocab_size=policy_vocab_size(model_dir), restore_path=ledger,
     ))
 

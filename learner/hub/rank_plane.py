@@ -115,7 +115,7 @@ class RankPlane:
             return
         self._evals.discard(eval_id)
         self._send(0, EvalResult(
-            eval_id, outcome.version, outcome.num_prompts, outcome.mean_score, outcome.mean_reward,
+            eval_id, outcome.version, outcome.num_scored, outcome.score, outcome.reward,
             outcome.mean_tokens, outcome.truncated_fraction,
         ))
 

@@ -83,6 +83,7 @@ class Roster(Books):
             return False
         actor.free, actor.free_eval = beat.free, beat.free_eval
         actor.slots_eval = max(actor.slots_eval, beat.free_eval)
+        actor.slots = beat.slots or actor.slots
         self._set_installed(actor, beat.installed)
         stuck = set(beat.stuck)
         for group_id, lease in self._open_leases(actor):

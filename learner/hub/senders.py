@@ -1,8 +1,8 @@
 """What each incarnation of each actor has delivered: the tables that make a repeated message harmless.
 
 A sequence number is *settled* once it has a verdict and *durable* once its outcome is in a published checkpoint (or
-never will matter again). Both are a low-water mark plus a window of bits above it. A rejected number is durable at once:
-its sender forgets it, so nobody will ever send it again.
+never will matter again). Both are a low-water mark plus bits above it. A rejected number is durable at once: its sender
+forgets it, so nobody will ever send it again.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Sender:
         """Where a number falls: not yet judged, judged before, or further ahead than any honest sender goes."""
         if seq in self.settled:
             return "repeat"
-        if seq > min(self.settled.upto, self.durable.upto) + self._window:
+        if seq > self.settled.upto + self._window:
             return "beyond"
         return "new"
 

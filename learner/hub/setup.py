@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from envs.registry import load_task
-from learner.hub.filters import accuracy_range, zero_std
-from learner.hub.groups import HeldGroup
+from learner.hub.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.hub_settings import HubSettings
 from learner.hub.ledger import Ledger, LedgerSettings
 from learner.hub.prompts import PromptStream
@@ -47,15 +45,11 @@ def prompt_stream(task: Task, seed: int, shuffle: bool) -> PromptStream:
     )
 
 
-def group_filter(settings: HubSettings) -> Callable[[HeldGroup], str | None]:
+def group_filter(settings: HubSettings) -> GroupFilter:
     """All filters in one: the reason to drop a complete group, or None."""
-    filters: list[Callable[[HeldGroup], str | None]] = []
+    filters: list[GroupFilter] = []
     if settings.zero_std_min is not None:
         filters.append(zero_std(settings.zero_std_min))
     if settings.accuracy_range is not None:
         filters.append(accuracy_range(*settings.accuracy_range))
-
-    def judge(group: HeldGroup) -> str | None:
-        return next((reason for keep in filters if (reason := keep(group)) is not None), None)
-
-    return judge
+    return first_of(*filters)

@@ -122,11 +122,8 @@ class Snapshots(Books):
         groups = self.groups
         groups.next_id, groups.done_below = 0, loaded.done_below
         groups.num_trained, groups.num_dropped = loaded.num_trained, loaded.num_dropped
-        for record in loaded.live:
-            groups.add(record)
+        groups.load(loaded.live, loaded.settled)
         groups.next_id = loaded.next_id
-        groups.settled = {row.group_id: row for row in loaded.settled}
-        groups.mark_saved(list(groups.settled))
         self._live_allowed = groups.num_live()
         self._restored = True
         self.senders = SenderTable.load(self.settings.dedupe_window, loaded.senders, loaded.fenced)

@@ -83,6 +83,7 @@ Effect = Send | Deliver | Gone
 class Progress:
     """What the next heartbeat says of the worker; the worker keeps it up to date."""
 
+    slots: int = 0
     free: int = 0
     free_eval: int = 0
     running: int = 0
@@ -172,8 +173,11 @@ class ActorLink:
             return []
         if self.state in (ActorState.CONNECTING, ActorState.PARTED):
             return self._retry(now)
-        if now - self._heard_at > self.limits.hub_silent_s and self.state is not ActorState.LEAVING:
-            return self._part(now)
+        if now - self._heard_at > self.limits.hub_silent_s:
+            if self._drain_until is None:
+                return self._part(now)
+            self.state = ActorState.GONE
+            return [Gone(0, "left; the hub was silent")]
         effects: list[Effect] = []
         if now - self._beat_at >= self.limits.heartbeat_s:
             effects += self._send_beat(now)
@@ -303,6 +307,6 @@ class ActorLink:
             incarnation=self.incarnation, beat=self._beat, state=int(self.state), free=p.free if taking else 0,
             running=p.running, installed=self.installed[0] if self.installed else None, tokens_total=p.tokens_total,
             stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
-            free_eval=p.free_eval if taking else 0, stats=p.stats,
+            free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
         )
         return [Send(encode(beat))]

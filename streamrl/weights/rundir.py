@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 SHM_ROOT = Path("/dev/shm")
 LOCK_NAME = "owner.lock"
-_DOCUMENT = re.compile(r"w\.\d+\.\d+(\.tmp)?")
+SPARE_NAME = "w.spare.tmp"
+_DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
 _POLL_S = 0.02
 
 

@@ -1,7 +1,9 @@
 """Weights on one host: a document file in shared memory that readers map.
 
-The publisher writes `w.{epoch}.{version}.tmp` and renames it to `w.{epoch}.{version}`: the rename is the commit, and no
-byte changes after it. Old versions are unlinked; a reader that mapped one keeps it, because mappings survive unlinking.
+The publisher fills a slot, `w.{epoch}.{version}.tmp`, and renames it to `w.{epoch}.{version}`: the rename is the
+commit, and no byte changes after it. Old versions are unlinked; a reader that mapped one keeps it, because mappings
+survive unlinking. After each commit a thread unlinks what retired and makes the slot of the next document, so that
+shared memory holds `keep_versions` documents and one slot.
 """
 
 from __future__ import annotations
@@ -11,11 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-
-import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, Offer, VersionRef
@@ -25,15 +24,15 @@ from streamrl.weights.document import (
     Document,
     NotAvailable,
     Superseded,
-    pack_header,
     unpack_header,
 )
-from streamrl.weights.manifest import check_layout, document_nbytes
-from streamrl.weights.rundir import RunDirectory
+from streamrl.weights.manifest import document_nbytes
+from streamrl.weights.rundir import SPARE_NAME, RunDirectory
+from streamrl.weights.writer import DocumentWriter, Slot
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 256 << 10  # digested, then written while it is still in the cache
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShmPublisher:
@@ -42,7 +41,7 @@ class ShmPublisher:
     Args:
         directory: usually `document_directory(run_id, run_folder)`; claimed here, removed by `close`.
         run_id: a directory of another run is refused.
-        keep_versions: complete documents that stay; older ones are unlinked at each commit.
+        keep_versions: complete documents that stay; older ones are unlinked after each commit.
         fallback: a directory on disk, used (loudly) for a document that shared memory has no room for.
     Raises:
         RunLockedError: another living publisher owns the directory.
@@ -59,6 +58,8 @@ class ShmPublisher:
         self._directory = RunDirectory(directory, run_id)
         self._fallback: RunDirectory | None = None
         self._kept: list[Path] = []
+        self._spare: Slot | None = None
+        self._housekeeping: threading.Thread | None = None
         self._closed = False
 
     @property
@@ -73,33 +74,74 @@ class ShmPublisher:
         """
         if self._closed:
             raise WeightsError(f"the publisher of {self.directory} is closed")
+        self.settle()
+        nbytes = document_nbytes(layout)
+        name = f"w.{ref.learner_epoch}.{ref.version}"
+        if name in [path.name for path in self._kept]:
+            raise WeightsError(f"version {ref} is published already: a document is never rewritten")
         try:
-            return DocumentWriter(self._directory.path, ref, layout, self._committed)
+            slot = self._slot(self.directory, name, nbytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _NO_ROOM:
                 raise
-            reason = error
+            slot = self._fallback_slot(ref, name, nbytes, error)
+        return DocumentWriter(slot, slot.path.with_name(name), ref, layout, self._committed)
+
+    def _slot(self, directory: Path, name: str, nbytes: int) -> Slot:
+        spare, self._spare = self._spare, None
+        path = directory / f"{name}.tmp"
+        if spare is not None and spare.nbytes == nbytes and spare.path.parent == directory:
+            spare.move(path)
+            return spare
+        if spare is not None:
+            spare.path.unlink(missing_ok=True)
+        return Slot(path, nbytes)
+
+    def _fallback_slot(self, ref: VersionRef, name: str, nbytes: int, reason: OSError) -> Slot:
         if self._fallback_path is None:
-            raise WeightsError(f"no room for version {ref} ({document_nbytes(layout)} bytes): {reason}") from reason
+            raise WeightsError(f"no room for version {ref} ({nbytes} bytes): {reason}") from reason
         log.warning(
             "%s has no room for version %s (%d MiB): %s. It goes to %s, which is slower; enlarge shared memory or "
-            "lower keep_versions", self.directory, ref, document_nbytes(layout) >> 20, reason, self._fallback_path,
-        )
+            "lower keep_versions", self.directory, ref, nbytes >> 20, reason, self._fallback_path,
+        )  # fmt: skip
         if self._fallback is None:
             self._fallback = RunDirectory(self._fallback_path, self._run_id)
         try:
-            return DocumentWriter(self._fallback.path, ref, layout, self._committed)
+            return self._slot(self._fallback.path, name, nbytes)
         except OSError as error:
             raise WeightsError(f"no room for version {ref} in {self._fallback.path} either: {error}") from error
 
-    def _committed(self, path: Path) -> None:
-        self._kept.append(path)
-        while len(self._kept) > self._keep_versions:
-            self._kept.pop(0).unlink(missing_ok=True)
+    def _committed(self, slot: Slot) -> None:
+        self._kept.append(slot.path)
+        retired = [self._kept.pop(0) for _ in range(len(self._kept) - self._keep_versions)]
+        self._housekeeping = threading.Thread(
+            target=self._keep_house, args=(retired, slot), name="documents", daemon=True
+        )
+        self._housekeeping.start()
+
+    def _keep_house(self, retired: list[Path], slot: Slot) -> None:
+        directory, nbytes = slot.path.parent, slot.nbytes
+        slot.drop()
+        for path in retired:
+            path.unlink(missing_ok=True)
+        if directory == self.directory:
+            try:
+                self._spare = Slot(directory / SPARE_NAME, nbytes)
+                self._spare.populate()
+            except OSError as error:
+                log.debug("no spare slot: %s", error)  # the next `begin` finds out, and says it loudly
+
+    def settle(self) -> None:
+        """Wait until the work after the last commit is done; local work in memory, milliseconds."""
+        if self._housekeeping is not None:
+            self._housekeeping.join()
+            self._housekeeping = None
 
     def close(self) -> None:
         """Unlink every document and the directory; may be called twice."""
         self._closed = True
+        self.settle()
+        self._spare = None
         self._directory.release()
         if self._fallback is not None:
             self._fallback.release()
@@ -109,96 +151,6 @@ class ShmPublisher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-class DocumentWriter:
-    """One document being written, in layout order, digested on the way.
-
-    Raises:
-        OSError: ENOSPC, before any byte is written: the room is reserved at the start.
-    """
-
-    def __init__(
-        self, directory: Path, ref: VersionRef, layout: Layout, committed: Callable[[Path], None] = lambda path: None
-    ) -> None:
-        check_layout(layout)
-        self._path = directory / f"w.{ref.learner_epoch}.{ref.version}"
-        self._tmp = self._path.with_name(self._path.name + ".tmp")
-        if self._path.exists():
-            raise WeightsError(f"version {ref} is published already: a document is never rewritten")
-        self._ref = ref
-        self._bucket_bytes = layout.bucket_bytes
-        self._nbytes = document_nbytes(layout)
-        self._committed = committed
-        self._digests: list[bytes] = []
-        self._hasher = xxhash.xxh3_128()
-        self._bucket_left = self._bucket_bytes[0]
-        self._written = 0
-        self._fd = os.open(self._tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            self._reserve()
-            os.write(self._fd, pack_header(os.urandom(PROBE_BYTES), ref, self._nbytes))
-        except BaseException:
-            self.abort()
-            raise
-
-    def _reserve(self) -> None:
-        try:
-            os.posix_fallocate(self._fd, 0, HEADER_BYTES + self._nbytes)
-        except OSError as error:
-            # A file system that cannot reserve says so; a full one must be heard now, not in the middle of a gather.
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-
-    def append(self, data: bytes | bytearray | memoryview) -> None:
-        """The document's next bytes; any length."""
-        view = memoryview(data).cast("B")
-        if (total := self._written + len(view)) > self._nbytes:
-            raise WeightsError(f"version {self._ref}: {total} bytes were written, the layout holds {self._nbytes}")
-        while len(view):
-            piece = view[: min(len(view), self._bucket_left, _PIECE_BYTES)]
-            self._hasher.update(piece)
-            _write_all(self._fd, piece)
-            self._written += len(piece)
-            self._bucket_left -= len(piece)
-            if self._bucket_left == 0:
-                self._next_bucket()
-            view = view[len(piece) :]
-
-    def _next_bucket(self) -> None:
-        self._digests.append(self._hasher.digest())
-        self._hasher.reset()
-        if len(self._digests) < len(self._bucket_bytes):
-            self._bucket_left = self._bucket_bytes[len(self._digests)]
-
-    def digests(self) -> list[bytes]:
-        """One digest a bucket, of the complete document."""
-        if self._written != self._nbytes:
-            raise WeightsError(
-                f"version {self._ref} has {self._written} of {self._nbytes} bytes: it cannot be published unfinished"
-            )
-        return self._digests
-
-    def commit(self) -> Path:
-        """Make the finished document visible under its final name; old versions retire now."""
-        self.digests()
-        os.close(self._fd)
-        self._fd = -1
-        os.rename(self._tmp, self._path)
-        self._committed(self._path)
-        return self._path
-
-    def abort(self) -> None:
-        """Forget the document; no effect after `commit`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._tmp.unlink(missing_ok=True)
-
-
-def _write_all(fd: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(fd, piece) :]
 
 
 def shm_offer(path: str | Path) -> Offer:
