@@ -26,8 +26,8 @@ class EvalOutcome:
     num_prompts: int
     num_scored: int
     num_failed: int
-    mean_score: float
-    mean_reward: float
+    score: float
+    reward: float
     mean_tokens: float
     truncated_fraction: float
 
@@ -65,8 +65,8 @@ class EvalRun:
         return EvalOutcome(
             eval_id=self.eval_id, version=self.version, num_prompts=len(self.items), num_scored=num,
             num_failed=sum(item.failed for item in self.items),
-            mean_score=sum(one.scores.get("score", one.reward) for one in facts) / num if num else nan,
-            mean_reward=sum(one.reward for one in facts) / num if num else nan,
+            score=sum(one.scores.get("score", one.reward) for one in facts) / num if num else nan,
+            reward=sum(one.reward for one in facts) / num if num else nan,
             mean_tokens=sum(one.num_action_tokens for one in facts) / num if num else nan,
             truncated_fraction=sum(one.status == MemberStatus.TRUNCATED for one in facts) / num if num else nan,
         )
