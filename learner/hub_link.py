@@ -35,6 +35,7 @@ log = logging.getLogger("streamrl.learner")
 
 POLL_MS = 100
 HUB_SILENT_S = 30.0
+STOPPING_SILENT_S = 5.0
 
 
 class HubLink:
@@ -179,7 +180,7 @@ class HubLink:
         if message is None:
             self._check_hub()
             silent = time.monotonic() - self._heard_at
-            if silent > HUB_SILENT_S:
+            if silent > (STOPPING_SILENT_S if self._stop_requested() else HUB_SILENT_S):
                 raise StreamrlError(f"rank {self.rank} has not heard the hub for {silent:.0f} s: it is presumed dead")
 
     def _send(self, message: Message) -> None:
