@@ -24,7 +24,8 @@ from torch.nn import Module, Parameter
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
 from streamrl.weights.manifest import document_nbytes, make_layout, make_manifest
-from streamrl.weights.shm import DocumentWriter, ShmPublisher
+from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.writer import PIECE_BYTES, DocumentWriter
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -132,7 +133,7 @@ class _Writing:
         if self._writer is None or self._failure is not None:
             return
         try:
-            self._writer.append(_wire_bytes(tensor, wire_dtype))
+            _write(tensor, wire_dtype, self._writer)
         except (WeightsError, OSError) as error:
             self._failure = error
 
@@ -151,10 +152,15 @@ class _Writing:
                 self._writer.abort()
 
 
-def _wire_bytes(tensor: torch.Tensor, wire_dtype: torch.dtype) -> memoryview:
-    """The tensor's bytes in the document; no copy if it is on the CPU, contiguous and of the wire dtype already."""
-    flat = tensor.detach().to(device="cpu", dtype=wire_dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter) -> None:
+    """Cast and copy straight into the document; on the CPU in pieces that are digested while still in the cache."""
+    flat = tensor.detach().reshape(-1)
+    step = PIECE_BYTES // wire_dtype.itemsize if flat.device.type == "cpu" else max(1, flat.numel())
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        nbytes = piece.numel() * wire_dtype.itemsize
+        torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(piece)
+        writer.filled(nbytes)
 
 
 def _without_ties(parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ matched its digest; only a verified document gives tensors, so no caller can loa
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64
 PROBE_BYTES = 16
 MAGIC = b"SRLMDOC1"
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_POPULATE_BYTES = 4 << 20
 _HEADER = struct.Struct("<16s8sI4xQQ16x")
 assert _HEADER.size == HEADER_BYTES
 
@@ -120,6 +123,9 @@ class Document:
         # Private and writable instead of read-only: torch refuses to believe in read-only memory, and a stray write
         # then stays in this process instead of ending it.
         mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        with contextlib.suppress(OSError):  # an older kernel: the pages come one by one
+            for start in range(0, len(mapping), _POPULATE_BYTES):
+                mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, len(mapping) - start))
         return cls(memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], manifest, layout)
 
     def verify(self) -> Document:

@@ -163,7 +163,7 @@ def test_the_lock_is_not_inherited_by_children_that_outlive_the_learner(tmp_path
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=python_env, close_fds=False)
     os.close(owner._fd)  # what the kernel does when the owner dies
 
-    assert remove_run_dir(tmp_path / "docs", "run-7")
+    assert remove_run_dir(tmp_path / "docs", "run-7", wait_s=10.0)
     child.communicate(b"\n", timeout=30)
 
 

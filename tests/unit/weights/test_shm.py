@@ -15,6 +15,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, VersionRef
 from streamrl.weights.document import Document, NotAvailable, Superseded
 from streamrl.weights.manifest import make_layout, make_manifest
+from streamrl.weights.rundir import SPARE_NAME
 from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
 
 NEVER = threading.Event()
@@ -65,8 +66,9 @@ def test_old_versions_retire_and_their_readers_keep_them(layout, shm, publish):
 
     for version in (2, 3):
         publish(layout, version)
+    shm.settle()
 
-    assert sorted(path.name for path in shm.directory.iterdir()) == ["owner.lock", "w.1.2", "w.1.3"]
+    assert sorted(path.name for path in shm.directory.iterdir()) == ["owner.lock", "w.1.2", "w.1.3", SPARE_NAME]
     assert reader.tensors()["embed"].numpy().tobytes() == body[:660]
     with pytest.raises(NotAvailable, match="cannot be opened"):
         receive(stale_offer, first, layout)
@@ -165,6 +167,7 @@ import random, sys
 import msgspec
 from streamrl.messages import VersionRef
 from streamrl.weights.manifest import make_layout, make_manifest
+from streamrl.weights.rundir import SPARE_NAME
 from streamrl.weights.shm import ShmPublisher, shm_offer
 
 layout = make_layout([("w", "uint8", (3_000_000,))], 1_000_000)
