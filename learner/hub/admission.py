@@ -257,9 +257,10 @@ class Admission(Roster, Dispatch):
             holder = self.actors.get(item.lease.actor_id)
             if holder is not None:
                 holder.eval_leases.discard(group_id)
-                holder.free_eval += 1
                 if revoke:
                     holder.revocations.append((group_id, item.lease.attempt))
+                else:
+                    holder.free_eval += 1
         self._counts["num_eval_groups"] += 1
         self.evals.finish(group_id, facts)
 

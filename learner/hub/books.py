@@ -152,9 +152,10 @@ class Books:
         actor = self.actors.get(lease.actor_id)
         if actor is not None:
             actor.leases.discard(record.group_id)
-            actor.free += 1  # its slot is free now; the next heartbeat says so too, up to a second later
             if revoke:
-                actor.revocations.append((record.group_id, lease.attempt))
+                actor.revocations.append((record.group_id, lease.attempt))  # its slot is free once it has read this
+            else:
+                actor.free += 1  # its slot is free now; the next heartbeat says so too, up to a second later
 
     def _retry(self, record: GroupRecord, now: float, *, failed: bool) -> None:
         """An attempt ended and members are missing: by policy the group waits again, is held as it is, or dropped."""
@@ -239,9 +240,10 @@ class Books:
             lease = self.evals.item(group_id).lease
             actor = self.actors[lease.actor_id]
             actor.eval_leases.discard(group_id)
-            actor.free_eval += 1
             if revoke:
                 actor.revocations.append((group_id, lease.attempt))
+            else:
+                actor.free_eval += 1
             self.evals.release(group_id, failed=failed)
         else:
             record = self.groups.live[group_id]
