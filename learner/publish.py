@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from streamrl.errors import WeightsError
+from streamrl.errors import StreamrlError, WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
 from streamrl.weights.manifest import document_nbytes, make_layout, make_manifest
 from streamrl.weights.shm import ShmPublisher
@@ -126,7 +126,7 @@ class _Writing:
         self._writer: DocumentWriter | None = None
         try:
             self._writer = shm.begin(ref, layout)
-        except (WeightsError, OSError) as error:
+        except (StreamrlError, OSError) as error:
             self._failure = error
 
     def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ class _Writing:
             return
         try:
             _write(tensor, wire_dtype, self._writer)
-        except (WeightsError, OSError) as error:
+        except (StreamrlError, OSError) as error:
             self._failure = error
 
     def finish(self, parent: VersionRef | None, fence: Callable[[], None]) -> tuple[Manifest, Path]:

@@ -54,7 +54,7 @@ class ShmPublisher:
             raise WeightsError(f"keep_versions={keep_versions}: at least the newest version must stay")
         self._run_id = run_id
         self._keep_versions = keep_versions
-        self._fallback_path = None if fallback is None else Path(fallback)
+        self._fallback_path = None if fallback is None or Path(fallback) == Path(directory) else Path(fallback)
         self._directory = RunDirectory(directory, run_id)
         self._fallback: RunDirectory | None = None
         self._kept: list[Path] = []

@@ -137,7 +137,9 @@ def test_no_room_anywhere_is_heard_before_the_first_byte(shm):
     assert [path.name for path in shm.directory.iterdir()] == ["owner.lock"]
 
 
-def test_full_shared_memory_falls_back_to_the_run_folder_loudly(layout, tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def full_shm(monkeypatch):
+    """No file below a directory `shm` gets room; a small file system cannot be mounted without privileges."""
     reserve = os.posix_fallocate
 
     def full(fd: int, offset: int, length: int) -> None:
@@ -145,13 +147,17 @@ def test_full_shared_memory_falls_back_to_the_run_folder_loudly(layout, tmp_path
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(fd, offset, length)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)  # a small file system cannot be mounted without privileges
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+def test_full_shared_memory_falls_back_to_the_run_folder_loudly(layout, tmp_path, full_shm, caplog):
     with ShmPublisher(tmp_path / "shm", "run-7", keep_versions=1, fallback=tmp_path / "run" / "weights") as publisher:
         for version in (1, 2):
             writer = publisher.begin(VersionRef(1, version), layout)
             writer.append(bytes(1888))
             manifest = make_manifest(layout, VersionRef(1, version), None, writer.digests())
             path = writer.commit()
+        publisher.settle()
 
         assert path == tmp_path / "run" / "weights" / "w.1.2"
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
@@ -160,6 +166,25 @@ def test_full_shared_memory_falls_back_to_the_run_folder_loudly(layout, tmp_path
         assert not (tmp_path / "run" / "weights" / "w.1.1").exists()
 
     assert not (tmp_path / "run" / "weights").exists() and not (tmp_path / "shm").exists()
+
+
+def test_a_fallback_that_is_the_same_directory_is_no_fallback(layout, tmp_path, full_shm):
+    with ShmPublisher(tmp_path / "shm", "run-7", fallback=tmp_path / "shm") as publisher:
+        with pytest.raises(WeightsError, match="no room for version 1:1"):
+            publisher.begin(VersionRef(1, 1), layout)
+
+
+def test_the_next_slot_is_made_ahead_and_a_slot_of_another_size_is_thrown_away(layout, shm, publish):
+    publish(layout, 1)
+    shm.settle()
+    spare = (shm.directory / SPARE_NAME).stat().st_ino
+
+    assert publish(layout, 2)[1].stat().st_ino == spare
+    shm.settle()
+    larger = make_layout([("w", "uint8", (5000,))], 1000)
+    manifest, path, body = publish(larger, 3)
+
+    assert receive(shm_offer(path), manifest, larger).tensors()["w"].numpy().tobytes() == body
 
 
 WRITER = """
