@@ -230,6 +230,10 @@ class NativeEngine:
             return await future
         finally:
             self._forget(deliver)
+            # Given up before its turn: an install that nobody waits for must not happen later.
+            with self._wake:
+                if run in queue:
+                    queue.remove(run)
 
     # --- the engine's thread -----------------------------------------------------------------------------------
 
@@ -256,20 +260,27 @@ class NativeEngine:
         with self._wake:
             while not (self._closing or self._inbox or self._swaps or scheduler.has_work):
                 self._wake.wait()
-            work, self._inbox = list(self._inbox), deque()
+            work = list(self._inbox)
+            self._inbox.clear()
         begin = time.perf_counter()
         for item in work:
             item()
         if self._closing:
             return False
-        scheduler.admitting = not (self._swaps and self._policy == "drain")
-        while self._swaps and (self._policy != "drain" or not scheduler.running):
-            self._swaps.popleft()()
-            scheduler.admitting = not (self._swaps and self._policy == "drain")
+        while (swap := self._next_swap()) is not None:
+            swap()
         if scheduler.has_work:
             scheduler.step()
         self._busy_s += time.perf_counter() - begin
         return True
+
+    def _next_swap(self) -> Callable[[], None] | None:
+        """The install that may happen now; under "drain" one that may not closes the door to new sequences."""
+        with self._wake:
+            drained = self._policy != "drain" or not self._scheduler.running
+            swap = self._swaps.popleft() if self._swaps and drained else None
+            self._scheduler.admitting = not (self._swaps and self._policy == "drain")
+        return swap
 
     def _swap(self, staged: Staged, ref: VersionRef) -> float:
         begin = time.perf_counter()

@@ -111,6 +111,29 @@ def test_with_drain_no_sequence_sees_two_versions():
     run(work)
 
 
+def test_an_install_that_is_given_up_before_its_turn_never_happens():
+    old, new = qwen3(0), qwen3(1)
+    gate = GatedTokenizer(stop_at=5)
+
+    async def work():
+        async with engine_for(old, gate, install_policy="drain") as engine:
+            running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
+            await asyncio.to_thread(gate.reached.wait)
+            install = asyncio.create_task(engine.install(document(new), V2))
+            await until(lambda: len(engine._swaps) == 1)
+            install.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await install
+            gate.go.set()
+            await running
+            after = await engine.generate(request(prompt_of(6), 10))
+            assert [span.ref for span in after.spans] == [V1]
+            await engine.install(document(new), V3)
+            assert engine.installed == V3
+
+    run(work)
+
+
 def test_versions_installed_before_a_token_was_sampled_leave_no_span():
     model = qwen3()
 
