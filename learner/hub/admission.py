@@ -110,7 +110,7 @@ class Admission(Roster, Dispatch):
         mine = grant is not None and grant.actor_id == actor.actor_id
         facts = self._check(group, grant.members if mine else range(self.settings.group_size))
         if record is None:
-            record = self._find(actor, group)
+            record = self._find(actor, group, facts)
         elif not mine and not actor.veteran:
             raise Refusal(
                 RejectReason.NO_LEASE,
@@ -132,14 +132,15 @@ class Admission(Roster, Dispatch):
             self._counts[f"num_malformed_{error.check}"] += 1
             raise Refusal(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
-    def _find(self, actor: Actor, group: Group) -> GroupRecord:
+    def _find(self, actor: Actor, group: Group, facts: tuple[MemberFacts, ...]) -> GroupRecord:
         """A group that is not live: it has ended, or it was dispatched by a start of the learner that died since."""
         group_id = group.group_id
         if group_id >= self.groups.next_id:
             if not actor.veteran:
                 raise Refusal(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
-            if not self._draw_upto(group_id):
-                raise Refusal(RejectReason.NO_LEASE, f"group {group_id} of an earlier start is beyond capacity now")
+            self._check_versions(group, facts)  # before anything is drawn for work of a dead branch
+            if not facts or not self._draw_upto(group_id):
+                raise Refusal(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
             return self.groups.live[group_id]
         row = self.groups.settled.get(group_id)
         if row is not None and row.state is GroupState.DROPPED:

@@ -78,14 +78,18 @@ class Dispatch(Books):
         return leases
 
     def _fair_share(self, actor: Actor) -> int:
-        """What is there, divided by the actors that could have it; at least one if there is anything."""
+        """How many leases bring this actor level with the others that could have what is there.
+
+        Whoever holds least can always take something, so asking everybody in `grant_order` leaves nothing lying.
+        """
         ready = self.groups.ids(GroupState.READY)
         num_new = max(0, self.capacity - self.groups.num_live())
         if not ready and not num_new:
             return 0
         first = self.groups.rank(ready[0] if ready else self.groups.next_id)
-        num_hungry = sum(1 for one in self.actors.values() if self._room(one) and self._may_lease(first, one))
-        return -(-(len(ready) + num_new) // max(1, num_hungry))
+        held = [len(one.leases) for one in self.actors.values() if self._room(one) and self._may_lease(first, one)]
+        level = -(-(len(ready) + num_new + sum(held)) // max(1, len(held)))
+        return max(0, level - len(actor.leases))
 
     def _candidates(self, actor: Actor, now: float) -> Iterator[GroupRecord]:
         """READY groups this actor may have, oldest first, then new draws. Ranks grow, so the first refusal ends it."""

@@ -1,0 +1,224 @@
+"""Order of consumption, age at the cut, and the plan over ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.hub.batches import plan_batch
+from learner.hub.filters import accuracy_range, first_of, zero_std
+from learner.hub.groups import HeldGroup, HeldMember
+from streamrl.messages import VersionRef
+from tests.unit.hub.samples import FakeActor, make_ledger, train
+
+
+def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
+    members = tuple(
+        HeldMember(i, tokens, tokens // 2, reward, (scores or [{}] * len(rewards))[i], False, 1)
+        for i, reward in enumerate(rewards)
+    )
+    return HeldGroup(group_id, group_id, 0, 3, members, (b"frame",))
+
+
+# --- the cut --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_follow_dispatch_order_not_completion_order():
+    ledger = make_ledger(groups_per_batch=2, eta=1)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    for lease in reversed(actor.ask()):
+        actor.finish(lease)
+
+    assert [group.group_id for group in ledger.cut_batch(0)] == [0, 1]
+
+
+@pytest.mark.parametrize("window, trained", [(0, None), (1, None), (2, [1, 2]), (3, [1, 2])])
+def test_an_unfinished_group_is_overtaken_by_at_most_w_others(window, trained):
+    ledger = make_ledger(groups_per_batch=2, eta=1, window=window, max_lag=3)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    for lease in actor.ask()[1:]:
+        actor.finish(lease)
+
+    batch = ledger.cut_batch(0)
+
+    assert (batch and [group.group_id for group in batch]) == trained
+
+
+def test_the_window_counts_over_batches_not_inside_one():
+    ledger = make_ledger(groups_per_batch=1, eta=3, window=2, max_lag=5)
+    actor = FakeActor(ledger, "a1", slots=8)
+    actor.join()
+    for lease in actor.ask()[1:]:
+        actor.finish(lease)
+
+    assert (train(ledger), train(ledger)) == ([1], [2])
+    assert ledger.cut_batch(2) is None  # group 0 has been overtaken twice
+    assert "group 0" in ledger.why_waiting(60.0) and "a1 for 60 s" in ledger.why_waiting(60.0)
+
+
+def test_a_group_exactly_at_the_bound_is_trained():
+    ledger = make_ledger(groups_per_batch=1, eta=1, window=1, max_lag=1)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    first, second = actor.ask()
+    actor.finish(second)
+    train(ledger)
+    actor.install(1)
+    (third,) = actor.ask()
+    actor.finish(first), actor.finish(third, versions=[(1, 1)])
+
+    assert train(ledger) == [0]
+    assert ledger.counters()["num_groups_stale"] == 0  # lag 1 is exactly the limit
+    assert ledger.counters()["num_lag_violations"] == 0
+
+
+@pytest.mark.parametrize("on_stale", ["reissue", "drop"])
+def test_a_stale_group_never_reaches_a_batch(on_stale):
+    ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, on_stale=on_stale)
+    actor = FakeActor(ledger, "a1", slots=1)
+    other = FakeActor(ledger, "a2", slots=8)
+    actor.join(), other.join()
+    (first,) = actor.ask()
+    for version in range(2):  # two later groups overtake the first one
+        other.install(version)
+        other.finish(other.ask()[0])
+        train(ledger)
+    other.install(2)
+
+    actor.install(2)
+    actor.finish(first, versions=[(1, 0), (1, 1), (1, 2)])
+
+    counts = ledger.counters()
+    assert counts["num_rejected_stale"] == 1 and counts["num_tokens_stale"] == 6
+    again = [lease.ref for lease in other.ask()] + [lease.ref for lease in actor.ask()]
+    assert ((0, 1) in again) == (on_stale == "reissue")
+    assert counts["num_groups_dropped"] == (on_stale == "drop")
+
+
+def test_masking_trains_the_young_suffix_of_an_old_sequence():
+    ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, mask_old_tokens=True)
+    actor, other = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", slots=8)
+    actor.join(), other.join()
+    (first,) = actor.ask()
+    for version in range(2):
+        other.install(version)
+        other.finish(other.ask()[0])
+        train(ledger)
+
+    actor.finish(first, versions=[(1, 0), (1, 1), (1, 2)])
+    (group,) = ledger.cut_batch(2)
+
+    assert [(one.num_action_tokens, one.head_lag) for one in group.members] == [(2, 1), (2, 1)]
+    assert ledger.counters()["num_lag_violations"] == 0
+
+
+def test_a_skipped_batch_is_quarantined_and_its_prompts_are_accounted_for():
+    ledger = make_ledger(groups_per_batch=2, eta=0, window=0, max_lag=0)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    for lease in actor.ask():
+        actor.finish(lease)
+
+    train(ledger, skipped=True)
+
+    assert ledger.version == 0
+    assert ledger.counters()["num_dropped_quarantined"] == 2
+    assert [lease.group_id for lease in actor.ask()] == [2, 3]
+    ledger.check()
+
+
+def test_one_batch_may_be_cut_ahead():
+    ledger = make_ledger(groups_per_batch=1, eta=1)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    for lease in actor.ask():
+        actor.finish(lease)
+
+    assert [group.group_id for group in ledger.cut_batch(0)] == [0]
+    assert [group.group_id for group in ledger.cut_batch(1)] == [1]
+    ledger.trained(1, False, ""), ledger.trained(2, False, "")
+    assert ledger.counters()["num_groups_trained"] == 2
+
+
+def test_cutting_or_training_out_of_turn_is_an_error():
+    ledger = make_ledger(groups_per_batch=1, eta=0)
+    with pytest.raises(ValueError, match="the learner is at 0"):
+        ledger.cut_batch(1)
+    with pytest.raises(ValueError, match="no batch was cut"):
+        ledger.trained(1, False, "")
+
+
+def test_the_wait_has_a_name():
+    ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
+    assert "no actor is linked" in ledger.why_waiting(0.0)
+    actor = FakeActor(ledger, "a1", ref=VersionRef(1, 0))
+    actor.join()
+    assert "a1 is READY with version 1:0 and 0 free slots" in ledger.why_waiting(0.0)
+    (lease,) = actor.ask()
+    assert "with actor a1 for 3 s, 0 of 2 members done" in ledger.why_waiting(3.0)
+    ledger.evict("a1", 4.0)
+    assert "group 0 (prompt" in ledger.why_waiting(4.0) and "waits for an actor" in ledger.why_waiting(4.0)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_whole_groups_go_to_one_rank_and_every_member_has_a_row():
+    rows = plan_batch([held(4, tokens=9), held(5, tokens=1), held(6, tokens=8)], 2)
+
+    assert [(row.group_id, row.index, row.rank) for row in rows] == [
+        (4, 0, 0), (4, 1, 0), (5, 0, 1), (5, 1, 1), (6, 0, 1), (6, 1, 1)
+    ]
+    assert (rows[0].num_tokens, rows[0].num_action_tokens, rows[1].reward, rows[0].head_lag) == (9, 4, 1.0, 1)
+
+
+@given(st.lists(st.integers(1, 500), min_size=3, max_size=6), st.integers(1, 3))
+def test_the_fullest_rank_has_at_most_a_third_more_than_the_best_of_all_plans(tokens, num_ranks):
+    groups = [held(i, tokens=one) for i, one in enumerate(tokens)]
+
+    rows = plan_batch(groups, num_ranks)
+
+    load = [sum(row.num_tokens for row in rows if row.rank == rank) for rank in range(num_ranks)]
+    best = min(
+        max(sum(2 * one for one, rank in zip(tokens, plan, strict=True) if rank == r) for r in range(num_ranks))
+        for plan in product(range(num_ranks), repeat=len(tokens))
+    )
+    assert min(load) > 0, "a rank without a group cannot take part"
+    assert max(load) <= 4 / 3 * best
+    assert rows == plan_batch(groups, num_ranks)
+
+
+def test_more_ranks_than_groups_is_an_error():
+    with pytest.raises(ValueError, match="1 groups cannot be split over 2 ranks"):
+        plan_batch([held(0)], 2)
+
+
+# --- filters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewards, dropped", [((0.1, 0.1, 0.1), True), ((0.0, 1e-9), True), ((0.0, 1.0), False),
+                                              ((0.3,), False)])
+def test_groups_without_spread_carry_no_gradient(rewards, dropped):
+    assert (zero_std()(held(0, rewards=rewards)) == "zero_std") is dropped
+
+
+@pytest.mark.parametrize("rewards, dropped", [((0.0, 0.0), True), ((1.0, 1.0), True), ((0.0, 1.0), False)])
+def test_groups_that_are_all_right_or_all_wrong_are_dropped(rewards, dropped):
+    assert (accuracy_range()(held(0, rewards=rewards)) == "accuracy_range") is dropped
+
+
+def test_accuracy_is_the_answer_score_if_there_is_one():
+    group = held(0, rewards=(0.0, 1.0), scores=[{"ans_acc": 1.0, "score": 0.0}, {"score": 1.0}])
+
+    assert accuracy_range()(group) == "accuracy_range"
+
+
+def test_the_first_reason_counts():
+    judge = first_of(zero_std(), accuracy_range())
+
+    assert (judge(held(0, rewards=(1.0, 1.0))), judge(held(0))) == ("zero_std", None)

@@ -1,0 +1,227 @@
+"""Who gets a lease, and when not."""
+
+from __future__ import annotations
+
+import pytest
+
+from learner.hub.ledger import LedgerSettings
+from streamrl.messages import EVAL_BIT, ActorState, ReturnReason, VersionRef
+from tests.unit.hub.samples import FakeActor, make_ledger, settings, train
+
+
+def test_capacity_is_eta_plus_one_batches_ahead():
+    ledger = make_ledger(groups_per_batch=2, eta=1)
+    actor = FakeActor(ledger, "a1", slots=10)
+    actor.join()
+
+    leases = actor.ask()
+
+    assert [lease.group_id for lease in leases] == [0, 1, 2, 3]  # (eta + 0 + 1) * B = 4
+    assert actor.ask() == []
+
+
+def test_a_trained_batch_frees_exactly_one_batch_of_capacity():
+    ledger = make_ledger(groups_per_batch=2, eta=1)
+    actor = FakeActor(ledger, "a1", slots=10)
+    actor.join()
+    for lease in actor.ask():
+        actor.finish(lease)
+
+    train(ledger)
+    actor.install(1)
+
+    assert [lease.group_id for lease in actor.ask()] == [4, 5]
+
+
+def test_a_lagging_actor_gets_nothing_that_would_break_the_bound():
+    ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
+    fresh, lagging = FakeActor(ledger, "fresh"), FakeActor(ledger, "lagging")
+    fresh.join(), lagging.join()
+    fresh.finish(fresh.ask()[0])
+    train(ledger)
+
+    fresh.install(1)
+
+    assert lagging.ask() == []
+    assert [lease.min_version for lease in fresh.ask()] == [VersionRef(1, 1)]
+
+
+def test_an_actor_without_usable_weights_gets_nothing():
+    ledger = make_ledger()
+    for ref in (None, VersionRef(1, 5), VersionRef(9, 0)):  # none, the future, an unknown epoch
+        actor = FakeActor(ledger, "a1", ref=ref)
+        actor.join()
+        assert actor.ask() == []
+
+
+def test_two_hungry_actors_share_what_there_is():
+    ledger = make_ledger(groups_per_batch=4, eta=0)
+    first, second = FakeActor(ledger, "a1", slots=8), FakeActor(ledger, "a2", slots=8)
+    first.join(), second.join()
+    first.beat(), second.beat()
+
+    assert len(ledger.grant("a1", 0.0)) == 2
+    assert ledger.grant_order(0.0) == ["a2", "a1"]
+    assert len(ledger.grant("a2", 0.0)) == 2
+
+
+@pytest.mark.parametrize("slots_max, expected", [(None, 3), (2, 2)])
+def test_an_actor_never_holds_more_leases_than_slots(slots_max, expected):
+    ledger = make_ledger(groups_per_batch=10, slots_per_actor_max=slots_max)
+    actor = FakeActor(ledger, "a1", slots=3)
+    actor.join()
+    assert len(actor.ask()) == expected
+
+    actor.leases.clear()  # a heartbeat that was written before the leases arrived claims that all slots are free
+    actor.beat()
+
+    assert ledger.grant("a1", 0.0) == []
+
+
+def test_a_finished_lease_frees_its_slot_without_a_heartbeat():
+    ledger = make_ledger(groups_per_batch=10)
+    actor = FakeActor(ledger, "a1", slots=1)
+    actor.join()
+
+    actor.finish(actor.ask()[0])
+
+    assert len(ledger.grant("a1", 0.0)) == 1
+
+
+def test_a_revoked_lease_frees_its_slot_only_when_the_actor_says_so():
+    ledger = make_ledger(groups_per_batch=10, lease_ttl_s=10.0)
+    actor = FakeActor(ledger, "a1", slots=1)
+    actor.join()
+    (lease,) = actor.ask()
+
+    actor.beat(9.0, stuck=[lease.ref])
+    effects = ledger.tick(10.0)
+
+    assert [(one.kind, one.leases) for one in effects] == [("revoke", (lease.ref,))]
+    assert ledger.grant("a1", 10.0) == []
+    actor.revoke(effects[0].leases)
+    assert [one.ref for one in actor.ask(10.0)] == [(lease.group_id, 1)]
+
+
+def test_seeds_depend_on_run_group_and_member_but_not_on_the_attempt():
+    ledger = make_ledger(groups_per_batch=2, group_size=3)
+    first, second = FakeActor(ledger, "a1", slots=2), FakeActor(ledger, "a2", slots=1)
+    first.join()
+    one, other = first.ask()
+    ledger.evict("a1", 1.0)
+    second.join(1.0)
+    (again,) = second.ask(1.0)
+
+    assert (again.group_id, again.attempt, again.seeds) == (one.group_id, one.attempt + 1, one.seeds)
+    assert (again.prompt_index, again.pass_index, again.prompt) == (one.prompt_index, one.pass_index, one.prompt)
+    assert len({*one.seeds, *other.seeds}) == 6
+
+
+def test_a_reissued_group_goes_out_before_new_ones():
+    ledger = make_ledger(groups_per_batch=3)
+    first, second = FakeActor(ledger, "a1", slots=2), FakeActor(ledger, "a2", slots=4)
+    first.join()
+    first.ask()
+    ledger.evict("a1", 1.0)
+    second.join(1.0)
+
+    assert [lease.ref for lease in second.ask(1.0)] == [(0, 1), (1, 1), (2, 0), (3, 0)]
+    assert ledger.counters()["num_leases_reissued"] == 2
+
+
+def test_the_run_never_has_more_groups_than_it_will_train():
+    ledger = make_ledger(groups_per_batch=2, eta=3, max_lag=4, num_groups_total=4)
+    actor = FakeActor(ledger, "a1", slots=20)
+    actor.join()
+
+    leases = actor.ask()
+    actor.hand_back(leases[0], ReturnReason.PROMPT_INVALID)
+    replacement = actor.ask()
+
+    assert [lease.group_id for lease in leases] == [0, 1, 2, 3]
+    assert [lease.group_id for lease in replacement] == [4]  # a dropped group is replaced, so the end is exact
+    for lease in leases[1:] + replacement:
+        actor.finish(lease)
+    train(ledger), train(ledger)
+    actor.install(2)
+    assert actor.ask() == []
+    assert "the run is over" in ledger.why_waiting(0.0)
+
+
+def test_a_draining_actor_gets_no_more_leases_and_keeps_those_it_has():
+    ledger = make_ledger(groups_per_batch=2)
+    actor = FakeActor(ledger, "a1", slots=1)
+    actor.join()
+    (lease,) = actor.ask()
+
+    ledger.drain("a1", 0.0)
+
+    assert actor.finish(lease).kind == "accepted"
+    assert actor.ask() == []
+
+
+def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
+    ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
+    fresh, old = FakeActor(ledger, "fresh"), FakeActor(ledger, "old")
+    fresh.join(), old.join()
+    fresh.finish(fresh.ask()[0])
+    train(ledger)
+    fresh.install(1)
+
+    ledger.eval_request(7, version=1, num_prompts=2, now=0.0)
+
+    assert old.ask(free_eval=4) == []
+    leases = fresh.ask(free_eval=4)
+    assert [lease.purpose for lease in leases] == [1, 1, 0]
+    assert [lease.group_id for lease in leases[:2]] == [EVAL_BIT | 7 << 32, EVAL_BIT | 7 << 32 | 1]
+    assert leases[0].sampling.temperature == 0.0 and leases[0].min_version == VersionRef(1, 1)
+    assert leases[1].prompt == b'{"test": 1}'
+
+
+def test_with_several_steps_a_batch_the_rule_counts_batches():
+    ledger = make_ledger(groups_per_batch=1, eta=1, window=1, max_lag=8, versions_per_batch=4)
+    actor = FakeActor(ledger, "a1", slots=10)
+    actor.join()
+    assert settings(eta=1, window=2, versions_per_batch=4, max_lag=8).lag_bound == 4 * 3 - 1
+    for lease in actor.ask():
+        actor.finish(lease)
+    ledger.cut_batch(0)
+    ledger.trained(4, False, "")
+    ledger.publish(VersionRef(1, 4))
+
+    actor.install(3)  # three of the four steps of the first batch: still zero whole batches
+    assert actor.ask() == []
+    actor.install(4)
+    assert len(actor.ask()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(eta=2, max_lag=1), "max_lag=1 is below 2"),
+        (dict(dedupe_window=2000), "dedupe_window=2000 is above 1024"),
+        (dict(groups_per_batch=0), "groups_per_batch=0"),
+        (dict(window=-1), "window=-1"),
+        (dict(lease_ttl_s=0.0), "lease_ttl_s=0.0"),
+        (dict(group_policy="accept_partial", min_members=9), "min_members=9"),
+        (dict(group_policy="guess"), "group_policy='guess'"),
+        (dict(on_stale="keep"), "on_stale='keep'"),
+        (dict(slots_per_actor_max=0), "slots_per_actor_max=0"),
+    ],
+)
+def test_contradictory_settings_are_refused_with_the_number_and_the_reason(changes, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**changes)
+
+
+def test_the_bound_is_eta_plus_the_window_in_batches():
+    bounds = [LedgerSettings(groups_per_batch=4, group_size=2, eta=2, window=w, max_lag=9).lag_bound for w in (0, 4, 5)]
+    assert bounds == [2, 3, 4]
+
+
+def test_a_beat_of_an_actor_without_a_link_is_not_taken():
+    ledger = make_ledger()
+    actor = FakeActor(ledger, "a1")
+
+    assert actor.beat() is False
+    assert ActorState.RUNNING == 2 and ledger.counters()["num_actors"] == 0

@@ -1,0 +1,233 @@
+"""What a crash may cost, and what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from learner.hub.ledger import Ledger
+from streamrl.errors import CheckpointError
+from streamrl.messages import Lineage, RejectReason, VersionRef
+from tests.unit.hub.samples import FakeActor, ledger_arguments, make_ledger, restart, settings, train
+
+
+def started(**changes: object) -> tuple:
+    ledger = make_ledger(**{"groups_per_batch": 1, "eta": 1, **changes})
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    return ledger, actor, actor.ask()
+
+
+def test_durable_means_that_a_published_checkpoint_has_the_outcome():
+    ledger, actor, leases = started()
+    actor.finish(leases[0]), actor.finish(leases[1])
+    train(ledger)
+
+    assert actor.take_acks()[0].durable_upto == 0 and len(actor.outbox) == 2
+    ledger.freeze(1)
+    assert actor.take_acks() == []  # frozen, but not on disk yet
+    ledger.saved(1)
+
+    assert actor.take_acks()[0].durable_upto == 1
+    assert list(actor.outbox) == [2]  # the second group is still held, so its bytes may be needed again
+
+
+def test_what_ended_after_the_freeze_is_not_durable_by_it():
+    ledger, actor, leases = started()
+    actor.finish(leases[0])
+    ledger.freeze(0)
+    train(ledger)
+
+    ledger.saved(0)
+
+    assert actor.take_acks()[-1].durable_upto == 0
+
+
+def test_a_checkpoint_that_failed_is_covered_by_the_next_one():
+    ledger, actor, leases = started()
+    actor.finish(leases[0])
+    train(ledger)
+    ledger.freeze(1)  # never saved
+    actor.finish(leases[1])
+    train(ledger)
+
+    ledger.freeze(2), ledger.saved(2)
+
+    assert actor.take_acks()[-1].durable_upto == 2
+    with pytest.raises(ValueError, match="never frozen"):
+        ledger.saved(1)
+
+
+def test_a_trained_group_is_never_trained_again_after_a_restart():
+    ledger, actor, leases = started()
+    group = actor.group(leases[0])
+    actor.send(group)
+    train(ledger)
+    state = ledger.freeze(1)  # published, but the learner died before its DURABLE went out
+
+    actor.ledger = restart(ledger, state)
+    verdict = actor.join()
+
+    assert verdict.durable_upto == 1 and actor.outbox == {}
+    assert actor.send(group).kind == "repeat"
+
+
+def test_accepted_but_unsaved_work_is_sent_again_and_trained():
+    ledger, actor, leases = started()
+    state = ledger.freeze(0)
+    groups = [actor.group(lease) for lease in leases]
+    for group in groups:
+        actor.send(group)
+
+    successor = actor.ledger = restart(ledger, state)
+    actor.join()
+
+    assert [actor.send(group).kind for group in groups] == ["accepted", "accepted"]
+    assert train(successor) == [0]
+
+
+def test_held_groups_and_their_bytes_survive():
+    ledger, actor, leases = started()
+    actor.finish(leases[0], rewards=[0.25, 0.5])
+    before = ledger.held_groups()
+    ledger.cut_batch(0)  # a batch that is cut but not trained counts as held
+
+    successor = restart(ledger, ledger.freeze(0))
+
+    assert successor.held_groups() == before
+    assert train(successor) == [0]
+
+
+def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
+    ledger, actor, leases = started()
+    state = ledger.freeze(0)
+    actor.finish(leases[0])
+    train(ledger)
+    actor.install(1)
+    (extra,) = actor.ask()
+    dead = actor.group(extra)
+
+    successor = actor.ledger = restart(ledger, state)
+    actor.join()
+
+    assert successor.lineage == (Lineage(1, 0, 0), Lineage(2, 0, 0))
+    assert actor.send(dead).reason is RejectReason.VERSION
+    assert actor.ask() == []  # weights of the dead branch earn no lease
+    actor.install(0, epoch=2)
+    assert actor.ask() != []
+
+
+def test_an_actor_that_holds_surviving_weights_goes_on_under_their_old_name():
+    ledger, actor, leases = started()
+    ledger = actor.ledger = restart(ledger, ledger.freeze(0))
+
+    actor.join()
+
+    assert actor.ref == VersionRef(1, 0)
+    assert actor.finish(leases[0]).kind == "accepted"
+
+
+def test_no_burst_follows_a_restart():
+    ledger, actor, leases = started(groups_per_batch=2)
+    for lease in leases:
+        actor.finish(lease)
+    train(ledger)
+
+    actor.ledger = restart(ledger, ledger.freeze(1))
+    actor.leases, actor.ref = {}, VersionRef(2, 1)
+    actor.join()
+
+    assert len(actor.ask()) == 2  # (eta + n + 1) * B = 6 groups, of which 2 trained and 2 held
+
+
+def test_leases_wait_a_moment_for_their_actors_then_go_to_others():
+    ledger, actor, leases = started(dead_after_s=3.0)
+    successor = restart(ledger, ledger.freeze(0))
+    other = FakeActor(successor, "a2", ref=VersionRef(2, 0))
+
+    other.join(100.0)
+    assert other.ask(101.0) == []
+    granted = other.ask(103.0)
+
+    assert [lease.ref for lease in granted] == [(lease.group_id, 1) for lease in leases]
+    assert [lease.seeds for lease in granted] == [lease.seeds for lease in leases]
+    assert successor.counters()["lost_on_crash"] == 2
+
+
+def test_an_actor_that_returns_in_time_keeps_its_leases():
+    ledger, actor, leases = started()
+
+    actor.ledger = restart(ledger, ledger.freeze(0))
+    verdict = actor.join()
+
+    assert verdict.held == tuple((lease.ref, True) for lease in leases)
+    assert actor.finish(leases[1]).kind == "accepted"
+
+
+def test_a_fenced_incarnation_stays_fenced_over_a_restart():
+    ledger, old, _ = started()
+    FakeActor(ledger, "a1", incarnation=12).join(1.0)
+
+    old.ledger = restart(ledger, ledger.freeze(0))
+
+    assert old.join().stop.exit_code == 3
+
+
+def test_numbers_that_the_sender_forgot_do_not_hold_the_low_water_mark_down():
+    ledger, actor, leases = started()
+    state = ledger.freeze(0)
+    actor.finish(leases[0], versions=[(1, 9)])  # rejected, hence forgotten by its sender
+    actor.take_acks()
+
+    actor.ledger = restart(ledger, state)
+
+    assert actor.join().settled_upto == 1
+
+
+def test_everything_saved_is_forgotten_so_the_tables_stay_small():
+    ledger, actor, leases = started()
+    for _ in range(50):
+        for lease in leases:
+            actor.finish(lease)
+        train(ledger)
+        ledger.freeze(ledger.version), ledger.saved(ledger.version)
+        actor.install(ledger.version)
+        actor.take_acks()
+        leases = actor.ask()
+
+    assert ledger.groups.done_below == 50 and len(ledger.groups.settled) == 0
+    assert len(ledger.freeze(50)) < 4000
+
+
+def test_a_lower_eta_after_a_restart_draws_nothing_until_the_lead_is_used_up():
+    ledger, actor, leases = started(groups_per_batch=1, eta=1)
+    arguments = ledger_arguments(learner_epoch=2)
+    successor = Ledger.restore(
+        ledger.freeze(0), settings(groups_per_batch=1, eta=0, window=0, max_lag=0), **arguments
+    )
+    actor.ledger = successor
+    successor.publish(VersionRef(2, 0))
+
+    actor.join()
+    successor.check()
+
+    assert actor.ask() == []
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [(dict(run_id="other"), "belongs to run run"), (dict(learner_epoch=1), "must exceed 1")], ids=["run", "epoch"],
+)
+def test_a_foreign_ledger_is_refused(changes, words):
+    ledger = make_ledger()
+    with pytest.raises(CheckpointError, match=words):
+        Ledger.restore(ledger.freeze(0), ledger.settings, **ledger_arguments(**{"learner_epoch": 2, **changes}))
+
+
+def test_bytes_that_are_no_ledger_are_refused():
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Ledger.restore(b"\x93\x01\x02", settings(), **ledger_arguments(learner_epoch=2))
+
+
+def test_freezing_at_another_version_is_an_error():
+    with pytest.raises(ValueError, match="the ledger is at version 0"):
+        make_ledger().freeze(3)
