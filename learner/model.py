@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from learner.attention import ATTENTION, PackedLayout, make_layout
 from learner.logprob_head import score_tokens
@@ -82,7 +83,9 @@ def load_policy(
             module.p = 0.0  # a dropped unit would change the ratio that is being trained on
     _check_scoring(policy, str(model_dir))
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed it in 5.23; both names take the keyword arguments of torch's checkpoint
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if ranks.mesh is None:
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
@@ -98,6 +101,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def _read_model(model_dir: Path) -> Any:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"policy.model_path={model_dir}: no config.json there; give a local Hugging Face checkpoint.")
+    transformers_logging.disable_progress_bar()  # one bar a rank, over the log, for a load of a second
     try:
         return AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation=ATTENTION,

@@ -11,6 +11,7 @@ recorded behaviour log-prob is the only denominator of a ratio. The algorithms t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -128,7 +129,11 @@ class Objective:
             spread.detach(),
         )
         self._measure(seen)
-        return aggregate(losses, mask, keep=keep & fresh, row_weights=self._of_rows(self._facts.weights, batch))
+        # Clips and vetoes would hide a broken policy: NaN must reach the gradients, so that the step is skipped.
+        broken = mask & ~policy.isfinite()
+        losses = torch.where(broken, policy * torch.where(broken, math.nan, 0.0), losses)
+        weights = self._of_rows(self._facts.weights, batch)
+        return aggregate(losses, mask, keep=keep & fresh | broken, row_weights=weights)
 
     def observe(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """First pass of a surrogate with `needs_policy_logprobs`: note this micro-batch's ratios and advantages."""
@@ -165,7 +170,7 @@ class Objective:
             return fresh, mask
         low = 0.0 if self._loss.veto_low is None else self._loss.veto_low
         high = float("inf") if self._loss.veto_high is None else self._loss.veto_high
-        return fresh, veto_keep(ell, mask, low=low, high=high) & mask
+        return fresh, veto_keep(ell, mask, low=low, high=high)
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
         """[S, A], detached, without the token's own ratio."""

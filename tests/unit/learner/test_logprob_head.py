@@ -1,0 +1,114 @@
+"""The chunked head against log_softmax over the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.logprob_head import score_tokens
+
+M, H, V = 11, 6, 17
+
+
+def inputs(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(M, H, dtype=dtype, generator=generator).requires_grad_()
+    weight = torch.randn(V, H, dtype=dtype, generator=generator).requires_grad_()
+    bias = torch.randn(V, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(0, V, (M,), generator=generator)
+    temperatures = 0.5 + torch.rand(M, dtype=dtype, generator=generator)
+    return hidden, weight, bias, targets, temperatures
+
+
+def by_the_book(hidden, weight, bias, targets, temperatures):
+    log_p = ((hidden @ weight.T + bias) / temperatures[:, None]).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 1000])
+def test_values_and_gradients_are_those_of_log_softmax_for_every_chunk_size(chunk):
+    hidden, weight, bias, targets, temperatures = inputs()
+    ours = score_tokens(hidden, weight, targets, temperatures, bias=bias, chunk_tokens=chunk)
+    theirs = by_the_book(hidden, weight, bias, targets, temperatures)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-12, rtol=1e-12)
+
+    up = torch.randn(2, M, dtype=torch.float64)
+    got = torch.autograd.grad((ours[0] * up[0] + ours[1] * up[1]).sum(), (hidden, weight, bias))
+    expected = torch.autograd.grad((theirs[0] * up[0] + theirs[1] * up[1]).sum(), (hidden, weight, bias))
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
+def test_gradcheck_in_float64_for_each_output(outputs):
+    hidden, weight, bias, targets, temperatures = inputs()
+
+    def score(h, w, b):
+        both = score_tokens(h, w, targets, temperatures, bias=b, chunk_tokens=3)
+        return tuple(both[i] for i in outputs)
+
+    assert torch.autograd.gradcheck(score, (hidden, weight, bias))
+
+
+def test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made():
+    big_v, tokens, chunk = 500, 200, 8
+    hidden = torch.randn(tokens, H, requires_grad=True)
+    weight = torch.randn(big_v, H, requires_grad=True)
+    sizes: list[int] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and big_v in tensor.shape and tensor.shape != weight.shape:
+                    sizes.append(tensor.numel())
+            return out
+
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    with Spy():
+        logprobs, entropy = score_tokens(hidden, weight, targets, torch.ones(tokens), chunk_tokens=chunk)
+        (logprobs.sum() + entropy.sum()).backward()
+
+    assert sizes and max(sizes) <= max(chunk * big_v, H * big_v)
+
+
+def test_half_precision_inputs_are_summed_in_float32():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(4, 2048, generator=generator).bfloat16()
+    weight = torch.randn(9, 2048, generator=generator).bfloat16()
+    targets = torch.zeros(4, dtype=torch.int64)
+
+    logprobs, _ = score_tokens(hidden, weight, targets, torch.full((4,), 30.0))
+
+    exact, _ = by_the_book(hidden.double(), weight.double(), torch.zeros(9), targets, torch.full((4,), 30.0).double())
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_to_score_still_carries_a_gradient_of_zeros():
+    hidden, weight, _, _, _ = inputs()
+    empty = torch.zeros(0, dtype=torch.int64)
+
+    logprobs, _ = score_tokens(hidden[:0], weight, empty, torch.zeros(0, dtype=torch.float64))
+    logprobs.sum().backward()
+
+    assert logprobs.numel() == 0 and not weight.grad.any() and not hidden.grad.any()
+
+
+def test_extreme_logits_give_finite_numbers():
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+
+    logprobs, entropy = score_tokens(hidden, weight, torch.tensor([0, 0]), torch.ones(2))
+    (logprobs.sum() + entropy.sum()).backward()
+
+    torch.testing.assert_close(logprobs, torch.tensor([0.0, -2e4]))
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all() and torch.isfinite(entropy).all()
+
+
+def test_a_chunk_of_nothing_is_refused():
+    hidden, weight, _, targets, temperatures = inputs()
+    with pytest.raises(ValueError, match="logprob_chunk_tokens"):
+        score_tokens(hidden, weight, targets, temperatures, chunk_tokens=0)

@@ -1,0 +1,101 @@
+"""Packing: nothing lost, nothing over the budget, always the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_samples import batch, trajectory
+
+from learner.packing import empty_micro_batch, equalize, pack
+from learner.ranks import Ranks
+from streamrl.errors import ConfigError
+
+SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+def rows_of(sizes):
+    rng = np.random.default_rng(0)
+    return [trajectory(rng, i // 4, i % 4, num_prompt=p, num_actions=n) for i, (p, n) in enumerate(sizes)]
+
+
+@given(SIZES, st.integers(64, 200))
+@settings(max_examples=50, deadline=None)
+def test_every_action_token_is_scored_once_from_the_token_before_it(sizes, max_tokens):
+    rows = rows_of(sizes)
+    seen = []
+    for micro in pack(rows, max_tokens):
+        assert sum(rows[i].num_tokens for i in micro.rows) <= max_tokens
+        assert sum(micro.packing.lengths) == micro.num_tokens
+        starts = np.cumsum([0, *micro.packing.lengths])
+        for place, i in enumerate(micro.rows):
+            row, mine = rows[i], micro.mask[place]
+            seen.append(i)
+            picked = micro.slots // micro.mask.shape[1] == place
+            assert micro.padded(micro.targets)[place][mine].tolist() == row.token_ids[row.mask].tolist()
+            torch.testing.assert_close(micro.behavior_logprobs[place][mine], torch.from_numpy(row.logprobs[row.mask]))
+            assert micro.versions[place][mine].tolist() == row.versions[row.mask].tolist()
+            assert float(micro.rewards[place].sum()) == row.reward
+            full = np.concatenate([row.prompt_ids, row.token_ids])
+            before = micro.score_index[picked] - starts[place]
+            assert before.tolist() == (np.flatnonzero(row.mask) + len(row.prompt_ids) - 1).tolist()
+            packed = micro.tokens[starts[place] : starts[place + 1]].numpy()
+            assert np.array_equal(packed, full[: len(packed)])
+            assert micro.positions[starts[place] : starts[place + 1]].tolist() == list(range(len(packed)))
+    assert sorted(seen) == list(range(len(rows)))
+
+
+@given(SIZES)
+@settings(max_examples=30, deadline=None)
+def test_few_micro_batches_are_used_and_always_the_same(sizes):
+    rows = rows_of(sizes)
+    first, again = pack(rows, 70), pack(rows, 70)
+
+    assert [m.rows for m in first] == [m.rows for m in again]
+    need = sum(row.num_tokens for row in rows)
+    # first fit leaves at most one micro-batch half empty
+    assert len(first) <= 2 * need / 70 + 1
+
+
+def test_a_trajectory_over_the_budget_names_the_setting():
+    longest = trajectory(np.random.default_rng(0), 0, 0, num_prompt=10, num_actions=10, with_gap=False)
+
+    assert len(pack([longest], 20)) == 1
+    with pytest.raises(ConfigError, match="learner.max_tokens_per_device=19 is below the longest trajectory of 20"):
+        pack([longest], 19)
+
+
+def test_trajectories_without_actions_are_not_packed():
+    rows = batch(1, 3)
+    rows[1].mask[:] = False
+
+    assert [m.rows for m in pack(rows, 500)] == [(0, 2)]
+    assert pack(rows[1:2], 500) == []
+
+
+def test_every_rank_runs_as_many_passes_as_the_longest_and_the_rest_are_empty():
+    others_have_five = SimpleNamespace(maximum=lambda mine: max(mine, 5.0))
+    mine = pack(batch(2, 2), 40)
+
+    equal = equalize(mine, others_have_five)
+
+    assert len(equal) == 5 and equal[: len(mine)] == mine
+    assert all(not m.rows and m.num_scored == 0 and m.num_tokens == 1 for m in equal[len(mine) :])
+    assert equalize(mine, Ranks()) == mine
+
+
+def test_an_empty_pass_reaches_every_parameter_with_zeros(checkpoints):
+    from learner.model import load_policy
+
+    policy, empty = load_policy(checkpoints["qwen3-tied"]), empty_micro_batch()
+
+    logprobs, _ = policy(
+        empty.tokens, empty.positions, empty.packing, empty.score_index, empty.targets, empty.temperatures
+    )
+    logprobs.sum().backward()
+
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())

@@ -1,0 +1,96 @@
+"""Two FSDP2 ranks over gloo must do what one process does: same loss, gradients, weights, statistics, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from learner_samples import tiny_checkpoint
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from learner.ranks import Ranks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def gang(world: int, *arguments: Path) -> None:
+    """Run `two_ranks.py` with that many ranks, with a deadline."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
+    program = [sys.executable, *launcher, str(HERE / "two_ranks.py"), *map(str, arguments)]
+    paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    return load_file(folder / "result.safetensors"), json.loads((folder / "result.json").read_text())
+
+
+def assert_same(one: Path, two: Path) -> None:
+    (tensors, numbers), (their_tensors, their_numbers) = result(one), result(two)
+    assert tensors.keys() == their_tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, their_tensors[name], atol=1e-5, rtol=1e-4, msg=name)
+    assert numbers["loss"] == pytest.approx(their_numbers["loss"], abs=1e-6)
+    assert numbers["norm"] == pytest.approx(their_numbers["norm"], rel=1e-5)
+    stats, theirs = numbers["stats"], their_numbers["stats"]
+    assert stats.keys() == theirs.keys()
+    for key in stats.keys() - {"policy/num_microbatches"}:
+        assert stats[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+
+
+def assert_same_weights(resumed: Path, uninterrupted: Path) -> None:
+    (mine, _), (theirs, _) = result(resumed), result(uninterrupted)
+    for name in [key for key in mine if key.startswith("weights/")]:
+        torch.testing.assert_close(mine[name], theirs[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """One process has trained into one/, two ranks into two/; two/resumed goes on from one/'s checkpoint."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_checkpoint(folder / "model", "qwen3", tied=True)
+    (folder / "model" / "tokenizer_config.json").write_text("{}")
+    for name in ("one", "two", "two/resumed", "one-resumed"):
+        (folder / name).mkdir()
+    two_ranks.train(folder, folder / "one", Ranks())
+    gang(2, folder, folder / "two", folder / "one" / "run")
+    return folder
+
+
+def test_two_ranks_have_the_loss_gradients_statistics_and_weights_of_one_process(work):
+    assert_same(work / "one", work / "two")
+
+
+def test_two_ranks_export_one_whole_model_with_its_tokenizer_and_ties(work):
+    weights, _ = result(work / "two")
+    exported = AutoModelForCausalLM.from_pretrained(work / "two" / "exported")
+
+    assert (work / "two" / "exported" / "tokenizer_config.json").read_text() == "{}"
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, weights[f"weights/model.{name}"])
+    assert exported.lm_head.weight.data_ptr() == exported.model.embed_tokens.weight.data_ptr()
+
+
+def test_the_checkpoint_of_one_process_resumes_on_two_ranks(work):
+    assert_same_weights(work / "two" / "resumed", work / "one")
+
+
+def test_the_checkpoint_of_two_ranks_resumes_in_one_process(work):
+    two_ranks.resume(work, work / "one-resumed", Ranks(), run=work / "two" / "run")
+
+    assert_same_weights(work / "one-resumed", work / "two")
+
+
+def test_a_rank_that_cannot_write_its_shard_is_an_error_of_all_ranks(work):
+    assert "No space left on device" in (work / "two" / "refused-1").read_text()
+    assert "another rank could not write" in (work / "two" / "refused-0").read_text()

@@ -1,0 +1,136 @@
+"""Forward, backward, clip, step: on one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from learner_samples import batch, plan_of
+
+from learner.model import load_policy
+from learner.objective import Objective
+from learner.optimizer import Schedule, make_optimizer, make_schedule
+from learner.packing import pack
+from learner.ranks import Ranks
+from learner.step import forward_backward, optimizer_step, prepare
+from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
+from streamrl.errors import ConfigError
+
+ALONE = Ranks()
+CONSTANT = Schedule("constant", 1e-3, 10)
+
+
+def gradients(policy, rows, *, max_tokens=500, loss=None, advantage=None):
+    made = Objective(
+        advantage or AdvantageConfig(), loss or LossConfig(), max_new_tokens=16, max_lag=4, ranks=ALONE
+    )
+    made.begin(rows, plan_of(rows), version=5)
+    micro_batches = pack(rows, max_tokens)
+    prepare(policy, micro_batches, made)
+    total = sum(forward_backward(policy, micro, made) for micro in micro_batches)
+    return total, [p.grad.clone() for p in policy.parameters()]
+
+
+def test_the_number_of_micro_batches_changes_neither_loss_nor_gradients(checkpoints):
+    policy, rows = load_policy(checkpoints["qwen3-tied"]), batch(3, 4)
+    whole, expected = gradients(policy, rows)
+    policy.zero_grad()
+    split, got = gradients(policy, rows, max_tokens=25)
+
+    assert split == pytest.approx(whole, abs=1e-6)
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-4)
+
+
+def test_a_surrogate_that_must_see_the_batch_first_leaves_no_gradient_while_it_looks(checkpoints):
+    policy, rows = load_policy(checkpoints["qwen3-tied"]), batch(3, 4)
+    made = Objective(AdvantageConfig(), LossConfig(surrogate="m2po"), max_new_tokens=16, max_lag=4, ranks=ALONE)
+    made.begin(rows, plan_of(rows), version=5)
+    micro_batches = pack(rows, 60)
+    prepare(policy, micro_batches, made)
+
+    assert all(p.grad is None for p in policy.parameters())
+    assert all(math.isfinite(forward_backward(policy, micro, made)) for micro in micro_batches)
+
+
+def test_the_gradient_norm_is_global_and_clipping_scales_all_gradients_alike(checkpoints):
+    policy = load_policy(checkpoints["llama-tied"])
+    _, before = gradients(policy, batch(2, 3))
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in before))
+    kept = torch.optim.SGD(policy.parameters(), lr=1.0)
+    weights = [p.detach().clone() for p in policy.parameters()]
+
+    result = optimizer_step(
+        policy, kept, Schedule("constant", 1.0, 10), step=0, max_grad_norm=norm / 3, ranks=ALONE
+    )
+
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5) and not result.skipped and result.lr == 1.0
+    for old, new, grad in zip(weights, policy.parameters(), before, strict=True):
+        torch.testing.assert_close(old - new.detach(), grad / 3, atol=1e-6, rtol=1e-4)
+    assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_touches_nothing(checkpoints, bad):
+    policy = load_policy(checkpoints["llama-tied"])
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
+    gradients(policy, batch(2, 3))
+    optimizer_step(policy, optimizer, CONSTANT, step=0, max_grad_norm=1.0, ranks=ALONE)
+    weights, moments = copy.deepcopy(policy.state_dict()), copy.deepcopy(optimizer.state_dict())
+    gradients(policy, batch(2, 3))
+    next(policy.parameters()).grad[0, 0] = bad
+
+    result = optimizer_step(policy, optimizer, CONSTANT, step=1, max_grad_norm=1.0, ranks=ALONE)
+
+    assert result.skipped and not math.isfinite(result.grad_norm)
+    assert all(torch.equal(weights[name], value) for name, value in policy.state_dict().items())
+    for index, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(moments["state"][index][key], value) for key, value in state.items())
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_three_steps_lower_the_loss_of_the_same_batch(checkpoints):
+    policy, rows = load_policy(checkpoints["qwen3-tied"]), batch(3, 4)
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
+    loss = LossConfig(surrogate="reinforce", allow_uncorrected=True, veto_low=None, veto_high=None)
+    advantage = AdvantageConfig(estimator="group")
+    values = []
+    for step in range(4):
+        values.append(gradients(policy, rows, loss=loss, advantage=advantage)[0])
+        optimizer_step(policy, optimizer, CONSTANT, step=step, max_grad_norm=1.0, ranks=ALONE)
+    assert values == sorted(values, reverse=True)
+
+
+def test_weight_decay_spares_norms_and_biases(checkpoints):
+    optimizer = make_optimizer(load_policy(checkpoints["qwen3-tied"]), OptimizerConfig(weight_decay=0.1))
+
+    decays = {p.dim(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.1, 1: 0.0}
+
+
+def test_schedules_warm_up_then_stay_or_fall_to_their_end():
+    linear = Schedule("linear", 1.0, 12, num_warmup_steps=2, min_lr=0.1)
+    cosine = Schedule("cosine_with_min_lr", 1.0, 12, num_warmup_steps=2, min_lr=0.1)
+    constant = Schedule("constant", 1.0, 12, num_warmup_steps=2)
+
+    assert [constant.lr_at(n) for n in (0, 1, 2, 99)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert [linear.lr_at(n) for n in (0, 1, 2, 7, 12, 99)] == pytest.approx([1 / 3, 2 / 3, 1, 0.55, 0.1, 0.1])
+    assert [cosine.lr_at(n) for n in (2, 7, 12)] == pytest.approx([1, 0.55, 0.1])
+    assert cosine.lr_at(4) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
+
+
+def test_the_schedule_of_the_settings_counts_its_warm_up_in_steps_of_the_run():
+    made = make_schedule(
+        OptimizerConfig(lr=2e-6), SchedulerConfig(name="linear", warmup_ratio=0.05, min_lr=1e-6), num_steps=50
+    )
+
+    assert made == Schedule("linear", 2e-6, 50, num_warmup_steps=3, min_lr=1e-6)
+
+
+def test_an_unknown_schedule_and_an_end_above_the_peak_are_refused():
+    with pytest.raises(ConfigError, match="constant, linear, cosine_with_min_lr"):
+        Schedule("cosine", 1.0, 10)
+    with pytest.raises(ConfigError, match="min_lr=2.0"):
+        Schedule("linear", 1.0, 10, min_lr=2.0)

@@ -1,0 +1,118 @@
+"""What one learner does in the two-rank tests; under torchrun, or called in the test's own process for one rank.
+
+    train(work, folder)     three optimizer steps, a checkpoint before the last, the result, the exported model
+    resume(work, folder)    from a checkpoint, the last step; the result
+    fail(work, folder)      rank 1 cannot write its shard
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from learner_samples import batch, plan_of
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from learner.checkpoint import find_checkpoint, save_checkpoint
+from learner.export import export_model
+from learner.model import load_policy
+from learner.objective import Objective
+from learner.optimizer import Schedule, make_optimizer
+from learner.packing import equalize, pack
+from learner.ranks import Ranks
+from learner.step import forward_backward, optimizer_step, prepare
+from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
+from streamrl.errors import CheckpointError
+
+SCHEDULE = Schedule("linear", 1e-3, 5)
+
+
+def train_step(policy, optimizer, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
+    """(loss, gradient norm, whole gradients, statistics) of one step on a batch that depends on the step alone."""
+    rows = batch(5, 3, seed=step)
+    plan = plan_of(rows, world=ranks.world)
+    mine = [row for row in rows if row.group_id % ranks.world == ranks.rank]
+    objective = Objective(
+        AdvantageConfig(scale="batch_std"),
+        LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01),
+        max_new_tokens=16, max_lag=4, ranks=ranks,
+    )
+    objective.begin(mine, plan, version=5)
+    micro_batches = equalize(pack(mine, 40), ranks)
+    prepare(policy, micro_batches, objective)
+    loss = sum(forward_backward(policy, micro, objective) for micro in micro_batches)
+    gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
+    result = optimizer_step(policy, optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
+    return ranks.all_reduce([loss])[0], result.grad_norm, gradients, objective.finish().flush(step)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
+    weights = {f"weights/{name}": whole(p) for name, p in policy.named_parameters()}
+    loss, norm, gradients, stats = first
+    if ranks.rank == 0:
+        save_file({**weights, **{f"grads/{k}": v for k, v in gradients.items()}}, folder / "result.safetensors")
+        (folder / "result.json").write_text(json.dumps({"loss": loss, "norm": norm, "stats": stats}))
+
+
+def start(work: Path, ranks: Ranks):
+    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
+    return policy, make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
+
+
+def train(work: Path, folder: Path, ranks: Ranks) -> None:
+    policy, optimizer = start(work, ranks)
+    first = train_step(policy, optimizer, ranks, step=0)
+    train_step(policy, optimizer, ranks, step=1)
+    save_checkpoint(
+        folder / "run", 2, policy, optimizer, ranks, extra={"note": "x"}, blobs={"ledger": b"state"}, num_keep=2
+    )
+    train_step(policy, optimizer, ranks, step=2)
+    write(folder, policy, ranks, first)
+    export_model(policy, work / "model", folder / "exported", ranks)
+
+
+def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path) -> None:
+    policy, optimizer = start(work, ranks)
+    found = find_checkpoint(run, ranks)
+    found.restore(policy, optimizer, ranks)
+    assert (found.version, found.blobs["ledger"], found.extra["note"]) == (2, b"state", "x")
+    write(folder, policy, ranks, train_step(policy, optimizer, ranks, step=2))
+
+
+def fail(work: Path, folder: Path, ranks: Ranks) -> None:
+    """A full disk under one rank must be every rank's error, and leave nothing that looks like a checkpoint."""
+    import learner.checkpoint as module
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    written = module.write_shards
+    module.write_shards = no_room if ranks.rank == 1 else written
+    try:
+        save_checkpoint(folder / "broken", 1, *start(work, ranks), ranks, extra={}, blobs={}, num_keep=1)
+    except CheckpointError as error:
+        (folder / f"refused-{ranks.rank}").write_text(str(error))
+    finally:
+        module.write_shards = written
+    assert find_checkpoint(folder / "broken", ranks) is None
+
+
+def main(work: Path, folder: Path, other_run: Path) -> None:
+    """All of it, in one gang."""
+    torch.set_num_threads(1)
+    ranks = Ranks.start("cpu", timeout_s=60)
+    train(work, folder, ranks)
+    resume(work, folder / "resumed", ranks, run=other_run)
+    fail(work, folder, ranks)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))
