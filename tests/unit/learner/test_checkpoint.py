@@ -1,0 +1,276 @@
+"""Checkpoints: bit-equal resumption, every flipped byte noticed, and never fewer good ones than before."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from learner_samples import batch, plan_of
+from safetensors import safe_open
+
+from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.model import load_policy
+from learner.objective import Objective
+from learner.optimizer import Schedule, make_optimizer
+from learner.packing import pack
+from learner.ranks import Ranks
+from learner.run_dir import claim_run_dir
+from learner.shards import Box
+from learner.step import forward_backward, optimizer_step
+from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
+from streamrl.errors import CheckpointError, RunLockedError
+
+HERE = Path(__file__).parent
+ALONE = Ranks()
+SCHEDULE = Schedule("cosine_with_min_lr", 1e-3, 8, num_warmup_steps=2)
+
+
+class Training:
+    """A policy, its optimizer, and steps on batches that depend on the version and on torch's generator."""
+
+    def __init__(self, model_dir, seed=1):
+        torch.manual_seed(seed)
+        self.policy = load_policy(model_dir)
+        self.optimizer = make_optimizer(self.policy, OptimizerConfig(lr=1e-3))
+        self.objective = Objective(AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=ALONE)
+        self.version = 0
+
+    def step(self, times=1):
+        for _ in range(times):
+            rows = batch(2, 3, seed=int(torch.randint(0, 1000, ())))
+            self.objective.begin(rows, plan_of(rows), version=5)
+            for micro in pack(rows, 64):
+                forward_backward(self.policy, micro, self.objective)
+            optimizer_step(self.policy, self.optimizer, SCHEDULE, step=self.version, max_grad_norm=1.0, ranks=ALONE)
+            self.version += 1
+        return self
+
+    def save(self, run_dir, **changes):
+        options = {"extra": {"learner_epoch": 1, "lineage": [[1, 0, self.version]]}, "num_keep": 2,
+                   "blobs": {"ledger": b"ledger %d" % self.version}, **changes}
+        return save_checkpoint(run_dir, self.version, self.policy, self.optimizer, ALONE, **options)
+
+    def load(self, run_dir):
+        found = load_checkpoint(run_dir, self.policy, self.optimizer, ALONE)
+        self.version = found.version
+        return found
+
+    def state(self):
+        named = {name: p.detach().clone() for name, p in self.policy.named_parameters()}
+        for name, parameter in self.policy.named_parameters():
+            named |= {f"{name} {key}": v.clone() for key, v in self.optimizer.state.get(parameter, {}).items()}
+        return named
+
+
+@pytest.fixture
+def training(checkpoints):
+    return Training(checkpoints["qwen3-tied"])
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(training, checkpoints, tmp_path):
+    training.step(2).save(tmp_path)
+    uninterrupted = training.step(3).state()
+
+    resumed = Training(checkpoints["qwen3-tied"], seed=99)
+    found = resumed.load(tmp_path)
+
+    assert (found.version, found.blobs, found.extra["lineage"]) == (2, {"ledger": b"ledger 2"}, [[1, 0, 2]])
+    assert equal(resumed.step(3).state(), uninterrupted)
+
+
+def test_a_checkpoint_before_the_first_step_restores_an_optimizer_without_moments(training, checkpoints, tmp_path):
+    training.save(tmp_path)
+    used = Training(checkpoints["qwen3-tied"]).step(1)
+
+    used.load(tmp_path)
+
+    assert equal(used.state(), training.state()) and not used.optimizer.state_dict()["state"]
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path):
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("name", ["rank-00000-of-00001.safetensors", "ledger.bin", "manifest.json"])
+def test_one_flipped_byte_in_any_file_falls_back_to_the_one_before_and_names_the_file(
+    training, tmp_path, name, caplog
+):
+    training.step().save(tmp_path)
+    good = training.state()
+    path = training.step().save(tmp_path) / name
+    raw = path.read_bytes()
+    for place in {0, len(raw) // 3, len(raw) // 2, len(raw) - 1}:
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 0x10]) + raw[place + 1 :])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = find_checkpoint(tmp_path)
+        assert found.version == 1, place
+        assert name in caplog.text and "ckpt-00000002" in caplog.text
+
+    training.load(tmp_path)
+    assert equal(training.state(), good)
+    path.write_bytes(raw)
+    assert find_checkpoint(tmp_path).version == 2
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
+def test_a_missing_or_resized_file_is_noticed(training, tmp_path, damage):
+    training.step().save(tmp_path)
+    path = training.step().save(tmp_path) / "ledger.bin"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "short" else path.read_bytes() + b"x")
+
+    assert find_checkpoint(tmp_path).version == 1
+
+
+def test_damaged_checkpoints_and_no_good_one_is_an_error_not_a_fresh_start(training, tmp_path):
+    path = training.step().save(tmp_path)
+    (path / "ledger.bin").write_bytes(b"")
+
+    with pytest.raises(CheckpointError, match="1 checkpoints and none is good"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_latest_that_names_nothing_is_passed_over(training, tmp_path, caplog):
+    training.step().save(tmp_path)
+    (tmp_path / "LATEST").write_bytes(b"ckpt-0000\xff")
+
+    assert find_checkpoint(tmp_path).version == 1 and "LATEST" in caplog.text
+
+
+def test_only_the_newest_few_stay_and_drafts_go(training, tmp_path):
+    (tmp_path / "ckpt.tmp-7-dead").mkdir()
+    for _ in range(4):
+        training.step().save(tmp_path, num_keep=2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "ckpt-00000003", "ckpt-00000004"]
+    assert (tmp_path / "LATEST").read_text() == "ckpt-00000004\n"
+
+
+def test_after_a_fall_back_the_abandoned_branch_does_not_come_back(training, tmp_path):
+    training.step().save(tmp_path)
+    training.step().save(tmp_path)
+    (tmp_path / "ckpt-00000002" / "ledger.bin").write_bytes(b"")
+    training.load(tmp_path)
+
+    training.step().save(tmp_path, blobs={"ledger": b"second try"})
+
+    found = find_checkpoint(tmp_path)
+    assert (found.version, found.blobs["ledger"]) == (2, b"second try")
+    training.version = 1
+    training.save(tmp_path)
+    assert [path.name for path in tmp_path.glob("ckpt*")] == ["ckpt-00000001"]
+
+
+def test_a_checkpoint_that_latest_does_not_name_yet_is_used_only_if_nothing_else_is_good(training, tmp_path):
+    training.step().save(tmp_path)
+    training.step().save(tmp_path)
+    (tmp_path / "LATEST").write_text("ckpt-00000001\n")  # killed after the rename
+
+    assert find_checkpoint(tmp_path).version == 1
+    (tmp_path / "ckpt-00000001" / "ledger.bin").unlink()
+    assert find_checkpoint(tmp_path).version == 2
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import torch
+import learner.checkpoint as module
+from test_checkpoint import Training
+training = Training({model!r}).step()
+training.save({run!r})
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(module, {stage!r}, die)
+training.step().save({run!r})
+"""
+
+
+@pytest.mark.parametrize("stage", ["training_tensors", "write_durably", "_publish", "sync_directory"])
+def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, tmp_path, stage):
+    paths = [str(HERE), str(HERE.parents[2])]
+    code = KILLED.format(paths=paths, model=str(checkpoints["qwen3-tied"]), run=str(tmp_path), stage=stage)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob("ckpt.tmp-*"))
+    found = find_checkpoint(tmp_path)
+    assert (found.version, found.blobs["ledger"]) == (1, b"ledger 1")
+    Training(checkpoints["qwen3-tied"]).load(tmp_path)
+
+
+def test_a_fenced_learner_makes_nothing_visible(training, tmp_path):
+    claim = claim_run_dir(tmp_path)
+    training.step().save(tmp_path, claim=claim)
+    (tmp_path / "EPOCH").write_text("2\n")  # a newer learner on another machine, where this lock means nothing
+
+    with pytest.raises(RunLockedError, match="a newer learner owns"):
+        training.step().save(tmp_path, claim=claim)
+
+    assert find_checkpoint(tmp_path).version == 1
+    claim.release()
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_trained(training, checkpoints, tmp_path):
+    training.step().save(tmp_path)
+
+    with pytest.raises(CheckpointError, match="has no tensor 'model/model.lm_head.weight'"):
+        Training(checkpoints["qwen3"]).load(tmp_path)
+    other = Training(checkpoints["qwen3-tied"])
+    other.policy.model.model.norm.weight = torch.nn.Parameter(torch.ones(31))
+    with pytest.raises(CheckpointError, match=r"is \[32\] in the checkpoint and \[31\] here"):
+        other.load(tmp_path)
+
+
+def test_tensors_are_safetensors_the_rest_is_json_and_generators_are_integers(training, tmp_path):
+    path = training.step().save(tmp_path)
+
+    assert sorted(file.name for file in path.iterdir()) == [
+        "ledger.bin", "manifest.json", "rank-00000-of-00001.safetensors"
+    ]
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    assert (body["version"], body["world"], set(body["files"])) == (
+        1, 1, {"ledger.bin", "rank-00000-of-00001.safetensors"}
+    )
+    with safe_open(path / "rank-00000-of-00001.safetensors", framework="pt") as file:
+        assert file.get_tensor("rng/cpu").dtype == torch.uint8
+
+
+def test_no_code_of_the_learner_can_load_a_pickle():
+    banned = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+    for path in (HERE.parents[2] / "learner").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not banned & {alias.name.split(".")[0] for alias in node.names}, path
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module not in banned and "distributed.checkpoint" not in (node.module or ""), path
+            elif isinstance(node, ast.Attribute):
+                whose = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert (whose, node.attr) not in {("torch", "load"), ("torch", "save")}, path
+                assert "_object" not in node.attr or "gather" not in node.attr, path
+
+
+def test_boxes_overlap_only_where_they_meet():
+    first, second = Box((0, 0), (3, 4)), Box((2, 1), (5, 2))
+
+    assert first.overlap(second) == Box((2, 1), (1, 2))
+    assert first.overlap(Box((3, 0), (1, 4))) is None
+    assert Box((2, 1), (1, 2)).within(second) == (slice(0, 1), slice(0, 2))
