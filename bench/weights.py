@@ -70,6 +70,7 @@ def receive_for_ever() -> None:
         manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Offer])
         fetched = source.fetch(manifest, [offer], layout)
         print(f"{fetched.transfer_s} {fetched.verify_s}", flush=True)
+        del fetched  # unmapped now, not inside the next round
 
 
 class ReceiverProcess:
@@ -103,7 +104,6 @@ def visible_rounds(
     plain = bytearray(sum(publisher.layout.bucket_bytes))
     target = memoryview(bytearray(len(plain)))
     for _ in range(repeats + WARM_UP):
-        settle()
         started = time.perf_counter()
         published = publisher.publish(next(refs))
         assert published is not None
@@ -114,6 +114,7 @@ def visible_rounds(
         samples["visible"].append(1000 * (time.perf_counter() - started))
         samples["publish"].append(1000 * published.seconds)
         samples["verify"].append(1000 * verify)
+        settle()
         started = time.perf_counter()
         target[:] = plain
         samples["copy"].append(1000 * (time.perf_counter() - started))

@@ -2,8 +2,8 @@
 
 The publisher fills a slot, `w.{epoch}.{version}.tmp`, and renames it to `w.{epoch}.{version}`: the rename is the
 commit, and no byte changes after it. Old versions are unlinked; a reader that mapped one keeps it, because mappings
-survive unlinking. After each commit a thread unlinks what retired and makes the slot of the next document, so that
-shared memory holds `keep_versions` documents and one slot.
+survive unlinking. After each commit a thread leaves the machine to the readers for a moment, then unlinks what retired
+and makes the slot of the next document, so that shared memory holds `keep_versions` documents and one slot.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from streamrl.weights.writer import DocumentWriter, Slot
 
 log = logging.getLogger(__name__)
 
+_READERS_BYTES_PER_S = 1e9
+"""Housekeeping lets readers go first for as long as one at this rate takes; memory bandwidth is what both need."""
+_READERS_AT_MOST_S = 1.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -60,6 +63,7 @@ class ShmPublisher:
         self._kept: list[Path] = []
         self._spare: Slot | None = None
         self._housekeeping: threading.Thread | None = None
+        self._hurry = threading.Event()
         self._closed = False
 
     @property
@@ -95,7 +99,9 @@ class ShmPublisher:
             return spare
         if spare is not None:
             spare.path.unlink(missing_ok=True)
-        return Slot(path, nbytes)
+        slot = Slot(path, nbytes)
+        slot.populate()
+        return slot
 
     def _fallback_slot(self, ref: VersionRef, name: str, nbytes: int, reason: OSError) -> Slot:
         if self._fallback_path is None:
@@ -114,6 +120,7 @@ class ShmPublisher:
     def _committed(self, slot: Slot) -> None:
         self._kept.append(slot.path)
         retired = [self._kept.pop(0) for _ in range(len(self._kept) - self._keep_versions)]
+        self._hurry.clear()
         self._housekeeping = threading.Thread(
             target=self._keep_house, args=(retired, slot), name="documents", daemon=True
         )
@@ -121,6 +128,7 @@ class ShmPublisher:
 
     def _keep_house(self, retired: list[Path], slot: Slot) -> None:
         directory, nbytes = slot.path.parent, slot.nbytes
+        self._hurry.wait(min(nbytes / _READERS_BYTES_PER_S, _READERS_AT_MOST_S))
         slot.drop()
         for path in retired:
             path.unlink(missing_ok=True)
@@ -132,7 +140,8 @@ class ShmPublisher:
                 log.debug("no spare slot: %s", error)  # the next `begin` finds out, and says it loudly
 
     def settle(self) -> None:
-        """Wait until the work after the last commit is done; local work in memory, milliseconds."""
+        """Do the work after the last commit now, and wait for it; local work in memory, milliseconds."""
+        self._hurry.set()
         if self._housekeeping is not None:
             self._housekeeping.join()
             self._housekeeping = None
