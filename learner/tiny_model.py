@@ -1,8 +1,7 @@
 """A language model small enough for one CPU core: one character a token, random weights, then a short supervised start.
 
 `prepare_tiny_model` is what the quickstart calls. It writes an ordinary Hugging Face checkpoint (config.json,
-model.safetensors, tokenizer files), so that nothing downstream knows that the model is a toy. The supervised start
-stops as soon as the model is right about a set share of fresh examples, so that reinforcement learning has work to do.
+model.safetensors, tokenizer files), so that nothing downstream knows that the model is a toy.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from learner.warm_start import Pairs, Progress, warm_start
 from streamrl.environment import HasTarget, Task
 from streamrl.errors import ConfigError, TaskError
 
@@ -28,19 +28,8 @@ CHAT_TEMPLATE = (
 """What the user says ends with the separator, what the assistant says with end-of-sequence: every prefix of a
 conversation renders to a prefix of its text."""
 
-FORMAT = 1
+FORMAT = 2
 """Part of the cache digest: raise it when the same arguments would make another model."""
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """What the supervised start came to: steps done, last loss (nats a token), share of exact answers at the end."""
-
-    num_steps: int
-    loss: float
-    exact_match: float
 
 
 def make_tiny_model(
@@ -51,6 +40,7 @@ def make_tiny_model(
     num_layers: int = 2,
     num_heads: int = 4,
     max_positions: int = 128,
+    rope_theta: float = 20.0,
     seed: int = 0,
     architecture: str = "qwen3",
 ) -> Path:
@@ -59,6 +49,8 @@ def make_tiny_model(
     Args:
         characters: the alphabet; each becomes one token, after four special ones.
         hidden_size: a multiple of 2 x num_heads; the feed-forward part is four times as wide.
+        rope_theta: base of the rotary embedding. The usual 10000 is for long texts; with a few dozen positions a small
+            base tells neighbours apart, and a reversed string is learnt in about half the steps.
         architecture: "qwen3" or "llama".
     Raises:
         ConfigError: a size does not fit, or the vocabulary would exceed 64 tokens.
@@ -81,6 +73,7 @@ def make_tiny_model(
         num_key_value_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=hidden_size**-0.5,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -126,101 +119,6 @@ def _tokenizer(vocabulary: Mapping[str, int], max_positions: int) -> Any:
     return tokenizer
 
 
-def warm_start(
-    model_dir: Path | str,
-    pairs: Sequence[tuple[str, str]],
-    *,
-    num_steps: int,
-    lr: float = 2e-3,
-    batch_size: int = 64,
-    stop_at: float = 1.0,
-    seed: int = 0,
-    num_threads: int = 1,
-    progress: Progress | None = None,
-) -> WarmStart:
-    """Supervised training in place: cross-entropy of answer and end-of-sequence, prompt tokens left out of the loss.
-
-    Every batch is scored before it is learnt from. All argmax tokens of a fresh example being right is the same as its
-    greedy answer being right, so the running mean over eight batches is an honest estimate of exact match.
-
-    Args:
-        pairs: (prompt, answer) texts, taken in order; read again from the start if num_steps x batch_size is more.
-        stop_at: end early once that running mean reaches this share.
-        num_threads: of torch, for the time of this call.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-            rows = [_encode_pair(tokenizer, prompt, answer) for prompt, answer in pairs]
-            result = _fit(model, _batches(rows, batch_size, num_steps, tokenizer.pad_token_id), lr, stop_at, progress)
-    finally:
-        torch.set_num_threads(threads_before)
-    model.save_pretrained(model_dir)
-    return result
-
-
-def _encode_pair(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    encode = tokenizer.encode
-    return encode(text, add_special_tokens=False), [*encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int, num_steps: int, pad_id: int) -> Iterator[Any]:
-    """(input_ids, labels), both [batch_size, T]; labels are -100 on prompt and padding."""
-    import torch
-
-    for step in range(num_steps):
-        chosen = [rows[(step * batch_size + i) % len(rows)] for i in range(batch_size)]
-        width = max(len(prompt) + len(answer) for prompt, answer in chosen)
-        input_ids = torch.full((batch_size, width), pad_id)
-        labels = torch.full((batch_size, width), -100)
-        for row, (prompt, answer) in enumerate(chosen):
-            start, end = len(prompt), len(prompt) + len(answer)
-            input_ids[row, :end] = torch.tensor(prompt + answer)
-            labels[row, start:end] = torch.tensor(answer)
-        yield input_ids, labels
-
-
-def _fit(model: Any, batches: Iterator[Any], lr: float, stop_at: float, progress: Progress | None) -> WarmStart:
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    recent: list[float] = []
-    loss_value, step = 0.0, 0
-    for step, (input_ids, labels) in enumerate(batches, start=1):
-        # Right padding needs no attention mask: causal attention never looks at it from a position with a label.
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-        labels = labels[:, 1:]
-        recent = [*recent[-7:], _exact_share(logits, labels)]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss_value = float(loss.detach())
-        share = sum(recent) / len(recent)
-        if progress and step % 50 == 0:
-            progress(f"warm start: step {step}, loss {loss_value:.3f}, exact match {share:.2f}")
-        if len(recent) == 8 and share >= stop_at:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, step / 20)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return WarmStart(num_steps=step, loss=loss_value, exact_match=sum(recent) / max(1, len(recent)))
-
-
-def _exact_share(logits: Any, labels: Any) -> float:
-    right = (logits.argmax(-1) == labels) | (labels == -100)
-    return float(right.all(-1).float().mean())
-
-
 def prepare_tiny_model(
     cache_dir: Path | str,
     task: Task,
@@ -231,7 +129,7 @@ def prepare_tiny_model(
     architecture: str = "qwen3",
     max_positions: int = 128,
     num_warm_start_steps: int = 300,
-    warm_start_lr: float = 2e-3,
+    warm_start_lr: float = 4e-3,
     stop_at: float = 0.3,
     seed: int = 0,
     num_threads: int = 1,
@@ -239,8 +137,9 @@ def prepare_tiny_model(
 ) -> Path:
     """Make the tiny model of this task and warm it up, or take the one that the same arguments made before.
 
-    The characters are those of the task's own prompts and answers. Training records are taken from the end of the train
-    split, so that a run which reads from the beginning meets new prompts.
+    `num_warm_start_steps`, `warm_start_lr` and `stop_at` are `num_steps`, `lr` and `stop_at` of `warm_start`. The
+    characters are those of the task's own prompts and answers. Examples are taken from the end of
+    the train split, so that a run which reads from the beginning meets new prompts.
 
     Returns:
         The checkpoint directory, inside `cache_dir`; its name holds a digest of the arguments and of the examples.
@@ -272,7 +171,6 @@ def prepare_tiny_model(
         make_tiny_model(building, characters=characters, **sizes)
         if num_warm_start_steps:
             result = warm_start(building, pairs, num_threads=num_threads, progress=progress, **start)
-            progress(f"warm start: stopped after {result.num_steps} steps, exact match {result.exact_match:.2f}")
             (building / "warm_start.json").write_text(json.dumps(asdict(result)) + "\n")
         try:
             os.replace(building, final)
@@ -285,7 +183,7 @@ def prepare_tiny_model(
     return final
 
 
-def _task_pairs(task: Task, num_pairs: int) -> list[tuple[str, str]]:
+def _task_pairs(task: Task, num_pairs: int) -> Pairs:
     if not isinstance(task, HasTarget):
         raise TaskError(
             f"task {task.name!r} knows no right answers: give it a method target(record) -> str, or set the number of "
