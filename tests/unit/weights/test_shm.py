@@ -195,14 +195,14 @@ from streamrl.weights.manifest import make_layout, make_manifest
 from streamrl.weights.rundir import SPARE_NAME
 from streamrl.weights.shm import ShmPublisher, shm_offer
 
-layout = make_layout([("w", "uint8", (3_000_000,))], 1_000_000)
+layout = make_layout([("w", "uint8", (600_000,))], 200_000)
 with ShmPublisher(sys.argv[1], "loop", keep_versions=2) as publisher:
     parent = None
     for version in range(60):
         ref = VersionRef(1, version)
         writer = publisher.begin(ref, layout)
         for _ in range(3):
-            writer.append(random.Random(version).randbytes(1_000_000))
+            writer.append(random.Random(version).randbytes(200_000))
         manifest = make_manifest(layout, ref, parent, writer.digests())
         parent = ref
         print(msgspec.msgpack.encode((manifest, shm_offer(writer.commit()))).hex(), flush=True)
@@ -211,7 +211,7 @@ with ShmPublisher(sys.argv[1], "loop", keep_versions=2) as publisher:
 
 
 def test_a_reader_beside_a_busy_publisher_never_sees_a_half_written_document(tmp_path, python_env):
-    layout = make_layout([("w", "uint8", (3_000_000,))], 1_000_000)
+    layout = make_layout([("w", "uint8", (600_000,))], 200_000)
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path / "docs")], env=python_env, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -223,7 +223,7 @@ def test_a_reader_beside_a_busy_publisher_never_sees_a_half_written_document(tmp
         for path in (tmp_path / "docs").glob("w.1.*[0-9]"):  # final names, announced or not
             with contextlib.suppress(FileNotFoundError):
                 body = path.read_bytes()[64:]
-                assert body[:1_000_000] == body[1_000_000:2_000_000] == body[2_000_000:], path
+                assert body[:200_000] == body[200_000:400_000] == body[400_000:], path
         try:
             tensor = receive(offer, manifest, layout).tensors()["w"].view(3, -1)
         except NotAvailable:
