@@ -6,6 +6,7 @@ the same result. All scalars of one micro-batch go to the host in a single copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,21 +116,23 @@ def _add_lags(meter: Meter, seen: Measured, version: int) -> None:
     meter.add("lag/token_max", len(counts) - 1)
     rows = seen.fresh.any(1)
     summary = lag_summary(seen.versions, version, seen.fresh)
-    for head, tail in zip(summary.head[rows].tolist(), summary.tail[rows].tolist(), strict=True):
-        meter.add("lag/head", head)
-        meter.add_all({"lag/head_mean": head, "lag/head_max": head, "lag/span": head - tail})
-        # The last token was sampled by the version that finished the trajectory: what came later is the queue.
-        meter.add_all({"lag/queue": tail, "lag/flight": head - tail})
+    heads, tails = summary.head[rows].tolist(), summary.tail[rows].tolist()
+    meter.add_histogram("lag/head", Counter(heads))
+    meter.add("lag/head_max", max(heads))
+    # The last token was sampled by the version that finished the trajectory: what came later is the queue.
+    head, tail = sum(heads) / len(heads), sum(tails) / len(tails)
+    means = {"lag/head_mean": head, "lag/queue": tail, "lag/flight": head - tail, "lag/span": head - tail}
+    meter.add_all(means, weight=len(heads))
 
 
 def measure_traces(meter: Meter, seen: Measured, *, lam: float, c_bar: float) -> None:
     """Effective trace length of V-trace: how many later tokens a token still hears of."""
     lengths = trace_length(seen.log_ratios.cpu(), seen.mask.cpu(), lam=lam, c_bar=c_bar)
     counts = seen.mask.sum(1).cpu()
-    for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
-        if count:
-            meter.add("trace/length", length)
-            meter.add("trace/fraction", 2.0 * length / (count + 1))
+    lengths, counts = lengths[counts > 0].double(), counts[counts > 0]
+    if lengths.numel():
+        means = {"trace/length": lengths.mean(), "trace/fraction": (2.0 * lengths / (counts + 1)).mean()}
+        meter.add_all({key: float(value) for key, value in means.items()}, weight=lengths.numel())
 
 
 def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
@@ -137,24 +140,37 @@ def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
     by_group: dict[int, list[PlanRow]] = {}
     for row in plan:
         by_group.setdefault(row.group_id, []).append(row)
-        meter.add_all({"reward/mean": row.reward, "reward/std": row.reward, "rollout/reward/train": row.reward})
-        meter.add_all({"length/consumed": row.num_tokens, "rollout/response_tokens/train": row.num_action_tokens})
-    meter.add("lag/head_groups", sum(row.head_lag for row in plan) * len(by_group) / max(1, len(plan)), len(plan))
+    num_rows, num_tokens = len(plan), sum(row.num_action_tokens for row in plan)
+    rewards = [row.reward for row in plan]
+    means = {
+        "reward/mean": _mean(rewards), "rollout/reward/train": _mean(rewards),
+        "length/consumed": _mean([row.num_tokens for row in plan]),
+        "rollout/response_tokens/train": num_tokens / max(1, num_rows),
+        "lag/head_groups": _mean([row.head_lag for row in plan]) * len(by_group),
+    }
+    meter.add_all(means, weight=num_rows)
+    meter.add_moments("reward/std", num_rows, sum(rewards), sum(reward * reward for reward in rewards))
     for rows in by_group.values():
-        heads, rewards = [row.head_lag for row in rows], [row.reward for row in rows]
+        heads, scores = [row.head_lag for row in rows], [row.reward for row in rows]
         meter.add("lag/group_spread", max(heads) - min(heads))
-        meter.add("group/zero_std_fraction", float(max(rewards) == min(rewards)))
-    meter.add("policy/num_trajectories", len(plan))
-    meter.add("policy/num_groups", len(by_group))
-    meter.add("policy/num_tokens", sum(row.num_action_tokens for row in plan))
+        meter.add("group/zero_std_fraction", float(max(scores) == min(scores)))
+    meter.add_all({
+        "policy/num_trajectories": num_rows, "policy/num_groups": len(by_group), "policy/num_tokens": num_tokens
+    })
 
 
 def add_trajectories(meter: Meter, trajectories: Sequence[Trajectory]) -> None:
     """What only the rank that holds a trajectory knows of it."""
+    truncated = _mean([row.truncated for row in trajectories])
+    turns = _mean([row.num_turns for row in trajectories])
+    means = {"length/truncated_fraction": truncated, "rollout/length_clip_ratio/train": truncated}
+    meter.add_all({**means, "rollout/num_turns/train": turns}, weight=len(trajectories))
     for row in trajectories:
-        meter.add_all({"length/truncated_fraction": row.truncated, "rollout/length_clip_ratio/train": row.truncated})
-        meter.add("rollout/num_turns/train", row.num_turns)
         for name, value in row.scores.items():
             key = "rollout/score/train" if name == "score" else member("reward", name)
             if key == "rollout/score/train" or key not in METRICS:  # a part named "mean" must not pose as the mean
                 meter.add(key, value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
