@@ -9,11 +9,15 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
-from streamrl.run_dirs import choose_run_dir
+from streamrl.run_dirs import choose_run_dir, numbered_run_dir
+
+if TYPE_CHECKING:
+    from learner.ranks import Ranks
 
 log = logging.getLogger("streamrl.learner")
 
@@ -30,33 +34,32 @@ def main() -> int:
         format=f"%(asctime)s learner{'' if rank == 0 else rank}  %(message)s", datefmt="%H:%M:%S",
     )
     try:
-        config = load_config(words)
-        run_dir = agreed_run_dir(config)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return learn(config, run_dir, words)
+        return learn(load_config(words), words)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
 
 
-def agreed_run_dir(config: Config) -> Path:
-    """Ranks that start at the same moment must not count up to different numbers: torchrun needs the name."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.dir is None and not config.checkpoint.resume:
-        config.run.dir = str(Path(config.run.root) / f"{config.run.name}-{os.environ['TORCHELASTIC_RUN_ID'][:8]}")
-    if int(os.environ.get("RANK", "0")) > 0 and config.run.dir is not None:
+def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
+    """Rank 0 counts up to the next free number; the others take the same, though they start at the same moment."""
+    chosen = choose_run_dir(config) if ranks.rank == 0 else None
+    if config.run.dir is not None:
         return Path(config.run.dir)
-    return choose_run_dir(config)
+    number = int(ranks.maximum(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0))
+    return numbered_run_dir(config, number)
 
 
-def learn(config: Config, run_dir: Path, words: list[str]) -> int:
+def learn(config: Config, words: list[str]) -> int:
     """Set up, train, leave everything in order."""
     from learner.finish import finish
     from learner.loop import train
-    from learner.setup import build_run, tear_down
+    from learner.setup import build_run, start_ranks, tear_down
     from learner.stop_flag import StopFlag
 
     stop = StopFlag(patience_s=2 * config.run.shutdown_s)
-    run = build_run(config, run_dir, stop)
+    ranks = start_ranks(config)
+    run_dir = agreed_run_dir(config, ranks)
+    run = build_run(config, run_dir, stop, ranks)
     try:
         completed = train(run)
         finish(run, completed=completed)

@@ -32,6 +32,7 @@ from learner.tiny_model import prepare_tiny_model
 from learner.trajectories import TrajectoryReader
 from streamrl.config.checks import lookahead, max_lag
 from streamrl.config.schema import Config, WireDtype
+from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
@@ -53,15 +54,22 @@ class Past:
     checkpoint: Checkpoint | None = None
 
 
-def build_run(config: Config, run_dir: Path, stop: StopFlag) -> Run:
-    """Everything from the claim of the directory to a hub that answers. Collective over the ranks."""
+def start_ranks(config: Config) -> Ranks:
+    """Join the other learner processes, if there are any."""
     ranks = Ranks.start(config.run.device, timeout_s=config.learner.rank_timeout_s)
     if config.run.num_threads and ranks.device.type == "cpu":
         torch.set_num_threads(config.run.num_threads)
+    return ranks
+
+
+def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:
+    """Everything from the claim of the directory to a hub that answers. Collective over the ranks."""
     torch.manual_seed(config.run.seed)
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
-    model_dir = model_directory(config, ranks)
+    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    check_task(task)  # a broken task fails here by name, not in an actor an hour later
+    model_dir = model_directory(config, task, ranks)
     past = find_past(config, run_dir, ranks)
     lineage = surviving(past, epoch)
     first = ranks.rank == 0
@@ -134,7 +142,6 @@ def _start_hub(
     config: Config, run_dir: Path, ranks: Ranks, past: Past, epoch: int, lineage: tuple[Lineage, ...], endpoint: str,
     shm_dir: Path, model_dir: Path,
 ) -> HubProcess:
-    check_task(load_task(config.env.name, path=config.env.path, options=dict(config.env.options)))
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
         config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
@@ -161,13 +168,12 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
     return bind
 
 
-def model_directory(config: Config, ranks: Ranks) -> Path:
+def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
     """The checkpoint to start from; a tiny model is made by rank 0 first."""
     if not config.policy.tiny.enabled:
         assert config.policy.model_path is not None
         return Path(config.policy.model_path)
     tiny = config.policy.tiny
-    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
     for rank in range(ranks.world):
         if rank == ranks.rank:
             path = prepare_tiny_model(

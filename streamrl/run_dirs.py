@@ -30,8 +30,12 @@ def choose_run_dir(config: Config) -> Path:
                 f"checkpoint.resume=true, but there is no run {config.run.name}-* in {config.run.root}/: "
                 "start one without it, or name its directory with run.dir=..."
             )
-        return Path(config.run.root) / f"{config.run.name}-{numbers[-1]:03d}"
-    return Path(config.run.root) / f"{config.run.name}-{(numbers[-1] if numbers else 0) + 1:03d}"
+        return numbered_run_dir(config, numbers[-1])
+    return numbered_run_dir(config, (numbers[-1] if numbers else 0) + 1)
+
+
+def numbered_run_dir(config: Config, number: int) -> Path:
+    return Path(config.run.root) / f"{config.run.name}-{number:03d}"
 
 
 def has_run(run_dir: Path) -> bool:

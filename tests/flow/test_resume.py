@@ -1,0 +1,75 @@
+"""The learner dies and starts again; its actors live on and find it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.flow.processes import Stage, wait_until
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
+NUM_STEPS = 80
+
+
+def test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves(stage: Stage):
+    words = (f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=5")
+    first = stage.learner(*words)
+    actors = [stage.actor("a0"), stage.actor("a1")]
+    wait_until(lambda: list(stage.run_dir.glob("ckpt-00000010")), 90, "a checkpoint", stage.logs)
+    first.kill()
+    first.wait()
+    saved = int((stage.run_dir / "LATEST").read_text().strip().rpartition("-")[2])
+
+    second = stage.learner(*words, "checkpoint.resume=true")
+
+    assert stage.finish(second, 120) == 0, stage.logs()
+    for actor in actors:
+        assert stage.finish(actor, 15) == 0, stage.logs()
+    rows = stage.metrics()
+    versions = [row["run/version"] for row in rows if "policy/loss" in row]
+    assert versions == list(range(1, NUM_STEPS + 1)), "every version once, in order, none lost or repeated"
+    assert {row["run/epoch"] for row in rows} == {1.0, 2.0}
+    resumed_at = next(row["run/version"] for row in rows if row["run/epoch"] == 2.0)
+    assert resumed_at == saved + 1 >= 6
+    summary = stage.summary()
+    assert summary["num_groups_trained"] == NUM_STEPS * 8 and summary["num_lag_violations"] == 0
+    assert summary["num_actor_restarts"] == 0
+    for name in ("a0", "a1"):
+        assert (stage.path / f"{name}.log").read_text().count("joined run") == 2
+    stage.close()
+    assert stage.leftovers() == []
+
+
+def test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing(stage: Stage):
+    first = stage.learner(f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=50")
+    actor = stage.actor("a0")
+    stage.wait_for_version(7)
+    first.send_signal(signal.SIGTERM)
+    assert stage.finish(first, 20) == 0, stage.logs()
+    assert "checkpoint.resume=true" in (stage.path / "learner.log").read_text()
+    stopped_at = stage.metrics()[-1]["run/version"]
+
+    second = stage.learner("trainer.num_steps=30", "checkpoint.every_steps=50", "checkpoint.resume=true")
+
+    assert stage.finish(second, 120) == 0, stage.logs()
+    assert stage.finish(actor, 15) == 0
+    trained = [row["run/version"] for row in stage.metrics() if "policy/loss" in row]
+    assert 7 <= stopped_at < 30 and trained == list(range(1, 31))
+
+
+def test_a_second_learner_on_a_living_run_is_refused(stage: Stage):
+    first = stage.learner("trainer.num_steps=1000")
+    wait_until(lambda: (stage.run_dir / "hub.json").exists(), 60, "the hub", stage.logs)
+
+    second = stage.start("second", [*_learner_command(stage), "checkpoint.resume=true"])
+
+    assert stage.finish(second, 60) == 1
+    assert "belongs to a learner that is still running" in (stage.path / "second.log").read_text()
+    assert first.poll() is None
+
+
+def _learner_command(stage: Stage) -> list[str]:
+    import sys
+
+    return [sys.executable, "-m", "learner", *stage.words()]
