@@ -63,9 +63,7 @@ def pid_lagrangian_update(
     return ConstraintState(multiplier=min(high, max(0.0, raw)), integral=integral, previous_error=error)
 
 
-def constraint_penalty(
-    value: Tensor | float, limit: float, *, sense: str = "max", weight: float = 10.0
-) -> Tensor:
+def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max", weight: float = 10.0) -> Tensor:
     """`weight * relu(e)^2`, 0-d, differentiable in `value` (a batch mean of KL, entropy, cost)."""
     require(weight >= 0.0, f"weight={weight} must not be negative")
     return weight * _error(_scalar(value), limit, sense).clamp(min=0.0).square()

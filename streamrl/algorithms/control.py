@@ -125,9 +125,7 @@ def clip_from_budget(
     squares = ell[harmful].double().square().sort().values
     log_cap = _second_moment_cap(squares, budget)
     widest = math.inf if log_cap > 700.0 else math.expm1(log_cap)
-    return ClipBounds(
-        eps_low=max(-math.expm1(-log_cap), floor_low), eps_high=max(widest, floor_high), log_cap=log_cap
-    )
+    return ClipBounds(eps_low=max(-math.expm1(-log_cap), floor_low), eps_high=max(widest, floor_high), log_cap=log_cap)
 
 
 def _second_moment_cap(squares: Tensor, budget: float) -> float:

@@ -81,9 +81,7 @@ def kl_horizon(
     return _with_coef(state, state.coef * (1.0 + error * num_trajectories / horizon), low, high)
 
 
-def kl_doubling(
-    state: KlState, kl: float, *, target: float = 0.01, low: float = 1e-3, high: float = 10.0
-) -> KlState:
+def kl_doubling(state: KlState, kl: float, *, target: float = 0.01, low: float = 1e-3, high: float = 10.0) -> KlState:
     """`b *= 2` if kl > 1.5 target, `b /= 2` if kl < target / 1.5; unchanged at and between the bounds.
 
     Source: the adaptive KL penalty of PPO, arXiv:1707.06347, section 4.

@@ -50,9 +50,7 @@ def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: fl
 
 
 @torch.no_grad()
-def geo_keep(
-    log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, high: float | Tensor = 1.001
-) -> Tensor:
+def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, high: float | Tensor = 1.001) -> Tensor:
     """Keep rows whose geometric mean ratio is inside: `low <= exp(g) <= high`, bounds float or [B]; bool [B, T].
 
     The defaults fit engine mismatch only. For lagged rows use `exp(+-geo_bound(...))`: g has mean -KL and a spread of

@@ -76,9 +76,7 @@ def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def leave_one_out(
-    scores: Tensor, group_ids: Tensor, *, weights: Tensor | None = None, min_ess: float = 2.0
-) -> Tensor:
+def leave_one_out(scores: Tensor, group_ids: Tensor, *, weights: Tensor | None = None, min_ess: float = 2.0) -> Tensor:
     """Mean score of the *other* rows of the group, [B]; of all other rows for a group of one.
 
     With `weights` [B] (sequence ratios, truncated and detached) it is their weighted mean `sum w_j R_j / sum w_j` over
@@ -97,9 +95,7 @@ def leave_one_out(
     return torch.where(trusted, weighted, plain).to(float_dtype(scores))
 
 
-def _weighted_others(
-    scores: Tensor, weights: Tensor, groups: _Grouping, *, leave_out: bool
-) -> tuple[Tensor, Tensor]:
+def _weighted_others(scores: Tensor, weights: Tensor, groups: _Grouping, *, leave_out: bool) -> tuple[Tensor, Tensor]:
     """Weighted mean of the group and its ESS count (0 without any weight), [B]; without row i if `leave_out`."""
     if not scores.numel():
         return scores, scores

@@ -34,9 +34,7 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tenso
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
     require(kind in ("k1", "k2", "k3"), f"kind={kind!r} must be one of k1, k2, k3")
-    policy, reference = read(
-        mask, policy_logprobs=policy_logprobs, reference_logprobs=reference_logprobs.detach()
-    )
+    policy, reference = read(mask, policy_logprobs=policy_logprobs, reference_logprobs=reference_logprobs.detach())
     x = (policy - reference).clamp(-LOG_BOUND, LOG_BOUND)
     if kind == "k1":
         return only(mask, x)

@@ -119,9 +119,7 @@ def _traces(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, la
     return ell, lam * ell.exp().clamp(max=1.0)
 
 
-def _ends(
-    mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, *like: Tensor
-) -> tuple[Tensor, Tensor]:
+def _ends(mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, *like: Tensor) -> tuple[Tensor, Tensor]:
     """The value after the last token [B] and the discounts [B, T], in the common dtype."""
     check_rows(mask, bootstrap_values=bootstrap_values)
     dtype = float_dtype(bootstrap_values, *like)

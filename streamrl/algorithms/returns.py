@@ -125,9 +125,7 @@ def clipped_is(
     paid, value, _, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, 1.0)
     ratio = log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     returns = only(mask, suffix_scan(paid, gammas, bootstrap_values.to(paid.dtype)))
-    return Returns(
-        advantages=only(mask, ratio.clamp(1.0 - eps, 1.0 + eps) * returns - value), targets=returns
-    )
+    return Returns(advantages=only(mask, ratio.clamp(1.0 - eps, 1.0 + eps) * returns - value), targets=returns)
 
 
 def value_loss(

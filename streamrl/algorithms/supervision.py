@@ -18,9 +18,7 @@ def goodput(groups_per_s: float, ess: float) -> float:
     return groups_per_s * ess
 
 
-def step_goodput(
-    state: GoodputState, value: float, *, num_steps: int = 20, t_bound: float = 2.0
-) -> GoodputState:
+def step_goodput(state: GoodputState, value: float, *, num_steps: int = 20, t_bound: float = 2.0) -> GoodputState:
     """One step of a hill-climb on eta; `value` is the goodput measured at `state.eta` in this step.
 
     The accepted eta is measured for `num_steps`, then a neighbour for as many. If the neighbour is better by Welch's

@@ -104,9 +104,7 @@ class Moments:
     total_squares: Tensor
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.count + other.count, self.total + other.total, self.total_squares + other.total_squares
-        )
+        return Moments(self.count + other.count, self.total + other.total, self.total_squares + other.total_squares)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -21,14 +21,12 @@ def score_loss(
     """`-sg(weights) A log pi`; exactly 0, in value and gradient, where the weight or the advantage is 0."""
     policy, credit = read(mask, policy_logprobs=policy_logprobs, advantages=advantages.detach())
     pull = -credit if weights is None else -credit * weights.detach().to(policy.dtype)
-    # Not pull * policy: a dropped token of log-prob -inf would give 0 * inf.
-    losses = only(mask & (pull != 0), pull * torch.where(pull != 0, policy, torch.zeros_like(policy)))
+    # Selected rather than multiplied by 0: a dropped token may have log-prob -inf.
+    losses = only(mask & (pull != 0), pull * policy)
     return TokenLoss(losses=losses, clipped=torch.zeros_like(mask) if clipped is None else mask & clipped)
 
 
-def reinforce(
-    policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor | None = None
-) -> TokenLoss:
+def reinforce(policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor | None = None) -> TokenLoss:
     """`-sg(w) A log pi`, w = 1 if None: the base of every weighted form.
 
     Without `weights` it carries no importance ratio: fit for fresh data, or for advantages that hold the ratio already

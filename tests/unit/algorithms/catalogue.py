@@ -53,8 +53,8 @@ LOSSES: dict[str, Callable[[Rows], Any]] = {
     "sapo": lambda r: alg.sapo(*_s(r)),
     "vespo": lambda r: alg.vespo(*_s(r)),
     "m2po": lambda r: alg.m2po(*_s(r)),
-    "dppo_tv": lambda r: alg.dppo_tv(*_s(r), cap=1.5),
-    "dppo_kl": lambda r: alg.dppo_kl(*_s(r), bound_low=0.05, bound_high=0.05, cap=None),
+    "dppo_tv": lambda r: alg.dppo_tv(*_s(r), bound_low=0.08, bound_high=0.2, cap=1.5),
+    "dppo_kl": lambda r: alg.dppo_kl(*_s(r), bound_low=0.02, bound_high=0.1, cap=None),
     "behavior_penalty": lambda r: alg.behavior_penalty(r.behavior, r.policy, r.mask),
     "kl_estimate k1": lambda r: alg.kl_estimate(r.policy, r.reference, r.mask, kind="k1"),
     "kl_estimate k2": lambda r: alg.kl_estimate(r.policy, r.reference, r.mask, kind="k2"),
@@ -98,7 +98,13 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     },
     "vtrace": lambda r: alg.vtrace(*_v(r), bootstrap_values=r.bootstrap, gamma=0.9, lam=0.95),
     "vtrace knobs": lambda r: alg.vtrace(
-        *_v(r), bootstrap_values=r.bootstrap, gamma=r.gamma, rho_bar=2.0, rho_bar_pg=1.5, trace_temperature=3.0, leak=0.4
+        *_v(r),
+        bootstrap_values=r.bootstrap,
+        gamma=r.gamma,
+        rho_bar=2.0,
+        rho_bar_pg=1.5,
+        trace_temperature=3.0,
+        leak=0.4,
     ),
     "vtrace_segments": lambda r: alg.vtrace_segments(
         *_v(r), r.segment_ids, bootstrap_values=r.bootstrap, gamma=0.9, rho_bar_pg=1.0
@@ -111,7 +117,15 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     ),
     "retrace_v": lambda r: alg.retrace_v(*_v(r), bootstrap_values=r.bootstrap, gamma=r.gamma, target_rho_bar=1.0),
     "retrace_q": lambda r: alg.retrace_q(
-        r.behavior, r.policy, r.rewards, r.values, r.expected_q, r.mask, bootstrap_values=r.bootstrap, gamma=0.9, lam=0.9
+        r.behavior,
+        r.policy,
+        r.rewards,
+        r.values,
+        r.expected_q,
+        r.mask,
+        bootstrap_values=r.bootstrap,
+        gamma=0.9,
+        lam=0.9,
     ),
     "gae": lambda r: alg.gae(r.rewards, r.values, r.mask, bootstrap_values=r.bootstrap, gamma=r.gamma, lam=0.9),
     "td_lambda": lambda r: alg.td_lambda(r.rewards, r.values, r.mask, bootstrap_values=r.bootstrap, gamma=0.9, lam=0.9),
@@ -157,5 +171,3 @@ def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
     return left.shape == right.shape and torch.allclose(
         left.double(), right.double(), rtol=tolerance, atol=tolerance, equal_nan=False
     )
-
-

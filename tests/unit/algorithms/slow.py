@@ -38,12 +38,8 @@ def vtrace(
     following = [*values[1:], bootstrap]
     rho = [math.exp(clamp(x)) for x in ell]
     c = [lam * truncated(math.exp(clamp(x) / kappa), c_bar, leak) for x in ell]
-    delta = [
-        truncated(rho[t], rho_bar, leak) * (rewards[t] + gammas[t] * following[t] - values[t]) for t in range(n)
-    ]
-    targets = [
-        values[s] + sum(discount(gammas, s, t) * prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)
-    ]
+    delta = [truncated(rho[t], rho_bar, leak) * (rewards[t] + gammas[t] * following[t] - values[t]) for t in range(n)]
+    targets = [values[s] + sum(discount(gammas, s, t) * prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)]
     advantages = []
     for s in range(n):
         after = targets[s + 1] if s + 1 < n else bootstrap
@@ -152,9 +148,7 @@ def segments(ell, rewards, values, ids, bootstrap, gamma, *, lam, rho_bar, c_bar
     ]
     c = [lam * min(c_bar, math.exp(x)) for x in trace_log]
     delta = [min(rho_bar, rho[t]) * (reward_seg[t] + gamma * following[t] - value_seg[t]) for t in range(n)]
-    targets = [
-        value_seg[s] + sum(gamma ** (t - s) * prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)
-    ]
+    targets = [value_seg[s] + sum(gamma ** (t - s) * prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)]
     token_targets, token_advantages = [0.0] * len(ids), [0.0] * len(ids)
     for s, group in enumerate(members):
         after = targets[s + 1] if s + 1 < n else bootstrap

@@ -50,9 +50,7 @@ def test_each_mode_is_its_definition(masked, mode, seed):
 @pytest.mark.parametrize("mode", MODES)
 def test_11_every_split_with_shared_row_weights_gives_the_same_sum_and_gradient(mode, seed):
     rows = random_rows(seed)
-    weights = alg.aggregation_weights(
-        rows.mask.sum(1).double(), mode=mode, group_ids=rows.group_ids, max_tokens=7
-    )
+    weights = alg.aggregation_weights(rows.mask.sum(1).double(), mode=mode, group_ids=rows.group_ids, max_tokens=7)
     whole = rows.losses.clone().requires_grad_()
     parts = rows.losses.clone().requires_grad_()
 
@@ -111,7 +109,7 @@ def test_a_non_finite_loss_at_a_dropped_token_is_never_read():
     loss = alg.aggregate(losses, torch.ones(1, 2, dtype=torch.bool), keep=keep)
     loss.backward()
 
-    assert float(loss) == 0.5
+    assert loss.item() == 0.5
     assert losses.grad.tolist() == [[0.5, 0.0]]
 
 

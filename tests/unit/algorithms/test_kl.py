@@ -22,7 +22,7 @@ def three_policies(seed):
 
 
 def expected_gradient(loss_of, sampler, logits):
-    """Gradient in the logits of E_{a ~ sampler}[loss(a)], by summing over the six actions; the sampler is a constant."""
+    """Gradient in the logits of E_{a ~ sampler}[loss(a)], summed over the six actions; the sampler is a constant."""
     leaf = logits.clone().requires_grad_()
     policy = leaf.log_softmax(0)[None]
     mask = torch.ones(1, NUM_ACTIONS, dtype=torch.bool)

@@ -131,9 +131,11 @@ class Group:
 
 
 class Run:
-    """A learner, five actors with late installs, random durations, 20% filtered. A group's rank is its place in `order`."""
+    """A learner, five actors with late installs, 20% filtered groups. A group's rank is its place in `order`."""
 
-    def __init__(self, seed, *, eta, batch, window, learners_version=False, completion_order=False, keep_filtered=False):
+    def __init__(
+        self, seed, *, eta, batch, window, learners_version=False, completion_order=False, keep_filtered=False
+    ):
         self.random = random.Random(seed)
         self.eta, self.batch, self.window = eta, batch, window
         self.learners_version, self.completion_order = learners_version, completion_order

@@ -81,9 +81,7 @@ def test_domination_counts(seed):
 
     rows = cloud.tolist()
     for i, mine in enumerate(rows):
-        dominating = sum(
-            all(a >= b for a, b in zip(other, mine, strict=True)) and other != mine for other in rows
-        )
+        dominating = sum(all(a >= b for a, b in zip(other, mine, strict=True)) and other != mine for other in rows)
         assert int(counts[i]) == dominating
     assert counts.dtype == torch.int64
     assert (counts == 0).any()

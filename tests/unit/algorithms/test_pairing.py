@@ -99,7 +99,9 @@ def test_25_decoupled_ppo_brings_both_halves(anchor):
         alg.check_pairing("group", "decoupled_ppo", anchor=anchor, correction="decoupled_token_is")
 
 
-@pytest.mark.parametrize("surrogate", [n for n in alg.SURROGATES if n not in ("ppo_clip", "decoupled_ppo", "reinforce")])
+@pytest.mark.parametrize(
+    "surrogate", [n for n in alg.SURROGATES if n not in ("ppo_clip", "decoupled_ppo", "reinforce")]
+)
 def test_other_surrogates_divide_by_the_recorded_log_prob_only(surrogate):
     with pytest.raises(ValueError, match="recorded behaviour"):
         alg.check_pairing("group", surrogate, anchor="recomputed")
@@ -167,19 +169,18 @@ def test_the_presets_are_the_thirteen_of_the_table():
     assert all(alg.preset(name) is recipe and recipe.name == name for name, recipe in alg.PRESETS.items())
 
 
-
 # Each column of the specification's two tables, in the order of the presets above.
 COLUMNS = {
     "estimator": "group vtrace group group group group group group group group gae group reinforce_pp",
-    "baseline": "leave_one_out none group_mean group_mean group_mean opob leave_one_out group_mean group_mean group_mean "
-    "none leave_one_out none",
+    "baseline": "leave_one_out none group_mean group_mean group_mean opob leave_one_out group_mean group_mean "
+    "group_mean none leave_one_out none",
     "scale": "none none std none batch_std none none none std std none none none",
     "critic": "0 1 0 0 0 0 0 0 0 0 1 0 0",
     "whiten": "none none none none none none none none none none batch none batch",
     "surrogate": "ppo_clip reinforce decoupled_ppo dppo_tv cispo seq_tis m2po ppo_clip ppo_clip ppo_clip ppo_clip tis "
     "ppo_clip",
-    "anchor": "behavior none recomputed behavior behavior behavior behavior behavior behavior behavior behavior behavior "
-    "behavior",
+    "anchor": "behavior none recomputed behavior behavior behavior behavior behavior behavior behavior behavior "
+    "behavior behavior",
     "eps_low": "0.2 - 0.2 - - - - 0.2 0.2 0.2 0.2 - 0.2",
     "eps_high": "0.28 - 0.2 - - - - 0.2 0.2 0.28 0.2 - 0.2",
     "dual_clip": "3.0 - - - - - - - - - - - -",

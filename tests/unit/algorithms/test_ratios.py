@@ -139,7 +139,9 @@ def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
 
     fast = alg.trace_length(rows.log_ratios, rows.mask, lam=lam, c_bar=c_bar, trace_temperature=kappa)
 
-    expected = [slow.trace_length(ell, lam=lam, c_bar=c_bar, kappa=kappa) for (ell,) in action_lists(rows, "log_ratios")]
+    expected = [
+        slow.trace_length(ell, lam=lam, c_bar=c_bar, kappa=kappa) for (ell,) in action_lists(rows, "log_ratios")
+    ]
     assert fast.tolist() == pytest.approx(expected)
 
 

@@ -135,7 +135,13 @@ def test_n_step_is_its_sum(n, bootstrap, seed):
     rows = random_rows(seed)
 
     fast = alg.n_step(
-        rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=rows.gamma, n=n, bootstrap=bootstrap
+        rows.rewards,
+        rows.values,
+        rows.mask,
+        bootstrap_values=rows.bootstrap,
+        gamma=rows.gamma,
+        n=n,
+        bootstrap=bootstrap,
     )
 
     targets = slow_rows(
@@ -163,9 +169,7 @@ def test_clipped_is_is_its_sum(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "knobs", [{}, {"lam": 0.9}, {"lam": 0.0}, {"rho_bar": 2.0, "c_bar": 1.5}, {"rho_bar_pg": 1.0}]
-)
+@pytest.mark.parametrize("knobs", [{}, {"lam": 0.9}, {"lam": 0.0}, {"rho_bar": 2.0, "c_bar": 1.5}, {"rho_bar_pg": 1.0}])
 def test_vtrace_critic_free_is_its_product(knobs, seed):
     rows = log_ratio_rows(seed)
 
@@ -202,6 +206,33 @@ def test_vtrace_segments_is_vtrace_on_sums(knobs, trace, seed):
     agree(fast.advantages, advantages)
     # targets may be 0 by chance nowhere in random data, so starts are where they stand
     assert torch.equal(fast.starts, targets != 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_extreme_ratios_are_clamped_where_the_slow_truth_clamps_them(seed):
+    rows = log_ratio_rows(seed, drift=15.0)
+    knobs = {"rho_bar": 1e12, "c_bar": 1e12}
+
+    fast = alg.vtrace_segments(
+        rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask, rows.segment_ids,
+        bootstrap_values=rows.bootstrap, gamma=0.9, **knobs,
+    )  # fmt: skip
+    tokens = call(alg.vtrace, rows, gamma=rows.gamma)
+
+    targets, _ = slow_rows(
+        rows,
+        lambda i, ell, r, v, s: slow.segments(
+            ell, r, v, s, float(rows.bootstrap[i]), 0.9, lam=1.0, rho_bar_pg=None, geometric=False, **knobs
+        ),
+        "log_ratios", "rewards", "values", "segment_ids",
+    )  # fmt: skip
+    agree(fast.targets, targets, at=1e-10)
+    targets, _ = slow_rows(
+        rows,
+        lambda i, ell, r, v, g: slow.vtrace(ell, r, v, float(rows.bootstrap[i]), g),
+        "log_ratios", "rewards", "values", "gamma",
+    )  # fmt: skip
+    agree(tokens.targets, targets)
 
 
 # Identities of the specification, by their numbers there.
@@ -266,7 +297,9 @@ def test_4_retrace_v_is_gae_on_policy_and_vtrace_off_policy(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("knobs", [{}, {"rho_bar_pg": 1.0}, {"rho_bar": 2.0}, {"lam": 0.9, "rho_bar": 3.0, "c_bar": 2.0}])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"rho_bar_pg": 1.0}, {"rho_bar": 2.0}, {"lam": 0.9, "rho_bar": 3.0, "c_bar": 2.0}]
+)
 def test_5_critic_free_is_vtrace_with_a_constant_value(knobs, seed):
     rows = random_rows(seed)
     constant = rows.change(
@@ -288,9 +321,7 @@ def test_5_with_the_own_ratio_it_is_the_full_suffix_product(seed):
     clipped = torch.where(rows.mask, (rows.policy - rows.behavior).clamp(max=0.0), 0.0)
     suffix = clipped.flip(1).cumsum(1).flip(1).exp() * (rows.scores - rows.baselines)[:, None]
 
-    fast = alg.vtrace_critic_free(
-        rows.behavior, rows.policy, rows.scores, rows.baselines, rows.mask, rho_bar_pg=1.0
-    )
+    fast = alg.vtrace_critic_free(rows.behavior, rows.policy, rows.scores, rows.baselines, rows.mask, rho_bar_pg=1.0)
 
     agree(fast, torch.where(rows.mask, suffix, 0.0))
 
