@@ -237,6 +237,9 @@ def run_jobs(words: Sequence[str], run_one: Callable[[Job], None]) -> None:
         swept = tuple(word for word in task if word.partition("=")[0] in varied)
         label = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(word.replace("=", "-") for word in swept)) or "defaults"
         run_dir = Path(info.sweep.dir) / f"{info.job.num}-{label}"
+        made = Path(info.runtime.output_dir)  # hydra's own directory of the job, under a bare number
+        if made.is_dir() and not any(made.iterdir()):
+            made.rmdir()
         run_one(Job(info.job.num, to_config(composed), task, swept, run_dir))
 
     old = sys.argv
