@@ -88,6 +88,7 @@ class Worker:
         self._plant: Plant | None = None
         self._building: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
+        self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._running: dict[tuple[int, int], Running] = {}
         self._jobs: set[asyncio.Task[None]] = set()
@@ -131,7 +132,8 @@ class Worker:
             case Leases() as leases:
                 self._leased(leases)
             case Announce() as announce:
-                self._spawn(self._install(announce.manifest, announce.offers))
+                self._newest = (announce.manifest, announce.offers)
+                self._spawn(self._install_newest())
             case HubBeat() as beat:
                 self._drop_useless(beat.min_useful)
             case Parted():
@@ -146,12 +148,14 @@ class Worker:
     def _welcomed(self, welcome: Welcome) -> None:
         log.info("joined run %s at %s, version %s", welcome.run_id, self.client.endpoint, welcome.version)
         self._welcome, self._limits = welcome, welcome.limits
+        if welcome.manifest is not None:
+            self._newest = (welcome.manifest, welcome.offers)
         for ref, keep in welcome.held:
             if not keep:
                 self._cancel(ref)
         if self._plant is not None:
             self._plant.set_welcome(welcome)
-            self._install_current()
+            self._spawn(self._install_newest())
         elif self._building is None:
             self._building = self._spawn(self._build_plant(welcome))
 
@@ -164,17 +168,14 @@ class Worker:
             return
         if self._welcome is not None:
             self._plant.set_welcome(self._welcome)
-        self._install_current()
+        await self._install_newest()
 
-    def _install_current(self) -> None:
-        welcome = self._welcome
-        if welcome is not None and welcome.manifest is not None:
-            self._spawn(self._install(welcome.manifest, welcome.offers))
-
-    async def _install(self, manifest: Manifest, offers: tuple[Offer, ...]) -> None:
-        plant, welcome = self._plant, self._welcome
-        if plant is None or welcome is None or welcome.layout is None:
-            return  # the plant installs the newest manifest as soon as it stands
+    async def _install_newest(self) -> None:
+        """Whatever was announced last: while the plant was being built, older versions may have been retired."""
+        plant, welcome, newest = self._plant, self._welcome, self._newest
+        if plant is None or welcome is None or welcome.layout is None or newest is None:
+            return
+        manifest, offers = newest
         try:
             report = await plant.installer.install(manifest, offers, welcome.layout)
         except EngineError as error:

@@ -1,7 +1,7 @@
 """How many bytes does a token cost on the wire, and how long do encoding, decoding and checking take?
 
-One trajectory of N tokens as a GROUP frame, preamble and digest included, next to the same contents as lists of numbers.
-Both are decoded back and compared before any clock starts.
+One trajectory of N tokens as a GROUP frame, preamble and digest included, next to the same contents as lists of
+numbers. Both are decoded back and compared before any clock starts.
 
 Run: python -m bench.wire [--quick]
 """

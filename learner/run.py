@@ -27,6 +27,7 @@ from learner.step import StepResult
 from learner.stop_flag import StopFlag
 from learner.trajectories import Trajectory, TrajectoryReader
 from streamrl.config.schema import Config
+from streamrl.errors import WeightsError
 from streamrl.messages import BatchShare, Layout, Lineage, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm import ShmPublisher
@@ -59,6 +60,7 @@ class Run:
     recorder: Recorder | None = None
     assets_path: str = ""
     saved_version: int = -1
+    num_failed_publishes: int = 0
     times: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
     _published_before: bool = False
@@ -96,7 +98,14 @@ class Run:
     def publish(self) -> None:
         """Make the present weights available to every actor under the present version; a collective call."""
         with self.timed("publish"):
-            published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
+            try:
+                published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
+            except WeightsError as error:
+                if not self._published_before:
+                    raise  # a path that never worked is a broken set-up, not bad luck
+                log.error("version %d is skipped, actors keep the one before: %s", self.version, error)
+                self.num_failed_publishes += 1
+                return
             if published is None:
                 return
             layout: Layout | None = None if self._published_before else self.publisher.layout
@@ -194,6 +203,7 @@ class Run:
         meter.add("policy/grad_norm", result.grad_norm)
         meter.add("policy/lr", result.lr)
         meter.add("policy/num_skipped_steps", float(result.skipped))
+        meter.add("hub/num_failed_publishes", float(self.num_failed_publishes))
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
 
     def _shared_times(self) -> dict[str, float]:

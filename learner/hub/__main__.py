@@ -35,7 +35,8 @@ def main() -> int:
         if socket_file.parent.exists() and not any(socket_file.parent.iterdir()):
             socket_file.parent.rmdir()
     if parent_gone:
-        remove_run_dir(settings.shm_dir, settings.run_id, wait_s=5.0)
+        for folder in (Path(settings.shm_dir), Path(settings.run_dir) / "weights"):
+            remove_run_dir(folder, settings.run_id, wait_s=5.0)
         return 1
     return 0
 

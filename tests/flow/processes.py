@@ -97,7 +97,10 @@ class Stage:
         wait_until(there, deadline_s, f"actor {name}", self.logs)
 
     def wait_for_eviction(self, name: str) -> None:
-        wait_until(lambda: all(row[0] != name for row in self.status()["actors"]), 20, f"the eviction of {name}", self.logs)
+        def gone() -> bool:
+            return all(row[0] != name for row in self.status()["actors"])
+
+        wait_until(gone, 20, f"the eviction of {name}", self.logs)
 
     def finish(self, process: subprocess.Popen[bytes], deadline_s: float) -> int:
         try:

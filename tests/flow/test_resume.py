@@ -73,3 +73,17 @@ def _learner_command(stage: Stage) -> list[str]:
     import sys
 
     return [sys.executable, "-m", "learner", *stage.words()]
+
+
+def test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address(stage: Stage):
+    first = stage.learner("trainer.num_steps=1000")
+    actor = stage.actor("a0")
+    stage.wait_for_version(2)
+    first.kill()
+    first.wait()
+
+    second = stage.learner("trainer.num_steps=5", f"run.dir={stage.path / 'other'}")
+
+    assert stage.finish(second, 120) == 0, stage.logs()
+    assert stage.finish(actor, 15) == 0, stage.logs()
+    assert "another run is at" in (stage.path / "a0.log").read_text()
