@@ -246,6 +246,10 @@ class GroupTable:
         assert drawn == self.num_trained + self.num_dropped + live, (
             f"drawn {drawn} != trained {self.num_trained} + dropped {self.num_dropped} + live {live}"
         )
+        known = len(self.live) + len(self.settled)
+        assert drawn - self.done_below == known, (
+            f"groups {self.done_below} to {drawn - 1} should be in the table, it has {known} of them"
+        )
         listed = sum(len(ids) for ids in self._by_state.values())
         assert listed == live == len(self._order), f"{live} live groups, {listed} by state, {len(self._order)} in order"
         for record in self.live.values():
