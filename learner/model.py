@@ -93,9 +93,9 @@ def load_policy(
     return _shard(policy, ranks, dtype)
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder's layers: the units of sharding."""
-    return model.get_decoder().layers
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The units of sharding: what the architecture itself says must stay whole (its decoder layers)."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _read_model(model_dir: Path) -> Any:

@@ -8,7 +8,7 @@ from learner_samples import tiny_checkpoint
 
 KINDS = {
     "qwen3-tied": ("qwen3", True), "qwen3": ("qwen3", False), "llama-tied": ("llama", True),
-    "mistral": ("mistral", False),
+    "mistral": ("mistral", False), "gpt2": ("gpt2", True),
 }
 
 
@@ -19,7 +19,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """kind -> directory of a Hugging Face checkpoint with two key/value heads for four query heads."""
+    """kind -> directory of a Hugging Face checkpoint."""
     return {
         kind: tiny_checkpoint(tmp_path_factory.mktemp(kind), architecture, tied=tied)
         for kind, (architecture, tied) in KINDS.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 from learner.trajectories import Trajectory
@@ -17,7 +17,7 @@ transformers_logging.disable_progress_bar()
 
 
 def tiny_checkpoint(directory: Path, architecture: str = "qwen3", *, tied: bool = True, seed: int = 0) -> Path:
-    """A two-layer random model with two key/value heads for four query heads; mistral sees six tokens back."""
+    """A two-layer random model, two key/value heads for four query heads (not gpt2); mistral sees six tokens back."""
     sizes = dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=tied,
@@ -25,7 +25,8 @@ def tiny_checkpoint(directory: Path, architecture: str = "qwen3", *, tied: bool 
     )
     if architecture == "mistral":
         sizes["sliding_window"] = 6
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}[architecture](**sizes)
+    kinds = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
+    config = kinds[architecture](**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from learner_samples import batch, plan_of
@@ -145,6 +146,21 @@ def test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch(
     torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_reinforce_plus_plus_pays_turn_rewards_only_to_the_tokens_before_them():
+    rows = []
+    for row in batch(with_gap=False):
+        rewards = np.zeros_like(row.rewards)
+        rewards[-1] += 1.0
+        rewards[len(rewards) // 2] += row.reward
+        rows.append(replace(row, rewards=rewards, reward=row.reward + 1.0))
+    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
+    _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="none"), loss, max_tokens=40)
+
+    returns = torch.cat([torch.from_numpy(row.rewards[::-1].cumsum()[::-1].copy()) for row in rows])
+    expected = -(returns - returns.mean()) / (returns.std() + 1e-8) / len(returns)
+    torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_reinforce_plus_plus_with_a_baseline_whitens_the_centred_rewards():
     rows = batch()
     loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
@@ -153,6 +169,19 @@ def test_reinforce_plus_plus_with_a_baseline_whitens_the_centred_rewards():
     credit = torch.cat([torch.full((r.num_action_tokens,), a) for r, a in zip(rows, leave_one_out(rows), strict=True)])
     expected = -(credit - credit.mean()) / (credit.std() + 1e-8) / len(credit)
     torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_vtrace_reads_its_decay_and_both_caps():
+    rows = batch()
+    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
+    settings = AdvantageConfig(estimator="vtrace_critic_free", lam=0.9, rho_bar=1.3, c_bar=1.1)
+    _, grads, _, _ = run(rows, settings, loss)
+
+    n = num_tokens(rows)
+    for grad, ratio, credit in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
+        steps = torch.cat([0.9 * ratio[:-1].clamp(max=1.1), ratio[-1:].clamp(max=1.3)])
+        suffix = torch.stack([steps[t + 1 :].prod() for t in range(len(ratio))])
+        torch.testing.assert_close(grad, -suffix * credit / n, atol=1e-6, rtol=1e-4)
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

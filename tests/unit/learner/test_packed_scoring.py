@@ -12,7 +12,7 @@ from learner_samples import batch, trajectory
 from transformers import AutoModelForCausalLM
 
 from learner.attention import make_layout
-from learner.model import load_policy
+from learner.model import decoder_layers, load_policy
 from learner.packing import pack
 from streamrl.errors import ConfigError
 
@@ -38,7 +38,7 @@ def packed(policy, rows, max_tokens):
             yield row, logprobs[place][micro.mask[place]], entropies[place][micro.mask[place]]
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama-tied", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama-tied", "mistral", "gpt2"])
 @pytest.mark.parametrize("max_tokens", [28, 400])
 def test_packed_log_probs_entropies_and_gradients_are_those_of_single_sequences(checkpoints, kind, max_tokens):
     policy = load_policy(checkpoints[kind], chunk_tokens=5)
@@ -55,6 +55,12 @@ def test_packed_log_probs_entropies_and_gradients_are_those_of_single_sequences(
     for name, parameter in policy.model.named_parameters():
         scale = float(theirs[name].grad.abs().max())
         torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=1e-5 * max(1.0, scale), rtol=1e-4)
+
+
+def test_the_units_of_sharding_are_the_layers_of_any_architecture(checkpoints):
+    for kind in ("llama-tied", "gpt2"):
+        layers = decoder_layers(load_policy(checkpoints[kind]).model)
+        assert len(layers) == 2 and len({type(layer) for layer in layers}) == 1
 
 
 def test_gradient_checkpointing_changes_no_gradient(checkpoints):
@@ -131,13 +137,14 @@ def test_a_soft_cap_and_a_missing_directory_are_named(tmp_path):
         load_policy(tmp_path / "nowhere")
 
 
-def test_dropout_of_a_checkpoint_is_turned_off_because_scores_must_be_repeatable(checkpoints, tmp_path):
+@pytest.mark.parametrize("name", ["attention_dropout", "resid_pdrop"])
+def test_dropout_of_a_checkpoint_is_turned_off_because_scores_must_be_repeatable(checkpoints, tmp_path, name):
     directory = tmp_path / "model"
     directory.mkdir()
-    for path in checkpoints["llama-tied"].iterdir():
+    for path in checkpoints["llama-tied" if name == "attention_dropout" else "gpt2"].iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    (directory / "config.json").write_text(json.dumps({**config, name: 0.5}))
 
     policy = load_policy(directory)
     rows = [trajectory(torch_rng(), 0, 0, num_actions=8)]
