@@ -62,7 +62,8 @@ def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
 
 
 def start(work: Path, ranks: Ranks):
-    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
+    # Two ranks also recompute activations: the results must not know.
+    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.world > 1)
     return policy, make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
 
 
