@@ -332,6 +332,19 @@ def test_a_lease_whose_group_is_still_in_the_outbox_waits_for_the_resend():
     assert actor.send(lost, 1.0).kind == "accepted"
 
 
+def test_a_lease_that_is_neither_held_nor_sent_again_is_released_once_the_resends_are_in():
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
+    lost = actor.group(leases[0])
+    actor.leases.clear()  # and the other lease it has forgotten
+    actor.join(1.0)
+    assert ledger.counters()["num_leases_open"] == 2
+
+    actor.send(lost, 1.0)
+
+    assert ledger.counters()["num_leases_open"] == 0
+    assert [lease.ref for lease in actor.ask(1.0)] == [(leases[1].group_id, 1)]
+
+
 def test_data_without_a_link_ask_for_a_hello():
     ledger, actor, (lease, *_) = one_actor()
     ledger.evict("a1", 1.0)

@@ -116,6 +116,18 @@ def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
     assert actor.ask() != []
 
 
+def test_a_version_that_was_published_but_not_in_the_checkpoint_is_a_dead_branch():
+    ledger, actor, leases = started()
+    actor.finish(leases[0])
+    ledger.cut_batch(0)
+    ledger.publish(VersionRef(1, 1))
+
+    successor = restart(ledger, ledger.freeze(0))
+
+    assert ledger.versions.known(1, 1) and not successor.versions.known(1, 1)
+    assert successor.versions.known(1, 0) and successor.versions.known(2, 0)
+
+
 def test_an_actor_that_holds_surviving_weights_goes_on_under_their_old_name():
     ledger, actor, leases = started()
     ledger = actor.ledger = restart(ledger, ledger.freeze(0))
