@@ -52,7 +52,6 @@ class PlantBuilder:
         self._source.factories = {
             name: factory for name, factory in self._source.factories.items() if name in local.actors.transports
         }
-        self._scratch = tempfile.TemporaryDirectory(prefix="streamrl-actor-")
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -61,10 +60,11 @@ class PlantBuilder:
     def __call__(self, welcome: Welcome) -> Plant:
         self._set_welcome(welcome)
         config = from_plain(json.loads(welcome.task), self._overrides)
-        model_dir = self._fetch_assets(welcome)
-        tokenizer = load_tokenizer(model_dir)
         task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
-        engine = self._engine(config, model_dir, tokenizer)
+        with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
+            self._fetch_assets(welcome, model_dir)
+            tokenizer = load_tokenizer(model_dir)
+            engine = self._engine(config, Path(model_dir), tokenizer)
         renderer = Renderer(
             tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
         )
@@ -80,13 +80,12 @@ class PlantBuilder:
     def _set_welcome(self, welcome: Welcome) -> None:
         self._source.pull_token, self._source.limits = welcome.pull_token, welcome.limits
 
-    def _fetch_assets(self, welcome: Welcome) -> Path:
+    def _fetch_assets(self, welcome: Welcome, target: str) -> None:
         endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
         if endpoint is None:
             raise StreamrlError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
         data = self._source.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest)
-        unpack_assets(data, self._scratch.name)
-        return Path(self._scratch.name)
+        unpack_assets(data, target)
 
     def _engine(self, config: Config, model_dir: Path, tokenizer: object) -> Engine:
         device = pick_device(config.actors.device)
