@@ -50,7 +50,7 @@ def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int)
         world = World(chosen, kind=kind, with_filter=number % 2 == 1)
         for name in ("lazy", "brisk"):
             world.join(name)
-        for _ in range(300):
+        for _ in range(900):
             name = rng.choice(["lazy", "brisk", "brisk"])
             move = rng.choice(["ask", "finish", "finish", "install", "train"])
             if name == "lazy" and move in ("install", "finish") and rng.random() < 0.9:
