@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 
 import zmq
 
-from streamrl import __version__
+from streamrl import __version__, lifeline
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
-from streamrl.lifeline import watch
 
 log = logging.getLogger("streamrl.actor")
 
@@ -29,7 +29,7 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
     """(endpoint, other words). Raises ConfigError without a usable connect=."""
     connects = [word.partition("=")[2] for word in words if word.startswith("connect=")]
     others = [word for word in words if not word.startswith("connect=")]
-    if len(connects) != 1 or not connects[0].startswith("tcp://"):
+    if len(connects) != 1 or not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", connects[0]):
         raise ConfigError(f"give one address, connect=tcp://HOST:PORT; got {connects or 'none'}\n\n{USAGE}")
     return connects[0], others
 
@@ -55,7 +55,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
-    watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher is gone"))
+    lifeline.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher is gone"))
     log.info("actor %s: connecting to %s", link.actor_id, endpoint)
     gone = await worker.run()
     log.info("ends: %s (exit %d)", gone.detail, gone.exit_code)
@@ -79,6 +79,7 @@ def main() -> int:
         return 2
     if exit_code == EXIT_WRONG_RUN:
         log.info("another run is at %s now: joining it anew", endpoint)
+        lifeline.renew()
         os.execv(sys.executable, [sys.executable, "-m", "actors", *words])
     return exit_code
 

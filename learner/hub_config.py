@@ -12,7 +12,11 @@ from streamrl.config.schema import Config, SamplingConfig
 from streamrl.messages import Limits, Lineage, Sampling
 
 OUTBOX_GROUPS = 1024
-"""Groups that one actor may hold until they are durable; as many as the dedupe window tells apart."""
+"""Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
+OUTBOX_BYTES = 4 << 30
+DEDUPE_WINDOW = 8192
+"""Sequence numbers between an actor's oldest group that is not durable and its newest; wider than the outbox, because
+evaluations and returned leases use numbers too and are durable at once."""
 FAR_FUTURE = (1 << 31) - 1
 WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
 """What an actor gets to know of the learner's config."""
@@ -47,9 +51,10 @@ def wire_sampling(sampling: SamplingConfig) -> Sampling:
 
 
 def steps_between_checkpoints(config: Config) -> int:
-    """`checkpoint.every_steps`, or fewer: what is trained in between must fit twice into a lone actor's outbox, because
-    a full outbox stops generation and only a checkpoint empties it. 0 is never."""
-    fit = max(1, OUTBOX_GROUPS // (2 * config.rollout.num_prompts_per_step))
+    """`checkpoint.every_steps`, or fewer: what is trained in between and what is in flight must fit into a lone actor's
+    outbox, because a full outbox stops generation and only a checkpoint empties it. 0 is never."""
+    in_flight = config.staleness.eta + 3
+    fit = max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
     return min(config.checkpoint.every_steps, fit)
 
 
@@ -66,7 +71,8 @@ def limits(config: Config, vocab_size: int) -> Limits:
     useful = FAR_FUTURE if config.staleness.mask_old_tokens else max_lag(config)
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        outbox_groups=OUTBOX_GROUPS, max_prompt_tokens=config.rollout.max_prompt_tokens,
+        outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,
     )
 
@@ -82,5 +88,5 @@ def ledger_settings(config: Config) -> dict[str, object]:
         "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
         "on_stale": config.staleness.on_stale.name, "mask_old_tokens": config.staleness.mask_old_tokens,
         "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
-        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": OUTBOX_GROUPS,
+        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": DEDUPE_WINDOW,
     }

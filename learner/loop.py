@@ -33,7 +33,8 @@ def train(run: Run) -> bool:
         if not result.skipped:
             run.publish()  # actors fetch it while the next batch is awaited
         run.hub_trained(result)
-        run.evaluate_if_due()
-        run.save_if_due()
+        if not result.skipped:
+            run.evaluate_if_due()
+            run.save_if_due()
         run.record(step, run.objective.finish(), result)
     return True

@@ -13,6 +13,8 @@ from collections.abc import Callable
 VARIABLE = "STREAMRL_LIFELINE"
 """Set to "stdin" in the environment of a child whose standard input is the pipe."""
 
+_watching = False
+
 
 def watch(on_parent_gone: Callable[[], None]) -> bool:
     """Call `on_parent_gone` from a daemon thread once the parent is gone; False if there is no lifeline to watch."""
@@ -24,8 +26,16 @@ def watch(on_parent_gone: Callable[[], None]) -> bool:
             pass
         on_parent_gone()
 
+    global _watching
+    _watching = True
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
     return True
+
+
+def renew() -> None:
+    """Before this process replaces itself by exec: its successor watches the same pipe."""
+    if _watching:
+        os.environ[VARIABLE] = "stdin"
 
 
 def child_environment() -> dict[str, str]:

@@ -186,9 +186,14 @@ class Books:
             self._drop(record, reason)
 
     def _discard(self, record: GroupRecord) -> None:
-        """Throw away what was accepted for this group; its deliveries have had their outcome."""
+        """Throw away what was accepted for this group. Its senders may forget it now: after a restart from an older
+        checkpoint it would only be generated again, and keeping it until the next checkpoint would let a strict filter
+        fill every outbox, which stops the generation that the next checkpoint waits for."""
         self._counts["num_tokens_discarded"] += sum(facts.num_action_tokens for facts in record.members.values())
-        self._ends.deliveries.extend(record.deliveries)
+        for delivery in record.deliveries:
+            sender = self.senders.get(delivery.actor_id, delivery.incarnation)
+            if sender is not None:
+                sender.make_durable(delivery.seq)
         record.members, record.frames, record.deliveries = {}, [], []
 
     def _drop(self, record: GroupRecord, reason: str) -> None:

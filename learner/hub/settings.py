@@ -64,8 +64,8 @@ class LedgerSettings:
             f"{self.versions_per_batch} optimizer steps): raise max_lag or lower eta",
         )
         _need(
-            self.dedupe_window <= 1024,
-            f"dedupe_window={self.dedupe_window} is above 1024, the most that one HELLO can list: lower it",
+            self.dedupe_window <= 1 << 16,
+            f"dedupe_window={self.dedupe_window} is above 65536: a sender's tables would not stay small; lower it",
         )
         _need(
             self.slots_per_actor_max is None or self.slots_per_actor_max >= 1,

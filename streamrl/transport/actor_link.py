@@ -136,8 +136,7 @@ class ActorLink:
             case Stop():
                 return self._stopped(message, now)
             case Bye():
-                self.state = ActorState.GONE
-                return [Gone(0, "left cleanly")]
+                return self._gone(0, "left cleanly")
             case HubBeat() | Leases() | Announce() | Drain():
                 return [Deliver(message)] if self.linked else []
         return []
@@ -158,8 +157,7 @@ class ActorLink:
     def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
         """Leave politely: finish or hand back, settle the outbox, BYE."""
         if self.state in (ActorState.CONNECTING, ActorState.PARTED):
-            self.state = ActorState.GONE
-            return [Gone(0, "left without a hub")]
+            return self._gone(0, "left without a hub")
         if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.GONE):
             return []
         seconds = self.limits.drain_deadline_s if deadline_s is None else deadline_s
@@ -174,10 +172,7 @@ class ActorLink:
         if self.state in (ActorState.CONNECTING, ActorState.PARTED):
             return self._retry(now)
         if now - self._heard_at > self.limits.hub_silent_s:
-            if self._drain_until is None:
-                return self._part(now)
-            self.state = ActorState.GONE
-            return [Gone(0, "left; the hub was silent")]
+            return self._part(now)
         effects: list[Effect] = []
         if now - self._beat_at >= self.limits.heartbeat_s:
             effects += self._send_beat(now)
@@ -207,8 +202,7 @@ class ActorLink:
     def _retry(self, now: float) -> list[Effect]:
         waited = now - (self._parted_at if self._parted_at is not None else now)
         if self._give_up_after_s and waited > self._give_up_after_s:
-            self.state = ActorState.GONE
-            return [Gone(1, f"no hub for {waited:.0f} s (actors.give_up_after_s={self._give_up_after_s:g})")]
+            return self._gone(1, f"no hub for {waited:.0f} s (actors.give_up_after_s={self._give_up_after_s:g})")
         ceiling = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempts, 10))
         if now - self._hello_at < self._jitter * ceiling:
             return []
@@ -219,6 +213,8 @@ class ActorLink:
     _jitter = 1.0
 
     def _part(self, now: float) -> list[Effect]:
+        if self._drain_until is not None:
+            return self._gone(0, "left; the hub was gone")
         self.state = ActorState.PARTED
         self._parted_at, self._attempts = now, 0
         return [Deliver(Parted()), *self._hello(now)]
@@ -248,8 +244,7 @@ class ActorLink:
         for seq, reason, _detail in ack.rejected:
             self.outbox.forget(0, [(seq, seq)])
             if reason == RejectReason.FENCED:
-                self.state = ActorState.GONE
-                return [Gone(EXIT_FENCED, "a newer process with this actor_id has taken over")]
+                return self._gone(EXIT_FENCED, "a newer process with this actor_id has taken over")
         return effects + self._flush(now) + self._leave_if_done(now)
 
     def _stopped(self, stop: Stop, now: float) -> list[Effect]:
@@ -267,10 +262,16 @@ class ActorLink:
         return [Deliver(stop), Gone(stop.exit_code, stop.detail)]
 
     def _rejoin(self, now: float) -> list[Effect]:
+        if self._drain_until is not None:
+            return self._gone(0, "left; the hub had dropped the link")
         self.state = ActorState.PARTED
         self._parted_at, self._attempts = now, 0
         self.outbox.unsend()
         return self._hello(now)
+
+    def _gone(self, exit_code: int, detail: str) -> list[Effect]:
+        self.state = ActorState.GONE
+        return [Gone(exit_code, detail)]
 
     def _leave_if_done(self, now: float) -> list[Effect]:
         if self.state is ActorState.DRAINING:
@@ -283,8 +284,7 @@ class ActorLink:
             self._num_byes += 1
             self._bye_at = now
             if self._num_byes >= 3:
-                self.state = ActorState.GONE
-                return [Gone(0, "left; the hub did not answer BYE")]
+                return self._gone(0, "left; the hub did not answer BYE")
             return [Send(encode(Bye(self.outbox.next_seq - 1, "again")))]
         return []
 

@@ -87,6 +87,13 @@ class HubClient:
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # whatever it was, an actor without a link must end, loudly
+            log.exception("the link to the hub failed")
+            self._loop.call_soon_threadsafe(self.events.put_nowait, Gone(1, f"the link to the hub failed: {error!r}"))
+
+    def _serve(self) -> None:
         context = zmq.Context()
         socket = actor_dealer(context, self.endpoint)
         poller = zmq.Poller()

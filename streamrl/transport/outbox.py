@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from streamrl.messages import SeqRange
 
+MARGIN = 64
+"""Leases that may still be out when the outbox says that it is full: their groups must fit, too."""
+MAX_SPAN = 7168
+"""Sequence numbers from the oldest entry to the next; the hub's dedupe window is a little wider."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -32,7 +37,12 @@ class Outbox:
     @property
     def full(self) -> bool:
         """No more generation until something becomes durable; nothing is ever dropped because a queue is full."""
-        return len(self._entries) >= self.max_groups or self.num_bytes >= self.max_bytes
+        oldest = next(iter(self._entries), self.next_seq)
+        return (
+            len(self._entries) >= self.max_groups - MARGIN
+            or self.num_bytes >= self.max_bytes
+            or self.next_seq - oldest >= MAX_SPAN
+        )
 
     def add(self, frame: bytes) -> Entry:
         entry = Entry(self.next_seq, frame)

@@ -28,6 +28,7 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.transport.actor_link import MAX_UNSETTLED, ActorLink, Deliver, Gone, Parted, Progress, Send
+from streamrl.transport.outbox import MARGIN
 
 LIMITS = Limits(outbox_groups=100)
 
@@ -156,7 +157,7 @@ def test_a_silent_hub_is_noticed_and_generation_is_told():
 def test_a_full_outbox_asks_for_no_more_work():
     link = linked()
     link.progress = Progress(free=4)
-    for i in range(LIMITS.outbox_groups):
+    for i in range(LIMITS.outbox_groups - MARGIN):
         link.submit(group(i), 1.0)
     beat = [m for m in sent(link.tick(2.0)) if isinstance(m, ActorBeat)][0]
     assert link.outbox.full and beat.free == 0

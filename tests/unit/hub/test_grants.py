@@ -199,7 +199,7 @@ def test_with_several_steps_a_batch_the_rule_counts_batches():
     "changes, words",
     [
         (dict(eta=2, max_lag=1), "max_lag=1 is below 2"),
-        (dict(dedupe_window=2000), "dedupe_window=2000 is above 1024"),
+        (dict(dedupe_window=70000), "dedupe_window=70000 is above 65536"),
         (dict(groups_per_batch=0), "groups_per_batch=0"),
         (dict(window=-1), "window=-1"),
         (dict(lease_ttl_s=0.0), "lease_ttl_s=0.0"),
