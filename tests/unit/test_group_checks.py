@@ -15,13 +15,15 @@ from streamrl.codec import pack_ids, pack_logprobs
 from streamrl.errors import ContentError
 from streamrl.group_checks import GroupBounds, check_group
 from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling
+from tests.unit.hub.samples import STEADY
 
 BOUNDS = GroupBounds(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
 
 # Two turns with an observation between: tokens 0-2 and 4-5 are actions, 3 and 6 are the environment's.
 HONEST = Member(
     index=0, status=MemberStatus.FINISHED, prompt_ids=pack_ids([1, 2, 3]),
-    token_ids=pack_ids([10, 11, 12, 13, 14, 15, 16]), logprobs=pack_logprobs([-0.1, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]), mask=((0, 3), (4, 6)),
+    token_ids=pack_ids([10, 11, 12, 13, 14, 15, 16]),
+    logprobs=pack_logprobs([-0.1, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]), mask=((0, 3), (4, 6)),
     versions=((1, 4, 0, 2), (1, 5, 2, 5), (2, 5, 5, 6)), turns=((0, 4, 0.5), (4, 7, 1.0)), reward=1.5,
     scores={"correct": 1.0}, finish="stop",
 )
@@ -122,6 +124,7 @@ def test_every_rule_of_the_table_has_a_broken_example():
     assert sorted(table + likewise) == sorted(BROKEN)
 
 
+@STEADY
 @given(st.data())
 def test_facts_agree_with_a_token_by_token_count(data):
     num = data.draw(st.integers(1, 12))
@@ -148,6 +151,7 @@ def test_facts_agree_with_a_token_by_token_count(data):
 RANGE = st.tuples(st.integers(0, 9), st.integers(0, 9))
 
 
+@STEADY
 @given(st.binary(max_size=40), st.binary(max_size=40), st.lists(RANGE, max_size=4))
 def test_hostile_bytes_raise_nothing_but_content_errors(tokens, logprobs, ranges):
     hostile = changed(token_ids=tokens, logprobs=logprobs, mask=tuple(ranges))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import hypothesis
+
 from learner.hub.ledger import Ledger, LedgerSettings, Verdict
 from learner.hub.prompts import PromptStream
 from streamrl.codec import encode, pack_ids, pack_logprobs
@@ -25,6 +27,8 @@ from streamrl.messages import (
     VersionRef,
 )
 
+STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
+"""For every property test here: the same examples each time, and no verdict that depends on the machine's load."""
 NUM_RECORDS = 1000
 BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
 

@@ -12,7 +12,7 @@ from learner.hub.batches import plan_batch
 from learner.hub.filters import accuracy_range, first_of, zero_std
 from learner.hub.groups import HeldGroup, HeldMember
 from streamrl.messages import VersionRef
-from tests.unit.hub.samples import FakeActor, make_ledger, train
+from tests.unit.hub.samples import STEADY, FakeActor, make_ledger, train
 
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
@@ -177,6 +177,7 @@ def test_whole_groups_go_to_one_rank_and_every_member_has_a_row():
     assert (rows[0].num_tokens, rows[0].num_action_tokens, rows[1].reward, rows[0].head_lag) == (9, 4, 1.0, 1)
 
 
+@STEADY
 @given(st.lists(st.integers(1, 500), min_size=3, max_size=6), st.integers(1, 3))
 def test_the_fullest_rank_has_at_most_a_third_more_than_the_best_of_all_plans(tokens, num_ranks):
     groups = [held(i, tokens=one) for i, one in enumerate(tokens)]

@@ -104,10 +104,12 @@ def random_settings(rng: Random, tight: bool) -> LedgerSettings:
     """The same choices as `ledger_settings`, from a plain generator; `tight` invites groups to outlive max_lag."""
     groups_per_batch, eta = rng.choice([1, 2, 3]), rng.choice([1, 1, 2] if tight else [0, 1, 2])
     window = 2 * groups_per_batch if tight else rng.choice([0, 1, groups_per_batch, 2 * groups_per_batch])
-    default = eta + -(-window // groups_per_batch)
+    steps = rng.choice([1, 1, 1, 2])
+    default = steps * (eta + -(-window // groups_per_batch) + 1) - 1
     return settings(
         groups_per_batch=groups_per_batch, group_size=rng.choice([1, 2, 3]), eta=eta, window=window,
-        max_lag=eta if tight else rng.choice([default, default, eta]), max_attempts=rng.choice([2, 3]),
+        versions_per_batch=steps, max_lag=steps * eta if tight else rng.choice([default, default, steps * eta]),
+        max_attempts=rng.choice([2, 3]),
         on_stale=rng.choice(["reissue", "drop"]), mask_old_tokens=rng.choice([False, False, True]),
         group_policy=rng.choice(["reissue_missing", "reissue_missing", "reissue_whole", "accept_partial"]),
         min_members=1, lease_ttl_s=20.0, group_deadline_s=rng.choice([0.0, 15.0]),

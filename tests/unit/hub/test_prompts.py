@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.hub.prompts import PromptStream, member_seed, permuted
+from tests.unit.hub.samples import STEADY
 
 
 def record(index: int) -> bytes:
     return b"%d" % index
 
 
+@STEADY
 @given(st.integers(1, 300), st.integers(0, 2**64 - 1))
 def test_every_record_comes_once_a_pass(size, seed):
     stream = PromptStream(size, seed, record)

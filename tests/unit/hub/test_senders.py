@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from learner.hub.senders import MAX_FENCED, Sender, SenderTable, SeqWindow, as_ranges, outbox_error
 from streamrl.messages import RejectReason
+from tests.unit.hub.samples import STEADY
 
 SEQS = st.lists(st.integers(1, 40), max_size=60)
 
 
+@STEADY
 @given(SEQS, st.integers(0, 45), SEQS)
 def test_a_window_is_a_set(before, upto, after):
     window, truth = SeqWindow(), set()
@@ -27,6 +29,7 @@ def test_a_window_is_a_set(before, upto, after):
     assert listed == {seq for seq in truth if seq > window.upto}
 
 
+@STEADY
 @given(st.sets(st.integers(1, 60)))
 def test_ranges_are_the_shortest_list_of_runs(seqs):
     ranges = as_ranges(sorted(seqs))
@@ -35,6 +38,7 @@ def test_ranges_are_the_shortest_list_of_runs(seqs):
     assert all(last + 1 < following for (_, last), (following, _) in zip(ranges, ranges[1:], strict=False))
 
 
+@STEADY
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(1, n)))))
 def test_a_hello_settles_exactly_what_the_sender_has_forgotten(drawn):
     next_seq, kept = drawn

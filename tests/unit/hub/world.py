@@ -385,10 +385,9 @@ class World:
         assert live <= (self.settings.eta + 1) * self.settings.groups_per_batch
         self._check_window()
         self._check_accepted(trained)
-        default_bound = self.settings.max_lag >= self.settings.eta + ceil(
-            self.settings.window / self.settings.groups_per_batch
-        )
-        if default_bound and not self.num_restarts:
+        batches = self.settings.eta + ceil(self.settings.window / self.settings.groups_per_batch)
+        bound = self.settings.versions_per_batch * (batches + 1) - 1
+        if self.settings.max_lag >= bound and not self.num_restarts:
             assert counts["num_groups_stale"] == 0, "admission let something through that the cut had to refuse"
 
     def _check_window(self) -> None:
