@@ -35,6 +35,8 @@ from streamrl.weights.source import WeightSource
 
 log = logging.getLogger("streamrl.actor")
 
+FETCH_DEADLINE_S = 600.0
+"""For one document over all offers: a slow tunnel may need minutes; a newer version supersedes a slow fetch anyway."""
 INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
 
 
@@ -72,8 +74,9 @@ class PlantBuilder:
             EpisodeRunner(task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads)
             for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
         ]
+        installer = Installer(engine, self._source.fetch, fetch_deadline_s=FETCH_DEADLINE_S)
         return Plant(
-            engine, Installer(engine, self._source.fetch), *runners, set_welcome=self._set_welcome,
+            engine, installer, *runners, set_welcome=self._set_welcome,
             slots=lease_slots(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,9 +67,9 @@ def learn(config: Config, words: list[str]) -> int:
     finally:
         tear_down(run)
     if not completed and run.ranks.rank == 0:
-        kept = " ".join(word for word in words if not word.startswith(("run.dir=", "checkpoint.resume=")))
-        log.info("stopped at version %d; go on with:  python -m learner %s run.dir=%s checkpoint.resume=true",
-                 run.version, kept, run_dir)
+        kept = [word for word in words if not word.startswith(("run.dir=", "checkpoint.resume="))]
+        log.info("stopped at version %d; go on with:  python -m learner %s", run.version,
+                 shlex.join([*kept, f"run.dir={run_dir}", "checkpoint.resume=true"]))
     return 0
 
 

@@ -15,9 +15,9 @@ def finish(run: Run, *, completed: bool) -> None:
     Args:
         completed: the steps are done: evaluate, and send the actors home. Otherwise they wait for a successor.
     """
+    run.save()
     if completed and not (run.config.trainer.eval_only and run.version == 0):
         run.evaluate(wait=True)
-    run.save()
     if run.ranks.rank != 0:
         return
     run.hub.poll()

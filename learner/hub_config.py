@@ -31,7 +31,8 @@ def hub_settings(
     accuracy = config.filter.accuracy_range
     return HubSettings(
         run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
-        run_seed=config.run.seed, world=world, bind=bind, advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
+        run_seed=config.run.seed, world=world, bind=bind, weights_port=config.hub.weights_port,
+        advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
         shm_dir=str(shm_dir),
         task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),
         welcome_task=json.dumps({name: to_plain(config)[name] for name in WELCOME_SECTIONS}),

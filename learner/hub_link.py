@@ -101,7 +101,8 @@ class HubLink:
             self._look_after(message)
 
     def _fail_if_stalled(self, wait: RankWait) -> None:
-        if self._stall_fail_s and wait.num_actors and wait.waited_s > self._stall_fail_s:
+        # Rank 0 decides for all: the others also wait here while it evaluates or saves.
+        if self.rank == 0 and self._stall_fail_s and wait.num_actors and wait.waited_s > self._stall_fail_s:
             raise StreamrlError(
                 f"no batch for {wait.waited_s:.0f} s although {wait.num_actors} actors are connected "
                 f"(learner.stall_fail_s={self._stall_fail_s:g}): {wait.waiting_for}"
@@ -140,6 +141,11 @@ class HubLink:
                 return None
             message = self._receive()
             now = time.monotonic()
+            if self._stall_fail_s and self.status.actors and now - asked > self._stall_fail_s:
+                raise StreamrlError(
+                    f"evaluation {eval_id} unfinished after {now - asked:.0f} s although {len(self.status.actors)} "
+                    f"actors are connected (learner.stall_fail_s={self._stall_fail_s:g})"
+                )
             if now - reported > self._stall_report_s:
                 reported = now
                 log.warning("evaluation unfinished after %.0f s: %d actors are connected",

@@ -16,7 +16,7 @@ import torch
 from envs.check import check_task
 from envs.registry import load_task
 from learner.checkpoint import Checkpoint, find_checkpoint
-from learner.hub_config import hub_settings, response_limit
+from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
 from learner.model import load_policy
@@ -65,6 +65,8 @@ def start_ranks(config: Config) -> Ranks:
 def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:
     """Everything from the claim of the directory to a hub that answers. Collective over the ranks."""
     torch.manual_seed(config.run.seed)
+    if config.env.path is not None:  # actors read it too, perhaps from another working directory
+        config.env.path = str(Path(config.env.path).resolve())
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
@@ -131,6 +133,10 @@ def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype)
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
     log.info("hub listens at %s: start actors with  python -m actors connect=%s", connect, connect)
+    every = steps_between_checkpoints(run.config)
+    if every != run.config.checkpoint.every_steps:
+        log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
+                 "outbox", every, run.config.checkpoint.every_steps)
     log.info(
         "run %s, epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d, window=%d: head lag is at most %d",
         run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps, rollout.num_prompts_per_step,

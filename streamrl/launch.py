@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +28,9 @@ log = logging.getLogger("streamrl.launch")
 
 POLL_S = 0.1
 STOP_ACTORS_S = 8.0
-QUICK_DEATH_S = 5.0
+QUICK_DEATH_S = 15.0
+HEALTHY_S = 120.0
+EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -41,6 +44,12 @@ class Child:
     log_path: Path
     num_restarts: int = 0
     restart_at: float | None = None
+    given_up: bool = False
+
+    def tail(self, num_lines: int) -> str:
+        """The end of its log, indented."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-num_lines:]
+        return "\n".join("  " + line for line in lines)
 
 
 @dataclass(slots=True)
@@ -90,8 +99,9 @@ class Launcher:
                 done.set()
                 viewer.join(timeout=5)
         if interrupts.count:
-            print(f"\nStopped. Go on with:\n  streamrl launch {' '.join(self._words)} run.dir={self.run_dir} "
-                  "checkpoint.resume=true", flush=True)
+            kept = [word for word in self._words if word != "checkpoint.resume=true"]
+            words = shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
+            print(f"\nStopped. Go on with:\n  streamrl launch {words}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
             self._explain_failure(code)
@@ -115,6 +125,11 @@ class Launcher:
                 self._look_for_hub()
             elif not asked:
                 self._revive_actors(now)
+                if self._actors and all(actor.given_up for actor in self._actors):
+                    print("No actor can be kept alive: the run is stopped.", file=sys.stderr)
+                    self._learner.process.send_signal(signal.SIGTERM)
+                    self._learner.process.wait()
+                    return EXIT_NO_ACTORS
             time.sleep(POLL_S)  # supervision has no event to wait for on all platforms
 
     # --- starting -----------------------------------------------------------------------------------------------
@@ -143,6 +158,8 @@ class Launcher:
     def _start_actor(self, index: int) -> Child:
         return self._start(f"actor-{index}", [
             sys.executable, "-m", "actors", f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
+            f"actors.transports=[{','.join(self.config.actors.transports)}]",
+            f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
         ])
 
     def _hub_written_at(self) -> float:
@@ -159,11 +176,18 @@ class Launcher:
     def _revive_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):
             code = actor.process.poll()
-            if code is None or code == 0 or actor.num_restarts >= self.config.launch.num_max_restarts:
+            if code is None or code == 0 or actor.given_up:
                 continue
             if actor.restart_at is None:
-                quick = now - actor.started_at < QUICK_DEATH_S
-                actor.restart_at = now + (2.0 if quick else 0.0)
+                age = now - actor.started_at
+                if age > HEALTHY_S:
+                    actor.num_restarts = 0
+                if actor.num_restarts >= self.config.launch.num_max_restarts:
+                    actor.given_up = True
+                    print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
+                          f"(launch.num_max_restarts). The end of {actor.log_path}:\n{actor.tail(8)}", file=sys.stderr)
+                    continue
+                actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
                 log.warning("%s ended with status %d: restarting it", actor.name, code)
             if now >= actor.restart_at:
                 fresh = self._start_actor(index)
@@ -205,9 +229,8 @@ class Launcher:
 
     def _explain_failure(self, code: int) -> None:
         assert self._learner is not None
-        tail = self._learner.log_path.read_text(errors="replace").splitlines()[-20:]
-        print(f"\nThe learner ended with status {code}. The end of {self._learner.log_path}:", file=sys.stderr)
-        print("\n".join("  " + line for line in tail), file=sys.stderr)
+        print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:", file=sys.stderr)
+        print(self._learner.tail(20), file=sys.stderr)
 
 
 def print_result(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ from streamrl.errors import ConfigError
 
 
 def choose_run_dir(config: Config) -> Path:
-    """The directory of this run, which need not exist yet.
+    """The directory of this run; a new numbered one is made here.
 
     A new run takes the next free number; `checkpoint.resume=true` takes the newest existing one of this name.
 
@@ -31,7 +31,15 @@ def choose_run_dir(config: Config) -> Path:
                 "start one without it, or name its directory with run.dir=..."
             )
         return numbered_run_dir(config, numbers[-1])
-    return numbered_run_dir(config, (numbers[-1] if numbers else 0) + 1)
+    number = numbers[-1] if numbers else 0
+    while True:  # somebody else may take a number between our look and our step: only mkdir knows
+        number += 1
+        run_dir = numbered_run_dir(config, number)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=False)
+        except FileExistsError:
+            continue
+        return run_dir
 
 
 def numbered_run_dir(config: Config, number: int) -> Path:

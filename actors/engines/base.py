@@ -1,8 +1,8 @@
 """What the actor asks of an inference engine, and nothing more: token ids in, token ids out.
 
 An engine runs its own thread or process and keeps it full by itself: every `generate` call that arrives is admitted at
-the next step, whatever else is running. Weights are exchanged between two forward passes; running sequences live on with
-their KV cache, and their later tokens carry the new version.
+the next step, whatever else is running. Weights are exchanged between two forward passes; running sequences live on
+with their KV cache, and their later tokens carry the new version.
 """
 
 from __future__ import annotations

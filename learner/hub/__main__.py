@@ -10,6 +10,7 @@ from pathlib import Path
 
 from learner.hub.hub_settings import read_settings
 from learner.hub.server import HubServer
+from streamrl.errors import StreamrlError
 from streamrl.lifeline import watch
 from streamrl.weights.rundir import remove_run_dir
 
@@ -25,7 +26,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent_gone: list[bool] = []
     watch(lambda: parent_gone.append(True))
-    hub = HubServer(settings)
+    try:
+        hub = HubServer(settings)
+    except StreamrlError as error:
+        logging.getLogger("streamrl.hub").error("%s", error)
+        return 2
     try:
         hub.run(lambda: bool(parent_gone))
     finally:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("streamrl.hub")
 
 ACK_FLUSH_S = 0.02
+REANNOUNCE_S = 10.0
 EXIT_CODES = {StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.WRONG_RUN: 6}
 
 
@@ -142,11 +143,14 @@ class ControlPlane:
         self.links.bind(Link(routing_id, hello.actor_id, hello.incarnation, heard_at=now))
 
     def _beat(self, link: Link, beat: ActorBeat, now: float) -> None:
+        if link.refused is not None and beat.installed == link.refused:
+            beat = msgspec.structs.replace(beat, installed=None)  # whatever it serves, it is not ours
         self.hub.ledger.beat(link.actor_id, beat, now)
         link.state = ActorState(beat.state).name.lower()
         link.version = str(beat.installed) if beat.installed else "-"
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
+        self._announce_again(link, beat, now)
         self._beats += 1
         ledger = self.hub.ledger
         oldest = VersionRef(0, 0) if ledger.settings.mask_old_tokens else ledger.min_useful()
@@ -154,11 +158,21 @@ class ControlPlane:
             self._beats, self.hub.settings.learner_epoch, ledger.version, oldest, self.hub.ranks.waiting_for[:128]
         ))
 
+    def _announce_again(self, link: Link, beat: ActorBeat, now: float) -> None:
+        """An actor that stays behind may have failed to fetch or install: it is told again, not left for ever."""
+        manifest = self.hub.weights.manifest
+        if manifest is None or (beat.installed is not None and beat.installed >= manifest.ref):
+            link.announced_at = now
+        elif now - link.announced_at > REANNOUNCE_S:
+            link.announced_at = now
+            self._send(link.routing_id, Announce(manifest, self.hub.weights.offers()))
+
     def _installed(self, link: Link, message: Installed, now: float) -> None:
         root = self.hub.weights.root_of(message.target)
         ok = message.ok
         if ok and root is not None and root != message.root:
             ok = False
+            link.refused = message.target
             log.error("%s says it serves %s with root %s, published was %s: it gets no leases until it installs again",
                       link.actor_id, message.target, message.root.hex()[:8], root.hex()[:8])
             self._strike(link, "wrong root", now)
@@ -197,8 +211,11 @@ class ControlPlane:
                 if link is None:
                     continue
                 leases = ledger.grant(actor_id, now)
-                for first in range(0, len(leases), 64):
-                    self._send(link.routing_id, Leases(tuple(leases[first : first + 64]), ()))
+                batches = [leases[first : first + 64] for first in range(0, len(leases), 64)]
+                if not all([self._send(link.routing_id, Leases(tuple(batch), ())) for batch in batches]):
+                    # A lease that never arrived would be renewed by every heartbeat; the actor says HELLO again.
+                    ledger.evict(actor_id, now)
+                    self.links.drop(actor_id)
                 granted = granted or bool(leases)
 
     def flush_acks(self, now: float) -> None:
@@ -241,5 +258,5 @@ class ControlPlane:
     ) -> None:
         self._send(routing_id, Stop(int(reason), rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512]))
 
-    def _send(self, routing_id: bytes, message: Message) -> None:
-        self.hub.send_control(routing_id, encode(message))
+    def _send(self, routing_id: bytes, message: Message) -> bool:
+        return self.hub.send_control(routing_id, encode(message))

@@ -29,6 +29,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int
     world: int
     bind: str
+    weights_port: int
     advertise: str | None
     rank_endpoint: str
     shm_dir: str

@@ -23,6 +23,9 @@ class Link:
     rate_at: float = 0.0
     strikes: deque[float] = field(default_factory=deque)
     stats: dict[str, float] = field(default_factory=dict)
+    refused: object = None
+    """The version it claims to serve with bytes that were never published."""
+    announced_at: float = 0.0
 
     def strike(self, now: float) -> bool:
         """Count a misdeed; True if it was one too many."""
@@ -32,11 +35,14 @@ class Link:
         return len(self.strikes) >= MAX_STRIKES
 
     def count_tokens(self, tokens_total: int, now: float) -> int:
-        """New tokens since the last beat; keeps a smoothed rate."""
+        """New tokens since the last beat; keeps a smoothed rate. The first beat of a link is the base line."""
+        if not self.rate_at:
+            self.tokens_total, self.rate_at = tokens_total, now
+            return 0
         new = max(0, tokens_total - self.tokens_total)
-        if self.rate_at and now > self.rate_at:
+        if now > self.rate_at:
             rate = new / (now - self.rate_at)
-            self.tokens_per_s = rate if not self.tokens_per_s else 0.7 * self.tokens_per_s + 0.3 * rate
+            self.tokens_per_s = 0.7 * self.tokens_per_s + 0.3 * rate if self.tokens_per_s >= 0.1 else rate
         self.tokens_total, self.rate_at = tokens_total, now
         return new
 

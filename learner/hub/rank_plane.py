@@ -83,9 +83,14 @@ class RankPlane:
 
     def serve(self, now: float) -> None:
         """Cut if a rank waits and the ledger can; hand out shares; report evaluations."""
-        # Rank 0's TRAINED and PUBLISH precede its TAKE on one connection, so the ledger is up to date when it asks.
-        if 0 in self._takes and not self._shares:
-            self._cut(now)
+        if self._takes and not self._shares:
+            if self._halted is not None:  # nothing of this version was cut, so every rank will hear the same
+                for rank in list(self._takes):
+                    self._send(rank, Halt(self._halted))
+                self._takes.clear()
+            # Rank 0's TRAINED and PUBLISH precede its TAKE on one connection: when it asks, the ledger is up to date.
+            elif 0 in self._takes:
+                self._cut(now)
         for rank in [rank for rank in self._takes if rank in self._shares]:
             self._send(rank, self._shares.pop(rank))
             del self._takes[rank]
@@ -93,11 +98,6 @@ class RankPlane:
             self._finish_eval(eval_id)
 
     def _cut(self, now: float) -> None:
-        if self._halted is not None:
-            for rank in list(self._takes):
-                self._send(rank, Halt(self._halted))
-            self._takes.clear()
-            return
         groups = self.hub.ledger.cut_batch(self._version)
         if groups is None:
             return

@@ -25,7 +25,7 @@ from learner.hub.rank_plane import RankPlane
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
-from streamrl.transport.sockets import bound_endpoint, hub_router
+from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 
 log = logging.getLogger("streamrl.hub")
 
@@ -45,7 +45,7 @@ class HubServer:
         self._control = hub_router(
             self._context, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=hwm
         )
-        bind(self._control, settings.bind)
+        bind(self._control, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._control)
         host = settings.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         self.weights = WeightServer(self._context, settings, host)
@@ -131,15 +131,3 @@ class HubServer:
         self._control.close(linger=1000)
         self._ranks.close(linger=1000)
         self._context.term()
-
-
-def bind(socket: zmq.Socket, address: str) -> None:
-    """Bind, with an error that says what to do about a port in use."""
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            raise SystemExit(
-                f"hub.bind={address} is in use by another process: stop it, or bind another port (0 takes a free one)"
-            ) from error
-        raise SystemExit(f"hub.bind={address}: {error}") from error

@@ -14,7 +14,7 @@ from learner.hub.hub_settings import HubSettings
 from streamrl.codec import Decoder, encode
 from streamrl.errors import WireError
 from streamrl.messages import TO_WEIGHTS, Installed, Layout, Manifest, Offer, Publish, Pull, VersionRef
-from streamrl.transport.sockets import bound_endpoint, hub_router
+from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.chunks import ChunkServer
 from streamrl.weights.shm import shm_offer
 
@@ -43,7 +43,7 @@ class WeightServer:
         self._stopping = threading.Event()
         self._socket = hub_router(context, max_message_bytes=4096, receive_hwm=64)
         bind_host = settings.bind.removeprefix("tcp://").rpartition(":")[0]
-        self._socket.bind(f"tcp://{bind_host}:0")
+        bind(self._socket, f"tcp://{bind_host}:{settings.weights_port}", "hub.weights_port")
         port = bound_endpoint(self._socket).rpartition(":")[2]
         self.endpoint = f"tcp://{host}:{port}"
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import ceil
 
 from streamrl.config.schema import Config
@@ -31,6 +32,7 @@ def check(config: Config) -> None:
     _check_staleness(config)
     _check_lengths(config)
     _check_batch(config)
+    _check_names(config)
     _check_hub(config)
 
 
@@ -58,6 +60,12 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.num_keep": config.checkpoint.num_keep,
         "launch.num_learner_ranks": config.launch.num_learner_ranks,
         "hub.num_max_attempts": config.hub.num_max_attempts,
+        "hub.heartbeat_s": config.hub.heartbeat_s,
+        "hub.lease_ttl_s": config.hub.lease_ttl_s,
+        "learner.rank_timeout_s": config.learner.rank_timeout_s,
+        "learner.stall_report_s": config.learner.stall_report_s,
+        "run.shutdown_s": config.run.shutdown_s,
+        "rollout.num_min_members": config.rollout.num_min_members,
         "policy.optimizer.lr": config.policy.optimizer.lr,
         "policy.optimizer.max_grad_norm": config.policy.optimizer.max_grad_norm,
     }
@@ -70,6 +78,12 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.every_steps": config.checkpoint.every_steps,
         "run.num_threads": config.run.num_threads,
         "actors.num_threads": config.actors.num_threads,
+        "learner.stall_fail_s": config.learner.stall_fail_s,
+        "hub.group_deadline_s": config.hub.group_deadline_s,
+        "hub.weights_port": config.hub.weights_port,
+        "publish.max_bytes_per_s": config.publish.max_bytes_per_s,
+        "actors.give_up_after_s": config.actors.give_up_after_s,
+        "launch.num_max_restarts": config.launch.num_max_restarts,
         "loss.entropy_coef": config.loss.entropy_coef,
         "loss.behavior_penalty": config.loss.behavior_penalty,
     }
@@ -93,8 +107,33 @@ def _check_ranges(config: Config) -> None:
     )
 
 
+def _check_names(config: Config) -> None:
+    for name, value in (("run.name", config.run.name), ("actors.actor_id", config.actors.actor_id)):
+        _need(
+            value is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", value) is not None,
+            f"{name}={value} must be 1 to 48 of A-Z a-z 0-9 . _ - and begin with a letter or digit",
+        )
+    unknown = sorted(set(config.actors.transports) - {"shm", "zmq"})
+    _need(not unknown, f"actors.transports={config.actors.transports} names unknown ways {unknown}: choose of shm, zmq")
+    _need("zmq" in config.actors.transports, "actors.transports must hold zmq: the model's files travel by it")
+    tiny = config.policy.tiny
+    _need(
+        not tiny.enabled or tiny.hidden_size % tiny.num_heads == 0,
+        f"policy.tiny.hidden_size={tiny.hidden_size} must be a multiple of policy.tiny.num_heads={tiny.num_heads}",
+    )
+
+
 def _check_batch(config: Config) -> None:
     batch = config.rollout.num_prompts_per_step
+    ranks = config.launch.num_learner_ranks
+    _need(ranks <= batch, f"launch.num_learner_ranks={ranks} exceeds rollout.num_prompts_per_step={batch}: ranks train "
+          "whole groups, some would have none")
+    group = config.rollout.num_responses_per_prompt
+    _need(group <= 1024, f"rollout.num_responses_per_prompt={group} is over 1024, the most that one lease can hold")
+    _need(
+        config.rollout.num_min_members <= group,
+        f"rollout.num_min_members={config.rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
+    )
     _need(
         batch <= 512,
         f"rollout.num_prompts_per_step={batch} is over 512: a lone actor could not hold the groups of two batches "

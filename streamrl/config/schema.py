@@ -316,6 +316,8 @@ class ActorsConfig:
 class HubConfig:
     bind: str = "tcp://127.0.0.1:0"
     """Where the hub listens; port 0 takes a free one, which is printed and written to `hub.json`."""
+    weights_port: int = 0
+    """Port of the weight socket, on the same address; 0 takes a free one. Fix it to reach it through a tunnel."""
     advertise: str | None = None
     """Host name or address that actors should use for the weight socket; null is the bind address."""
     heartbeat_s: float = 1.0
@@ -345,7 +347,8 @@ class PublishConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 25
-    """Save after every so many steps, and at the end; 0 only at the end."""
+    """Save after every so many steps (more often if actors' outboxes could not hold what lies between), and at the
+    end; 0 only at the end."""
     resume: bool = False
     """Go on from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = 2

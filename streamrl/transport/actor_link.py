@@ -231,7 +231,8 @@ class ActorLink:
         self.outbox.settle(welcome.settled_upto, welcome.settled)
         self.outbox.forget(welcome.durable_upto, welcome.durable)
         self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch
-        self.state = ActorState.SYNCING
+        # Whoever serves a version already may go on; the ledger knows what that version is good for.
+        self.state = ActorState.SYNCING if self.installed is None else ActorState.RUNNING
         self._attempts, self._parted_at = 0, None
         return [Deliver(welcome), *self._send_beat(now), *self._flush(now)]
 

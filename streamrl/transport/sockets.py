@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zmq
 
+from streamrl.errors import ConfigError
+
 
 def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int) -> zmq.Socket:
     """A ROUTER that reports unknown peers (MANDATORY) and never hands one peer's identity to another (HANDOVER off)."""
@@ -46,3 +48,19 @@ def _keepalive(socket: zmq.Socket) -> None:
 def bound_endpoint(socket: zmq.Socket) -> str:
     """The endpoint that a bind to port 0 really took."""
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def bind(socket: zmq.Socket, address: str, setting: str) -> None:
+    """Bind, with an error that says what to do about a port in use.
+
+    Args:
+        setting: the name of the setting that the address came from.
+    """
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise ConfigError(
+                f"{setting}: {address} is in use by another process; stop that, or choose another port (0: any free one)"
+            ) from error
+        raise ConfigError(f"{setting}: cannot bind {address}: {error}") from error

@@ -99,11 +99,11 @@ def test_multirun_calls_every_combination_with_a_directory_of_its_own():
 def test_run_directories_count_up_and_resume_takes_the_newest(tmp_path):
     config = load_config([QUICK, f"run.root={tmp_path}"])
     assert choose_run_dir(config).name == "quickstart-001"
-    (tmp_path / "quickstart-001").mkdir()
+    assert choose_run_dir(config).name == "quickstart-002", "two at once never share a directory"
     (tmp_path / "quickstart-007").mkdir()
     assert choose_run_dir(config).name == "quickstart-008"
     config.checkpoint.resume = True
-    assert choose_run_dir(config).name == "quickstart-007"
+    assert choose_run_dir(config).name == "quickstart-008"
     config.run.name = "other"
     with pytest.raises(ConfigError, match=r"there is no run other-\*"):
         choose_run_dir(config)
