@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -67,7 +66,7 @@ def _from_module(name: str, options: dict[str, Any]) -> Task:
     if not callable(factory):
         raise TaskError(f"task {name!r} is a {type(factory).__name__}: name a class or a function that returns a task.")
     task = construct(factory, options, name)
-    if inspect.isclass(factory) or isinstance(task, Task):
+    if isinstance(task, Task):
         return task
     raise TaskError(f"task {name!r} returned a {type(task).__name__}, which has no name, num_records, record and env.")
 

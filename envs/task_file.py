@@ -72,7 +72,10 @@ def task_from_file(path: str, options: Mapping[str, Any]) -> Task:
 
 def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str) -> Any:
     """`factory(**options)`, with unknown or missing options named and an error of the factory shown by its line."""
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:
+        raise TaskError(f"{name} is not a task: it is built into Python and shows no arguments.") from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not takes_any:
