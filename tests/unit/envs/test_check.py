@@ -1,0 +1,76 @@
+"""The start-up check: each way to break the protocol is refused by name, and what is allowed passes."""
+
+import itertools
+
+import pytest
+
+from envs.check import check_task
+from streamrl.environment import ChatMessage, SingleTurnTask, Step
+from streamrl.errors import TaskError
+
+
+class Good(SingleTurnTask):
+    name = "good"
+
+    def record(self, split, index):
+        return {"prompt": f"{split} {index}"}
+
+    def reward(self, record, completion):
+        return 1.0
+
+
+def broken(**methods):
+    return type("Broken", (Good,), {"name": "broken", **methods})()
+
+
+counter = itertools.count()
+CASES = {
+    "is not JSON": {"record": lambda self, split, index: {"prompt": {1, 2}}},
+    "changes when asked for twice": {"record": lambda self, split, index: {"prompt": str(next(counter))}},
+    "record raised KeyError: 'missing' (test_check.py, line": {"record": lambda self, s, i: {}["missing"]},
+    "reward must be a finite number, got nan": {"reward": lambda self, record, text: float("nan")},
+    "score must be a finite number, got inf": {"reward": lambda self, r, t: Step(reward=0.0, score=float("inf"))},
+    "format must be a finite number, got 'x'": {"reward": lambda self, r, t: Step(reward=0.0, parts={"format": "x"})},
+    "step raised TypeError": {"reward": lambda self, record, text: None},
+    "at least 1 ChatMessage, got []": {"messages": lambda self, record: []},
+    "got 'hello'": {"messages": lambda self, record: "hello"},
+    "where ChatMessage(role, content) belongs": {"messages": lambda self, record: [{"role": "user", "content": "hi"}]},
+    "gave the role 'human'": {"messages": lambda self, record: [ChatMessage("human", "hi")]},
+    "must be a positive integer, got 0": {"num_test": 0},
+    "step must give a list of at least 1 ChatMessage": {"reward": lambda self, r, t: Step(reward=0.0, done=False)},
+    "target must return a string, got 3": {"target": lambda self, record: 3},
+    "target and reward disagree": {
+        "target": lambda self, record: "right",
+        "reward": lambda self, record, text: float(text != "right"),
+    },
+}
+
+
+@pytest.mark.parametrize("said", CASES)
+def test_a_broken_task_is_refused_and_told_why(said):
+    with pytest.raises(TaskError) as caught:
+        check_task(broken(**CASES[said]))
+
+    assert said in str(caught.value)
+    assert "task 'broken'" in str(caught.value)
+
+
+def test_a_good_task_passes():
+    check_task(Good())
+
+
+def test_async_environments_are_played_too():
+    class Waits:
+        async def reset(self, record):
+            return [ChatMessage("user", record["prompt"])]
+
+        async def step(self, action):
+            return Step(reward=float("inf"))
+
+    with pytest.raises(TaskError, match="reward must be a finite number, got inf"):
+        check_task(broken(env=lambda self: Waits()))
+
+
+def test_something_that_is_no_task_is_named_by_its_type():
+    with pytest.raises(TaskError, match="dict is no task"):
+        check_task({})

@@ -1,0 +1,173 @@
+"""From a name, a module path or a file to a task; every failure says what was found and what to do."""
+
+import textwrap
+
+import pytest
+
+from envs.check import check_task
+from envs.registry import load_task
+from envs.tasks.strings import StringTask
+from streamrl.environment import Step
+from streamrl.errors import TaskError
+
+PAIR = """
+    def record(split, index):
+        return {"prompt": f"{split} {index}"}
+
+    def reward(record, completion):
+        return float(completion == record["prompt"])
+"""
+ONE_CLASS = """
+    from streamrl import SingleTurnTask
+
+    class Shout(SingleTurnTask):
+        name = "shout"
+
+        def __init__(self, loudness=1):
+            self.loudness = loudness
+
+        def record(self, split, index):
+            return {"prompt": "ab" * self.loudness}
+
+        def reward(self, record, completion):
+            return float(completion == record["prompt"].upper())
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text, name="my_task.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write_file
+
+
+def test_a_registered_name_takes_its_options():
+    task = load_task("string.sort", options={"max_length": 4})
+
+    assert isinstance(task, StringTask)
+    assert (task.operation, task.max_length) == ("sort", 4)
+
+
+def test_an_unknown_name_suggests_the_nearest_one():
+    with pytest.raises(TaskError, match="Did you mean 'string.reverse'"):
+        load_task("string.revers")
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
+    with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean 'max_length'\? Valid options: alphabet, "):
+        load_task("string.reverse", options={"max_len": 5})
+
+
+def test_a_class_is_found_by_its_module_path():
+    task = load_task("envs.tasks.strings:StringTask", options={"operation": "copy"})
+
+    assert task.name == "string.copy"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_package.tasks:Mine", "cannot import 'no_such_package'"),
+        ("envs.tasks.strings:StringTusk", "has no 'StringTusk'. Did you mean 'StringTask'"),
+        ("envs.tasks.strings:ALPHABET", "is a str: name a class or a function"),
+        ("envs.tasks.strings:partial_credit", "missing option answer, completion"),
+        ("types:SimpleNamespace", "is built into Python"),
+        ("envs.check:Step", "missing option reward"),
+        ("fractions:Fraction", "returned a Fraction, which has no name, num_records"),
+    ],
+)
+def test_a_bad_module_path_says_what_is_wrong(name, said):
+    with pytest.raises(TaskError) as caught:
+        load_task(name)
+
+    assert said in str(caught.value)
+
+
+def test_two_functions_in_a_file_are_a_task(write):
+    task = load_task("", path=write(PAIR + "\n    num_train = 7\n"))
+    check_task(task)
+    env = task.env()
+    messages = env.reset(task.record("train", 3))
+
+    assert (task.name, task.num_records("train"), task.num_records("test")) == ("my_task", 7, 200)
+    assert messages[0].content == "train 3"
+    assert env.step("train 3") == Step(reward=1.0)
+
+
+def test_the_path_wins_over_the_name_and_one_class_takes_the_options(write):
+    task = load_task("string.reverse", path=write(ONE_CLASS), options={"loudness": 2})
+    check_task(task)
+
+    assert task.record("train", 0)["prompt"] == "abab"
+
+
+def test_the_function_task_decides_among_several_classes(write):
+    two = ONE_CLASS + "\n    class Whisper(Shout):\n        name = 'whisper'\n"
+    with pytest.raises(TaskError, match="more than one task: class Shout, class Whisper. Add a function task"):
+        load_task("", path=write(two))
+
+    task = load_task("", path=write(two + "\n    def task():\n        return Whisper()\n"))
+
+    assert task.name == "whisper"
+
+
+def test_an_imported_class_is_not_taken_for_the_files_own(write):
+    task = load_task("", path=write("from envs.tasks.strings import StringTask\n" + textwrap.dedent(PAIR)))
+
+    assert task.name == "my_task"
+
+
+def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
+    write("ANSWER = 42\n", "neighbour_of_my_task.py")
+    task = load_task(
+        "",
+        path=write(
+            """
+            from __future__ import annotations
+            from dataclasses import dataclass
+            import neighbour_of_my_task
+
+            @dataclass
+            class Question:
+                answer: int
+
+            def record(split, index):
+                return {"prompt": "?", "answer": Question(neighbour_of_my_task.ANSWER).answer}
+
+            def reward(record, completion):
+                return float(completion == str(record["answer"]))
+            """
+        ),
+    )
+
+    assert task.record("test", 0)["answer"] == 42
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ny = 1 / 0\n", "ZeroDivisionError: division by zero (my_task.py, line 2: y = 1 / 0)"),
+        ("def broken(:\n", "SyntaxError"),
+        ("import no_such_module_here\n", "ModuleNotFoundError"),
+        ("def reward(record, completion):\n    return 0.0\n", "defines no task. Found: reward. Define one class"),
+        ("", "Found: nothing"),
+        ("def task():\n    return 3\n", "got a int where a task was expected"),
+        ("def task():\n    raise KeyError('deep')\n", "KeyError: 'deep' (my_task.py, line 2: raise KeyError('deep'))"),
+        ("def task(size):\n    return size\n", "missing option size: set env.options.size"),
+    ],
+)
+def test_a_broken_file_is_explained_by_its_own_line(write, text, said):
+    with pytest.raises(TaskError) as caught:
+        load_task("", path=write(text))
+
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_and_a_file_that_is_no_python_are_named(write):
+    with pytest.raises(TaskError, match="there is no such file"):
+        load_task("", path="nowhere/my_task.py")
+    with pytest.raises(TaskError, match="must end in .py"):
+        load_task("", path=write("hello", "notes.txt"))
