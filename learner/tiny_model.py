@@ -144,7 +144,7 @@ def prepare_tiny_model(
     Returns:
         The checkpoint directory, inside `cache_dir`; its name holds a digest of the arguments and of the examples.
     Raises:
-        TaskError: the task has no `target`, or does not open with one user message.
+        TaskError: the task has no `target` and steps were asked for, or it does not open with one user message.
         ConfigError: a size does not fit.
     """
     sizes = {
@@ -156,7 +156,7 @@ def prepare_tiny_model(
         "seed": seed,
     }
     start = {"num_steps": num_warm_start_steps, "lr": warm_start_lr, "batch_size": 64, "stop_at": stop_at, "seed": seed}
-    pairs = _task_pairs(task, max(512, num_warm_start_steps * 64))
+    pairs = _task_pairs(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
     identity = json.dumps([FORMAT, sizes, start, pairs[:512]], sort_keys=True)
     digest = blake2b(identity.encode(), digest_size=6).hexdigest()
     final = Path(cache_dir) / f"tiny-{task.name.replace('/', '_').replace(':', '_')}-{digest}"
@@ -183,11 +183,12 @@ def prepare_tiny_model(
     return final
 
 
-def _task_pairs(task: Task, num_pairs: int) -> Pairs:
-    if not isinstance(task, HasTarget):
+def _task_pairs(task: Task, num_pairs: int, *, needs_target: bool) -> Pairs:
+    """(prompt, answer) texts; answers are empty where the task knows none and none are needed."""
+    if needs_target and not isinstance(task, HasTarget):
         raise TaskError(
-            f"task {task.name!r} knows no right answers: give it a method target(record) -> str, or set the number of "
-            "warm-start steps aside and start from a trained checkpoint (policy.model_path)."
+            f"task {task.name!r} knows no right answers: give it a method target(record) -> str, or start from random "
+            "weights (policy.tiny.num_warm_start_steps=0) or from a trained checkpoint (policy.model_path)."
         )
     env = task.env()
     size = task.num_records("train")
@@ -197,5 +198,5 @@ def _task_pairs(task: Task, num_pairs: int) -> Pairs:
         messages = env.reset(record)
         if not isinstance(messages, Sequence) or len(messages) != 1 or messages[0].role != "user":
             raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
-        pairs.append((messages[0].content, task.target(record)))
+        pairs.append((messages[0].content, task.target(record) if isinstance(task, HasTarget) else ""))
     return pairs
