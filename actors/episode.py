@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.engines.base import Engine, GenerateRequest, Generation
+from actors.env_calls import EnvCalls, where
 from actors.render import Renderer
 from streamrl.codec import pack_ids, pack_logprobs
 from streamrl.environment import ChatMessage, Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling
+
+log = logging.getLogger("streamrl.actor")
+
+MAX_SCORES, MAX_NAME_CHARS = 64, 32
+"""What a `Member` can carry; the score itself takes one of the places."""
 
 
 class PromptTooLongError(TaskError):
@@ -45,10 +50,16 @@ class Transcript:
     mask: list[tuple[int, int]] = field(default_factory=list)
     versions: list[tuple[int, int, int, int]] = field(default_factory=list)
     turns: list[tuple[int, int, float]] = field(default_factory=list)
+    owed: float = 0.0  # rewards of turns in which nothing was said, while there is no turn to add them to
 
     def add_action(self, generation: Generation, reward: float) -> None:
+        """A turn of the model. A range must not be empty, so the reward of a turn without tokens joins another's."""
         start = len(self.token_ids)
         end = start + len(generation.token_ids)
+        if start == end:
+            self._add_reward(reward)
+            return
+        reward, self.owed = reward + self.owed, 0.0
         self.token_ids += generation.token_ids
         self.logprobs += generation.logprobs
         self.mask.append((start, end))
@@ -57,88 +68,117 @@ class Transcript:
             row = (span.ref.learner_epoch, span.ref.version, start + span.start, start + span.end)
             self.versions.append(row)
 
+    def _add_reward(self, reward: float) -> None:
+        if not self.turns:
+            self.owed += reward
+            return
+        start, end, earlier = self.turns[-1]
+        self.turns[-1] = (start, end, earlier + reward)
+
     def add_observation(self, ids: Sequence[int]) -> None:
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
 
 
 class EpisodeRunner:
-    """Plays episodes of one task on one engine; plain environments run in a thread pool with a time limit."""
+    """Plays episodes of one task on one engine; plain environments run in a few threads with a time limit."""
 
     def __init__(
         self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4
     ) -> None:
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="env")
+        self._calls = EnvCalls(num_threads)
         self.num_env_errors = 0
+        self.last_env_error = ""
         self.env_s = 0.0
 
-    async def play(self, record: Record, index: int, seed: int, sampling: Sampling) -> Member:
-        """One member of a group.
+    @property
+    def num_hung_calls(self) -> int:
+        """Environment calls that ran for longer than env.step_timeout_s."""
+        return self._calls.num_hung_calls
+
+    @property
+    def worn_out(self) -> bool:
+        """Too many threads are lost to hung calls: every later episode ends in an EngineError."""
+        return self._calls.worn_out
+
+    async def play(
+        self, record: Record, index: int, seed: int, sampling: Sampling,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> Member:
+        """One member of a group; `on_progress` is called after every generation and every environment step.
 
         Raises:
             PromptTooLongError: the prompt is over rules.max_prompt_tokens.
-            EngineError: the engine failed.
+            EngineError: the engine failed, or too many environment calls hang.
         """
-        env = self.task.env()
         try:
+            env = self.task.env()
             messages = await self._call(env.reset, record)
             prompt_ids = self.renderer.render(list(messages))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
             return self._failed(index, Transcript([]), error)
+        on_progress()
         if len(prompt_ids) > self.rules.max_prompt_tokens:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {self.rules.max_prompt_tokens}"
             )
-        transcript = Transcript(prompt_ids)
-        return await self._turns(env, transcript, index, seed, sampling)
+        return await self._turns(env, Transcript(prompt_ids), index, seed, sampling, on_progress)
 
-    async def _turns(self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling) -> Member:
-        scores: dict[str, float] = {}
-        score, finish = 0.0, "stop"
+    async def _turns(
+        self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling,
+        on_progress: Callable[[], None],
+    ) -> Member:
+        scores: dict[str, float] = {"score": 0.0}
+        finish, source = "stop", f"{where(env.step)} of task {self.task.name}"
         for turn in range(self.rules.max_turns):
-            generation = await self.engine.generate(GenerateRequest(
-                prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling,
-                max_new_tokens=self.rules.max_new_tokens, seed=turn_seed(seed, turn), stop=self.rules.stop,
-                ignore_eos=self.rules.ignore_eos,
-            ))
-            finish = generation.finish
+            generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
+            on_progress()
+            last = turn + 1 == self.rules.max_turns
             try:
-                step = _checked(await self._call(env.step, self.renderer.text(generation.token_ids)))
+                step = checked(await self._call(env.step, self.renderer.text(generation.token_ids)), source)
+                scores = _add_scores(scores, step, source)
+                more = [] if step.done or last else self._render_more(step.messages, generation)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
-                transcript.add_action(generation, 0.0)
+                transcript.add_action(generation, self.rules.error_floor or 0.0)
                 return self._failed(index, transcript, error)
+            on_progress()
             transcript.add_action(generation, step.reward)
-            score += step.reward if step.score is None else step.score
-            for name, part in step.parts.items():
-                scores[name] = scores.get(name, 0.0) + float(part)
+            transcript.add_observation(more)
+            finish = "env" if last and not step.done else generation.finish
             if step.done:
                 break
-            if turn + 1 < self.rules.max_turns:
-                transcript.add_observation(self._render_more(step.messages, transcript))
-            else:
-                finish = "env"
+        if not transcript.turns:
+            return _aborted(index, "empty")
         status = MemberStatus.TRUNCATED if finish in ("length", "env") else MemberStatus.FINISHED
-        return self._member(index, transcript, status, {**scores, "score": score}, finish)
+        return self._member(index, transcript, status, scores, finish)
 
-    def _render_more(self, messages: Sequence[ChatMessage], transcript: Transcript) -> list[int]:
-        last_token = transcript.token_ids[-1] if transcript.token_ids else None
+    def _request(self, transcript: Transcript, seed: int, sampling: Sampling) -> GenerateRequest:
+        return GenerateRequest(
+            prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling,
+            max_new_tokens=self.rules.max_new_tokens, seed=seed, stop=self.rules.stop,
+            ignore_eos=self.rules.ignore_eos,
+        )
+
+    def _render_more(self, messages: Sequence[ChatMessage], generation: Generation) -> list[int]:
+        # A turn without tokens ends without the token that ends a turn: -1 is no token's id, so it is put there.
+        last_token = generation.token_ids[-1] if generation.token_ids else -1
         return self.renderer.render_more(messages, last_token=last_token)
 
     def _failed(self, index: int, transcript: Transcript, error: Exception) -> Member:
         """`env.on_error`: aborted (leased again), or an explicit floor reward if there is something to train on."""
         self.num_env_errors += 1
-        if self.rules.error_floor is not None and transcript.token_ids:
-            start, end, _ = transcript.turns[-1]
-            transcript.turns[-1] = (start, end, self.rules.error_floor)
-            return self._member(
-                index, transcript, MemberStatus.FINISHED, {"score": self.rules.error_floor, "env_error": 1.0}, "env"
-            )
-        return Member(index, int(MemberStatus.ABORTED), b"", b"", b"", (), (), (), 0.0, {}, f"{error!r}"[:32])
+        self.last_env_error = f"task {self.task.name}: {_described(error)}"
+        if self.num_env_errors & (self.num_env_errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a log is not a flood
+            log.warning("environment failure %d: %s", self.num_env_errors, self.last_env_error)
+        if self.rules.error_floor is not None and transcript.turns:
+            scores = {"score": self.rules.error_floor, "env_error": 1.0}
+            return self._member(index, transcript, MemberStatus.FINISHED, scores, "env")
+        return _aborted(index, _described(error))
 
     def _member(
         self, index: int, transcript: Transcript, status: MemberStatus, scores: dict[str, float], finish: str
@@ -151,19 +191,14 @@ class EpisodeRunner:
         )
 
     async def _call(self, method: Callable[..., Any], argument: object) -> Any:
-        """Await an async method; run a plain one in the pool. Both within env.step_timeout_s."""
-        if inspect.iscoroutinefunction(method):
-            work = method(argument)
-        else:
-            work = asyncio.get_running_loop().run_in_executor(self._pool, method, argument)
         started = asyncio.get_running_loop().time()
         try:
-            return await asyncio.wait_for(work, self.rules.step_timeout_s)
+            return await self._calls.run(method, argument, self.rules.step_timeout_s)
         finally:
             self.env_s += asyncio.get_running_loop().time() - started
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._calls.close()
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -171,9 +206,56 @@ def turn_seed(seed: int, turn: int) -> int:
     return (seed + turn * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
-def _checked(step: Any) -> Step:
+def _aborted(index: int, finish: str) -> Member:
+    return Member(index, int(MemberStatus.ABORTED), b"", b"", b"", (), (), (), 0.0, {}, finish[:MAX_NAME_CHARS])
+
+
+def checked(step: Any, source: str) -> Step:
+    """The step with plain numbers only: numpy's floats are floats to Python, but not to the wire.
+
+    Raises:
+        TaskError: not a Step, or a number or name that cannot be sent.
+    """
     if not isinstance(step, Step):
-        raise TaskError(f"Env.step returned {type(step).__name__}, expected streamrl.Step")
-    if not math.isfinite(step.reward) or (step.score is not None and not math.isfinite(step.score)):
-        raise TaskError(f"Env.step returned reward {step.reward}, score {step.score}: both must be finite")
-    return step
+        raise TaskError(f"{source} returned {type(step).__name__}, expected streamrl.Step")
+    return replace(
+        step,
+        reward=_number(step.reward, "reward", source),
+        score=None if step.score is None else _number(step.score, "score", source),
+        parts={_name(name, source): _number(part, f"part {name!r}", source) for name, part in step.parts.items()},
+    )
+
+
+def _number(value: Any, what: str, source: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise TaskError(f"{source} returned {what} {value!r}, expected a finite number")
+    return number
+
+
+def _name(name: Any, source: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise TaskError(f"{source} returned a part named {name!r}, expected 1 to {MAX_NAME_CHARS} printable characters")
+    return str.__str__(name)
+
+
+def _add_scores(scores: Mapping[str, float], step: Step, source: str) -> dict[str, float]:
+    """Sums over the turns; `score` is the step's score, or its reward where there is none."""
+    sums = dict(scores)
+    for name, part in {**step.parts, "score": step.reward if step.score is None else step.score}.items():
+        sums[name] = sums.get(name, 0.0) + part
+    if len(sums) > MAX_SCORES:
+        raise TaskError(f"{source} returned parts of {len(sums) - 1} names, at most {MAX_SCORES - 1} can be sent")
+    return sums
+
+
+def _described(error: Exception) -> str:
+    """For people: never raises, always UTF-8."""
+    try:
+        text = repr(error)
+    except Exception:  # a user's __repr__
+        text = type(error).__name__
+    return text.encode("utf-8", "replace").decode()

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from actors.episode import EpisodeRunner, PromptTooLongError
+from streamrl.codec import Decoder, encode
 from streamrl.environment import Record
-from streamrl.errors import EngineError
-from streamrl.messages import Group, Lease, Member, MemberStatus, Outcome, ReturnReason
+from streamrl.errors import EngineError, WireError
+from streamrl.group_checks import GroupBounds, check_group
+from streamrl.messages import TO_HUB, Group, Lease, Limits, Member, MemberStatus, Outcome, ReturnReason
+
+log = logging.getLogger("streamrl.actor")
 
 
 async def run_group(
-    lease: Lease, runner: EpisodeRunner, *, load_record: Callable[[Lease], Record] | None = None
+    lease: Lease, runner: EpisodeRunner, *, load_record: Callable[[Lease], Record] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Group:
     """Generate every leased member; the whole group is sent as one message.
 
     Members whose environment failed are ABORTED (their member is leased again by the hub). A group that cannot be
-    generated at all comes back as RETURNED with the reason; nothing is invented.
+    generated at all comes back as RETURNED with the reason; nothing is invented. `on_progress` is called after every
+    generation and every environment step of any member.
     """
     started = time.perf_counter()
     try:
@@ -29,7 +36,7 @@ async def run_group(
     except (ValueError, LookupError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
     plays: list[Awaitable[Member]] = [
-        runner.play(record, index, seed, lease.sampling)
+        runner.play(record, index, seed, lease.sampling, on_progress)
         for index, seed in zip(lease.members, lease.seeds, strict=True)
     ]
     try:
@@ -39,7 +46,8 @@ async def run_group(
     except EngineError as error:
         return returned(lease, ReturnReason.ENGINE_ERROR, str(error))
     if all(member.status == MemberStatus.ABORTED for member in members):
-        return returned(lease, ReturnReason.ENV_ERROR, f"every member failed, the first with {members[0].finish}")
+        cause = runner.last_env_error or "no generation had a token"
+        return returned(lease, ReturnReason.ENV_ERROR, f"every member failed, of late with {cause}")
     return Group(
         incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.COMPLETE),
         reason=int(ReturnReason.NONE), detail="", sampling=lease.sampling, members=_share_prompt(members),
@@ -47,11 +55,33 @@ async def run_group(
     )
 
 
+def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
+    """The group, if the hub will believe it; else the lease handed back with the rule that the group breaks.
+
+    The same checks as the hub's, on the very bytes that would be sent: what fails there counts against this actor.
+    """
+    if group.outcome != Outcome.COMPLETE:
+        return group
+    bounds = GroupBounds(limits.vocab_size, limits.max_prompt_tokens, limits.max_new_tokens)
+    try:
+        check_group(group, bounds, leased=lease.members)
+        Decoder(TO_HUB, limits.max_message_bytes).decode(encode(group))
+    except WireError as error:
+        detail = f"{error.counter}: {error}"
+    except (TypeError, ValueError, OverflowError) as error:  # MessagePack has no form for it
+        detail = f"cannot be encoded: {error}"
+    else:
+        return group
+    log.error("a finished group is handed back, the hub would refuse it: %s", detail)
+    return returned(lease, ReturnReason.ENV_ERROR, detail)
+
+
 def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:
-    """The lease handed back."""
+    """The lease handed back; the detail is cut to what fits."""
+    detail = detail[:512].encode("utf-8", "replace").decode()  # whatever a user's exception says
     return Group(
         incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.RETURNED),
-        reason=int(reason), detail=detail[:512], sampling=lease.sampling, members=(), stats={},
+        reason=int(reason), detail=detail, sampling=lease.sampling, members=(), stats={},
     )
 
 

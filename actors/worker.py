@@ -21,7 +21,7 @@ from typing import Any
 from actors.engines.base import Engine
 from actors.episode import EpisodeRunner
 from actors.install import Installer
-from actors.rollout import returned, run_group
+from actors.rollout import returned, run_group, sendable
 from streamrl.errors import EngineError, StreamrlError
 from streamrl.messages import (
     Announce,
@@ -45,6 +45,8 @@ log = logging.getLogger("streamrl.actor")
 
 PROGRESS_S = 0.2
 EXIT_WEDGED = 9
+WEDGED_DRAIN_S = 5.0
+"""How long a broken actor may take to hand its leases back."""
 
 
 @dataclass(slots=True)
@@ -67,12 +69,11 @@ class Plant:
 
 @dataclass(slots=True)
 class Running:
-    """A lease at work."""
+    """A lease at work; `moved_at` is when one of its members last got a generation or an environment's answer."""
 
     lease: Lease
     task: asyncio.Task[None]
     since: VersionRef
-    tokens_seen: int
     moved_at: float
 
 
@@ -81,10 +82,13 @@ class Worker:
 
     Args:
         build: makes the plant from the first WELCOME; may take minutes, heartbeats go on meanwhile.
+        clock: monotonic seconds; judges which leases make progress.
     """
 
-    def __init__(self, client: HubClient, build: Callable[[Welcome], Plant]) -> None:
-        self.client, self._build = client, build
+    def __init__(
+        self, client: HubClient, build: Callable[[Welcome], Plant], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.client, self._build, self._clock = client, build, clock
         self._plant: Plant | None = None
         self._building: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
@@ -94,21 +98,20 @@ class Worker:
         self._jobs: set[asyncio.Task[None]] = set()
         self._draining = False
         self._result: Gone | None = None
-        self.exit_code = 0
+        self._broken: Gone | None = None
 
     async def run(self) -> Gone:
         """Until the hub stops us, we leave, or the engine is beyond repair."""
         self.client.start()
-        beat = asyncio.ensure_future(self._report_progress())
+        self._spawn(self._report_progress())
         try:
             while self._result is None:
                 event = await self.client.events.get()
                 if isinstance(event, Gone):
-                    self._result = event
+                    self._result = self._broken or event
                 else:
                     self._handle(event)
         finally:
-            beat.cancel()
             await self._close()
         return self._result
 
@@ -124,6 +127,17 @@ class Worker:
 
     def _end(self, gone: Gone) -> None:
         self.client.events.put_nowait(gone)
+
+    def _break_down(self, detail: str) -> None:
+        """This process can do no more work: hand back what it holds, then end so that it is started anew."""
+        if self._broken is not None:
+            return
+        self._broken = Gone(EXIT_WEDGED, detail)
+        log.error("beyond repair: %s", detail)
+        self._draining = True
+        self._hand_back(lambda running: True, ReturnReason.ENGINE_ERROR, detail)
+        self._update_progress()
+        self.client.drain("beyond repair", WEDGED_DRAIN_S)
 
     def _handle(self, deliver: Deliver) -> None:
         match deliver.event:
@@ -179,8 +193,7 @@ class Worker:
         try:
             report = await plant.installer.install(manifest, offers, welcome.layout)
         except EngineError as error:
-            log.error("%s", error)
-            self._end(Gone(EXIT_WEDGED, str(error)))
+            self._break_down(str(error))
             return
         if report is not None:
             self.client.report_installed(report)
@@ -207,18 +220,21 @@ class Worker:
             self.client.send_group(returned(lease, ReturnReason.STALE, detail))
             return
         task = self._spawn(self._work(lease, plant))
-        self._running[lease.ref] = Running(
-            lease, task, installed, plant.engine.stats().tokens_total, time.monotonic()
-        )
+        self._running[lease.ref] = Running(lease, task, installed, self._clock())
 
     async def _work(self, lease: Lease, plant: Plant) -> None:
         runner = plant.test if lease.purpose == Purpose.EVAL else plant.train
-        try:
-            group = await run_group(lease, runner)
-        finally:
-            self._running.pop(lease.ref, None)
-        self.client.send_group(group)
+        group = await run_group(lease, runner, on_progress=lambda: self._moved(lease))
+        # Not when cancelled: whoever did that took the lease off the list, and may have put another task in its place.
+        self._running.pop(lease.ref, None)
+        self.client.send_group(sendable(group, lease, self._limits))
         self._update_progress()
+        if plant.engine.stats().extra.get("dead") or runner.worn_out:
+            self._break_down(group.detail or "the engine died")
+
+    def _moved(self, lease: Lease) -> None:
+        if (running := self._running.get(lease.ref)) is not None:
+            running.moved_at = self._clock()
 
     def _cancel(self, ref: tuple[int, int]) -> None:
         running = self._running.pop(ref, None)
@@ -245,19 +261,25 @@ class Worker:
 
     async def _report_progress(self) -> None:
         while True:
+            self._drop_stuck(2 * self._limits.progress_deadline_s)
             self._update_progress()
             await asyncio.sleep(PROGRESS_S)
 
+    def _drop_stuck(self, longest_s: float) -> None:
+        detail = f"no generation and no environment step ended in {longest_s:g} s"
+        count = self._hand_back(lambda running: self._idle_s(running) > longest_s, ReturnReason.TIMEOUT, detail)
+        if count:
+            log.warning("handed back %d groups: %s", count, detail)
+
+    def _idle_s(self, running: Running) -> float:
+        return self._clock() - running.moved_at
+
     def _update_progress(self) -> None:
-        plant, now = self._plant, time.monotonic()
+        plant = self._plant
         stats = plant.engine.stats() if plant is not None else None
         total = stats.tokens_total if stats else 0
-        stuck = []
-        for ref, running in self._running.items():
-            if total > running.tokens_seen:
-                running.tokens_seen, running.moved_at = total, now
-            elif now - running.moved_at > self._limits.progress_deadline_s:
-                stuck.append(ref)
+        deadline_s = self._limits.progress_deadline_s
+        stuck = [ref for ref, running in self._running.items() if self._idle_s(running) > deadline_s]
         held = tuple(self._running)
         num_train = sum(running.lease.purpose == Purpose.TRAIN for running in self._running.values())
         slots = plant.slots if plant is not None else 0
