@@ -1,0 +1,64 @@
+"""The tasks of the documentation and the README are loaded and played as a reader would."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from envs.check import check_task
+from envs.registry import REGISTERED, load_task
+from streamrl.environment import HasTarget
+
+ROOT = Path(__file__).parents[3]
+GUESS_TASK = """
+from streamrl import SingleTurnTask
+
+class Guess(SingleTurnTask):
+    name = "guess"
+
+    def record(self, split, index):
+        return {"number": 4}
+
+    def env(self):
+        return GuessEnv()
+"""
+
+
+@pytest.mark.parametrize("page", ["docs/tasks.md", "README.md"])
+def test_the_task_of_the_page_works_as_printed(page, tmp_path):
+    block = re.search(r"```python\n(# my_task\.py\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert block, f"{page} shows no my_task.py"
+    path = tmp_path / "my_task.py"
+    path.write_text(block[1])
+
+    task = load_task("", path=str(path))
+    check_task(task)
+    record = task.record("train", 0)
+
+    assert isinstance(task, HasTarget)
+    assert task.env().reset(record)[0].content == record["prompt"]
+    right, wrong = task.reward(record, task.target(record)), task.reward(record, "no")
+    assert getattr(right, "reward", right) > getattr(wrong, "reward", wrong)
+
+
+def test_the_page_names_every_registered_task_and_every_option():
+    page = (ROOT / "docs/tasks.md").read_text()
+
+    for name in REGISTERED:
+        assert f"`{name}`" in page or f"`.{name.removeprefix('string.')}`" in page
+    for option in ("min_length", "alphabet", "answer_format", "instruction", "format_reward", "num_train", "seed"):
+        assert f"`{option}`" in page
+
+
+def test_the_environment_of_several_turns_plays_as_printed(tmp_path):
+    page = (ROOT / "docs/tasks.md").read_text()
+    block = re.search(r"```python\n(from streamrl import ChatMessage, Step\n.*?)```", page, re.DOTALL)
+    path = tmp_path / "guess.py"
+    path.write_text(block[1] + GUESS_TASK)
+    task = load_task("", path=str(path))
+    check_task(task)
+    env = task.env()
+
+    assert env.reset({"number": 4})[0].role == "user"
+    assert not env.step("5").done
+    assert env.step(" 4 ").reward == 1.0
