@@ -41,7 +41,7 @@ class HubServer:
         self.counters: Counter[str] = Counter()
         self.ledger = build_ledger(settings)
         self._context = zmq.Context()
-        hwm = 256
+        hwm = 4096  # messages of one actor that wait unread; its outbox and leases bound them long before
         self._control = hub_router(
             self._context, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=hwm
         )

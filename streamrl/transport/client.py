@@ -43,6 +43,7 @@ class HubClient:
         self._commands: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         self._stopping = False
+        self._waiting: deque[bytes | bytearray] = deque()
         self._decoder = Decoder(TO_ACTOR)
         self._thread = threading.Thread(target=self._run, name="hub-client", daemon=True)
 
@@ -103,6 +104,7 @@ class HubClient:
             self._apply(socket, self.link.start(time.monotonic()))
             while not self._stopping:
                 ready = dict(poller.poll(TICK_S * 1000))
+                self._retry(socket)
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                 while self._commands:
@@ -140,7 +142,23 @@ class HubClient:
                     self._stopping = True
 
     def _send(self, socket: zmq.Socket, frame: bytes | bytearray) -> None:
+        """Send now, or after what already waits for a full pipe; without a link nothing waits, HELLO repeats itself."""
+        if not self.link.linked:
+            self._waiting.clear()
+        elif self._waiting:
+            self._waiting.append(frame)
+            return
+        if not self._try(socket, frame) and self.link.linked:
+            self._waiting.append(frame)
+
+    def _retry(self, socket: zmq.Socket) -> None:
+        while self._waiting and self._try(socket, self._waiting[0]):
+            self._waiting.popleft()
+
+    @staticmethod
+    def _try(socket: zmq.Socket, frame: bytes | bytearray) -> bool:
         try:
             socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            pass  # no connection or a full pipe: HELLO, beats and the outbox all repeat themselves
+            return False
+        return True

@@ -12,7 +12,7 @@ def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.SNDHWM, 10_000)
     socket.setsockopt(zmq.RCVHWM, receive_hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)  # before bind, or it is ignored
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
@@ -26,8 +26,8 @@ def actor_dealer(context: zmq.Context, endpoint: str, *, max_message_bytes: int 
     """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with backoff."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.SNDHWM, 64)
-    socket.setsockopt(zmq.RCVHWM, 256)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -61,6 +61,6 @@ def bind(socket: zmq.Socket, address: str, setting: str) -> None:
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise ConfigError(
-                f"{setting}: {address} is in use by another process; stop that, or choose another port (0: any free one)"
+                f"{setting}: {address} is in use by another process; stop that, or choose another port (0: any free)"
             ) from error
         raise ConfigError(f"{setting}: cannot bind {address}: {error}") from error
