@@ -1,0 +1,59 @@
+"""The README's words are commands that work and files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from envs.check import check_task
+from envs.registry import load_task
+from streamrl.config.load import check_overrides, load_config
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file(path):
+    for target in re.findall(r"\]\(([^)#]+?)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"\bmake ([a-z0-9]+)\b", README))
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"quickstart", "test", "smollm2"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+
+
+def test_every_command_names_real_settings():
+    lines = re.findall(r"^(?:streamrl launch|python -m learner) (.+)$", README, re.M)
+    assert len(lines) >= 4
+    for line in lines:
+        words = [word for word in line.partition("#")[0].split() if word != "-m"]
+        check_overrides(words)
+        if not any("," in word for word in words) and "env.path=my_task.py" not in words:
+            load_config(words)
+
+
+def test_the_twenty_line_task_is_one_and_plays(tmp_path):
+    code = re.search(r"```python\n(# my_task\.py.*?)```", README, re.S)
+    assert code is not None
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_task.py").write_text(code[1])
+    check_task(load_task("", path=str(tmp_path / "my_task.py")))
+
+
+def test_every_folder_in_the_table_exists_and_every_package_is_in_it():
+    named = set(re.findall(r"^\| `(\w+)/` \|", README, re.M))
+    assert named == {"streamrl", "actors", "learner", "envs", "configs", "tests", "bench", "docs"}
+    assert all((ROOT / name).is_dir() for name in named)
+
+
+def test_every_file_it_tells_to_read_exists():
+    for name in re.findall(r"`((?:learner|actors|streamrl)/[\w/]+\.py)`", README):
+        assert (ROOT / name).is_file(), name
