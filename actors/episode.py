@@ -255,7 +255,7 @@ def _add_scores(scores: Mapping[str, float], step: Step, source: str) -> dict[st
 def _described(error: Exception) -> str:
     """For people: never raises, always UTF-8."""
     try:
-        text = repr(error)
-    except Exception:  # a user's __repr__
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a user's __str__
         text = type(error).__name__
     return text.encode("utf-8", "replace").decode()

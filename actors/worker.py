@@ -229,8 +229,8 @@ class Worker:
         self._running.pop(lease.ref, None)
         self.client.send_group(sendable(group, lease, self._limits))
         self._update_progress()
-        if plant.engine.stats().extra.get("dead") or runner.worn_out:
-            self._break_down(group.detail or "the engine died")
+        if group.reason == ReturnReason.ENGINE_ERROR and (plant.engine.stats().extra.get("dead") or runner.worn_out):
+            self._break_down(group.detail)
 
     def _moved(self, lease: Lease) -> None:
         if (running := self._running.get(lease.ref)) is not None:

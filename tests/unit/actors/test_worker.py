@@ -1,0 +1,355 @@
+"""The worker between a hub that says things and an engine that does them: every lease comes back, once and truly."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from actors.engines.native import NativeEngine
+from actors.engines.scripted import ScriptedEngine
+from actors.env_calls import MAX_ABANDONED
+from actors.worker import EXIT_WEDGED
+from streamrl.environment import Step
+from streamrl.errors import EngineError
+from streamrl.messages import Limits, Outcome, Purpose, ReturnReason
+from tests.unit.actors.parts import (
+    DEADLINE_S,
+    TOKENIZER,
+    V1,
+    V2,
+    V3,
+    VOCAB,
+    JumpingLoop,
+    TableTask,
+    Weights,
+    actor,
+    always,
+    ids_of,
+    jump,
+    lease,
+    run,
+    says,
+    until,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def gated(**options) -> tuple[ScriptedEngine, asyncio.Event]:
+    gate = asyncio.Event()
+    return ScriptedEngine(says("ok"), gate=gate, **options), gate
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_leases_become_groups_of_their_members_and_progress_says_so():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always(), slots=3) as one:
+            one.client.grants(lease(1, members=4), lease(2, members=2), lease(3, purpose=Purpose.EVAL))
+            groups = await one.finished(3)
+            members = {group.group_id: sorted(member.index for member in group.members) for group in groups}
+            assert members == {1: [0, 1, 2, 3], 2: [0, 1], 3: [0]}
+            assert all(group.outcome == Outcome.COMPLETE for group in groups)
+            await until(lambda: one.client.progress.held == ())
+            assert (one.client.progress.free, one.client.progress.free_eval) == (3, 64)
+            assert one.client.progress.tokens_total == 14
+
+    run(work)
+
+
+def test_a_lease_for_a_version_newer_than_the_installed_one_is_handed_back():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always()) as one:
+            one.client.grants(lease(1, min_version=V2), lease(2))
+            await one.finished(2)
+            assert one.client.returns() == {1: ReturnReason.STALE}
+            await one.announce(V2)
+            one.client.grants(lease(3, min_version=V2))
+            await one.finished(3)
+            assert one.client.groups[-1].outcome == Outcome.COMPLETE
+
+    run(work)
+
+
+def test_a_group_that_the_hub_would_refuse_is_handed_back_instead_of_sent():
+    def reply(prompt, seed, version):
+        return [VOCAB + 1] if seed == 5 else ids_of("ok")
+
+    async def work():
+        async with actor(ScriptedEngine(reply), always()) as one:
+            one.client.grants(lease(1, seeds=(5,)))
+            one.client.grants(lease(2))
+            await one.finished(2)
+            assert one.client.returns() == {1: ReturnReason.ENV_ERROR}
+            refused = next(group for group in one.client.groups if group.group_id == 1)
+            assert "token id 65 is outside the vocabulary 0..63" in refused.detail and refused.members == ()
+
+    run(work)
+
+
+def test_an_engine_error_that_leaves_the_engine_alive_costs_one_group():
+    class Choosy(ScriptedEngine):
+        async def generate(self, request):
+            if request.seed == 5:
+                raise EngineError("too long for me")
+            return await super().generate(request)
+
+    async def work():
+        async with actor(Choosy(says("ok")), always()) as one:
+            one.client.grants(lease(1, seeds=(5,)), lease(2))
+            await one.finished(2)
+            assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR}
+            assert not one.life.done()
+
+    run(work)
+
+
+# --- taken back and given up ------------------------------------------------------------------------------------------
+
+
+def test_a_revoked_lease_is_cancelled_and_its_engine_slots_are_free():
+    async def work():
+        engine, gate = gated(slots=2)
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1, members=2))
+            await until(lambda: engine.stats().running == 2)
+            one.client.grants(lease(2), revoked=((1, 0),))
+            await until(lambda: engine.stats().running == 1)
+            gate.set()
+            await one.finished(1)
+            assert [group.group_id for group in one.client.groups] == [2]
+            assert engine.stats().running == engine.stats().waiting == 0
+
+    run(work)
+
+
+def test_a_lease_that_is_granted_again_at_once_after_its_revocation_is_still_held():
+    async def work():
+        engine, gate = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1))
+            await until(lambda: engine.stats().running == 1)
+            one.client.grants(lease(1), revoked=((1, 0),))
+            await until(lambda: len(engine.requests) == 2 and engine.stats().running == 1)
+            await until(lambda: one.client.progress.held == ((1, 0),))
+            gate.set()
+            await one.finished(1)
+            await until(lambda: one.client.progress.held == ())
+            assert len(one.client.groups) == 1
+
+    run(work)
+
+
+def test_only_training_groups_that_began_before_the_bound_are_handed_back():
+    async def work():
+        engine, gate = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1), lease(2, purpose=Purpose.EVAL))
+            await until(lambda: engine.stats().running == 2)
+            await one.announce(V2)
+            one.client.grants(lease(3))
+            await until(lambda: engine.stats().running == 3)
+            await one.announce(V3)
+            one.client.beats(V1)
+            one.client.beats(V2)
+            await one.finished(1)
+            assert one.client.returns() == {1: ReturnReason.STALE}
+            await until(lambda: engine.stats().running == 2)
+            gate.set()
+            await one.finished(3)
+            assert {g.group_id for g in one.client.groups if g.outcome == Outcome.COMPLETE} == {2, 3}
+
+    run(work)
+
+
+def test_leaving_hands_every_lease_back_before_the_link_is_drained():
+    async def work():
+        engine, _ = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1), lease(2))
+            await until(lambda: engine.stats().running == 2)
+            one.worker.leave("SIGTERM")
+            assert (await one.life).exit_code == 0
+            assert one.client.returns() == {1: ReturnReason.DRAIN, 2: ReturnReason.DRAIN}
+            assert one.client.drained_with[0] == 2 and one.client.closed
+
+    run(work)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_lease_without_an_event_is_stuck_and_later_handed_back_though_others_move():
+    clock, hold, entered = Clock(), threading.Event(), threading.Event()
+
+    def step(action):
+        if action == "hang":
+            entered.set()
+            assert hold.wait(DEADLINE_S)
+        return Step(1.0)
+
+    def reply(prompt, seed, version):
+        return ids_of("hang" if seed == 5 else "ok")
+
+    limits = Limits(vocab_size=VOCAB, progress_deadline_s=100.0)
+
+    async def work():
+        async with actor(ScriptedEngine(reply), TableTask(step), clock=clock, limits=limits) as one:
+            one.client.grants(lease(1, seeds=(5,)))
+            await until(entered.is_set)
+            for number, seconds in enumerate((90.0, 101.0, 200.0), 2):
+                clock.now = seconds
+                one.client.grants(lease(number))  # the engine goes on meanwhile
+                await one.finished(number - 1)
+                expected = () if seconds < 100 else ((1, 0),)
+                await until(lambda expected=expected: one.client.progress.stuck == expected)
+            assert one.client.progress.held == ((1, 0),) and one.client.returns() == {}
+            clock.now = 201.0
+            await one.finished(4)
+            assert one.client.returns() == {1: ReturnReason.TIMEOUT}
+            await until(lambda: one.client.progress.held == one.client.progress.stuck == ())
+
+    try:
+        run(work)
+    finally:
+        hold.set()
+
+
+def test_every_member_that_comes_through_is_progress_of_its_lease():
+    clock = Clock()
+    limits = Limits(vocab_size=VOCAB, progress_deadline_s=100.0)
+
+    async def work():
+        gates = {seed: asyncio.Event() for seed in (0, 1)}
+
+        class OneByOne(ScriptedEngine):
+            asked = 0
+
+            async def generate(self, request):
+                self.asked += 1
+                await gates[request.seed].wait()
+                return await super().generate(request)
+
+        engine = OneByOne(says("ok"))
+        async with actor(engine, always(), clock=clock, limits=limits) as one:
+            one.client.grants(lease(1, members=2))
+            await until(lambda: engine.asked == 2)
+            clock.now = 101.0
+            await until(lambda: one.client.progress.stuck == ((1, 0),))
+            gates[0].set()
+            await until(lambda: one.client.progress.stuck == ())
+            clock.now = 201.0  # twice the deadline since the lease began, once since its last event
+            gates[1].set()
+            (group,) = await one.finished(1)
+            assert group.outcome == Outcome.COMPLETE
+
+    run(work)
+
+
+# --- the end of a broken process --------------------------------------------------------------------------------------
+
+
+def tiny_engine() -> tuple[NativeEngine, torch.nn.Module]:
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=128, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).eval()
+    return NativeEngine(model, TOKENIZER, slots=4, max_tokens=64, num_threads=1), model
+
+
+def test_a_real_engine_serves_a_worker():
+    async def work():
+        engine, model = tiny_engine()
+        async with actor(engine, always(), weights=Weights(model), ignore_eos=True) as one:
+            one.client.grants(lease(1, members=3))
+            (group,) = await one.finished(1)
+            assert group.outcome == Outcome.COMPLETE and all(len(m.token_ids) == 4 * 8 for m in group.members)
+
+    run(work)
+
+
+def test_a_dead_engine_hands_every_lease_back_once_and_ends_the_process_with_its_exit_code():
+    async def work():
+        engine, model = tiny_engine()
+        entered, hold = threading.Event(), threading.Event()
+
+        def dies(*_):
+            entered.set()
+            assert hold.wait(DEADLINE_S)
+            raise RuntimeError("device lost")
+
+        async with actor(engine, always(), weights=Weights(model)) as one:
+            model.register_forward_pre_hook(dies)
+            one.client.grants(lease(1, members=2), lease(2), lease(3, purpose=Purpose.EVAL))
+            await until(lambda: entered.is_set() and len(one.client.progress.held) == 3)
+            hold.set()
+            gone = await one.life
+            assert gone.exit_code == EXIT_WEDGED == 9 and "device lost" in gone.detail
+            assert one.client.returns() == dict.fromkeys((1, 2, 3), ReturnReason.ENGINE_ERROR)
+            assert len(one.client.groups) == 3
+            assert one.client.drained_with == (3, ())  # nothing was held any more when the link was drained
+
+    run(work)
+
+
+def test_too_many_hung_environments_end_the_process_after_its_leases_are_handed_back():
+    hold, lock, entered = threading.Event(), threading.Lock(), []
+
+    def step(action):
+        with lock:
+            entered.append(action)
+        assert hold.wait(DEADLINE_S)
+
+    count = MAX_ABANDONED + 1
+
+    async def work():
+        engine = ScriptedEngine(says("ok"))
+        async with actor(engine, TableTask(step), num_threads=count, step_timeout_s=50.0, slots=count) as one:
+            one.client.grants(*(lease(number) for number in range(count)))
+            await until(lambda: len(entered) == count)
+            await jump(51.0)
+            gone = await one.life
+            assert gone.exit_code == EXIT_WEDGED and "restart this actor" in gone.detail
+            assert set(one.client.returns()) == set(range(count)) and len(one.client.groups) == count
+            assert set(one.client.returns().values()) <= {ReturnReason.ENV_ERROR, ReturnReason.ENGINE_ERROR}
+
+    try:
+        run(work, loop_factory=JumpingLoop)
+    finally:
+        hold.set()
+
+
+def test_an_engine_that_can_neither_install_nor_return_ends_the_process_with_its_exit_code():
+    class Breaks(ScriptedEngine):
+        async def install(self, tensors, ref):
+            if self.installs:
+                raise RuntimeError("out of memory")
+            return await super().install(tensors, ref)
+
+    async def work():
+        engine = Breaks(says("ok"), gate=asyncio.Event())
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1))
+            await until(lambda: engine.stats().running == 1)
+            one.weights.body[0] ^= 1  # other weights, so that they must be loaded
+            one.client.says(one.welcome(V2))
+            gone = await one.life
+            assert gone.exit_code == EXIT_WEDGED and "mixed model" in gone.detail
+            assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR}
+
+    run(work)
