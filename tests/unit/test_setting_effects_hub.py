@@ -11,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from learner.hub_config import steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.publish import Publisher
 from learner.ranks import Ranks
@@ -52,13 +53,25 @@ def model_dir(tmp_path_factory) -> Path:
 # --- sockets ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_hub_listens_where_it_is_told_and_says_so(tmp_path):
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
 
+
+def test_the_hub_listens_where_it_is_told_and_says_so(tmp_path):
+    port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.bind=tcp://127.0.0.1:{port}")):
         assert json.loads((tmp_path / "hub.json").read_text())["connect"] == f"tcp://127.0.0.1:{port}"
+
+
+def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
+    port = free_port()
+    with LiveHub(tmp_path, config_of(f"hub.weights_port={port}")) as hub:
+        hub.publish(0, model_dir)
+        (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
+
+    assert offer.name == f"tcp://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(("advertise", "host"), [("null", "127.0.0.1"), ("localhost", "localhost")])
@@ -86,6 +99,12 @@ def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path
         ack = peer.hear(Ack)
 
     assert (ack.settled_upto, ack.durable_upto) == (1, durable)
+
+
+def test_checkpoints_come_as_often_as_said_and_never_with_zero():
+    every = [steps_between_checkpoints(config_of(f"checkpoint.every_steps={n}")) for n in (0, 1, 25)]
+
+    assert every == [0, 1, 25]
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------

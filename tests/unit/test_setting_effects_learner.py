@@ -7,6 +7,7 @@ import math
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ from learner.setup import compute_dtype, model_directory, start_ranks
 from learner.step import optimizer_step
 from streamrl.errors import ConfigError
 from streamrl.run_dirs import choose_run_dir
-from tests.unit.learner.learner_samples import batch, plan_of
+from tests.unit.learner.learner_samples import batch, plan_of, trajectory
 from tests.unit.setting_stage import config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,6 +166,15 @@ def test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likel
     worst = min(rows, key=lambda row: row.reward)
     bad = torch.tensor([rows[i] is worst for i in micro.rows])[:, None].expand(micro.mask.shape)[micro.mask]
     assert bool((logprobs.grad[bad] == 0).all()) is capped
+
+
+@pytest.mark.parametrize(("budget", "num_passes"), [(2000, 1), (1100, 2)])
+def test_the_token_budget_sets_how_many_passes_a_batch_takes(budget, num_passes):
+    config = config_of(f"learner.max_tokens_per_device={budget}")
+    rng = np.random.default_rng(0)
+    rows = [trajectory(rng, 0, i, num_prompt=900, num_actions=9, with_gap=False) for i in range(2)]
+
+    assert len(pack(rows, config.learner.max_tokens_per_device)) == num_passes
 
 
 # --- ranks and threads -----------------------------------------------------------------------------------------------

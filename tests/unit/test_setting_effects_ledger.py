@@ -8,7 +8,7 @@ import pytest
 
 from learner.hub.ledger import Ledger
 from learner.hub.setup import build_ledger
-from learner.hub_config import hub_settings, limits, steps_between_checkpoints
+from learner.hub_config import hub_settings, limits
 from streamrl.codec import Decoder
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import Config
@@ -295,12 +295,3 @@ def test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub
     assert sum(isinstance(decoder.decode(effect.frame), ActorBeat) for effect in sent) == num_beats
     assert Deliver(Parted()) not in link.tick(silent_after_s)
     assert Deliver(Parted()) in link.tick(silent_after_s + 0.1)
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_come_as_often_as_said_and_never_with_zero():
-    every = [steps_between_checkpoints(config_of(f"checkpoint.every_steps={n}")) for n in (0, 1, 25)]
-
-    assert every == [0, 1, 25]

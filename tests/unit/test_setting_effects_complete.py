@@ -1,0 +1,187 @@
+"""Every setting has a test that shows its effect, and this is the list of them."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import settings
+
+HERE = Path(__file__).parent
+LEDGER, HUB, LEARNER, ACTOR, LAUNCH = (
+    f"test_setting_effects_{name}.py" for name in ("ledger", "hub", "learner", "actor", "launch")
+)
+OBJECTIVE = "learner/test_objective.py"
+SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
+SPLIT_LIMITS = f"{ACTOR}::test_the_limits_of_a_turn_are_those_of_its_split"
+OPTIMIZER = f"{LEARNER}::test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights"
+SIZES = f"{LEARNER}::test_a_tiny_model_has_the_sizes_that_are_set"
+WARM = f"{LEARNER}::test_warm_start_and_seed_change_the_weights_that_a_run_starts_from"
+LEAD = f"{LEDGER}::test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run"
+OTHER_TASK = f"{LEDGER}::test_another_task_or_another_option_of_it_gives_other_prompts"
+FILTERS = f"{LEDGER}::test_filters_drop_what_they_say"
+READS = f"{ACTOR}::test_system_prompt_and_chat_template_change_what_the_model_reads"
+BROKEN = f"{ACTOR}::test_a_broken_environment_is_dropped_or_gets_the_floor"
+DIRECTORY = f"{LEARNER}::test_a_run_lives_where_its_name_its_root_or_its_directory_say"
+DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are_set"
+TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
+EVALS = f"{HUB}::test_evaluations_are_asked_for_as_often_and_as_large_as_set"
+TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
+VTRACE = f"{OBJECTIVE}::test_vtrace_reads_its_decay_and_both_caps"
+CLIP = f"{OBJECTIVE}::test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side"
+VETO = f"{OBJECTIVE}::test_the_veto_removes_whole_trajectories_and_leaves_the_denominator"
+
+SHOWN_BY = {
+    "trainer.num_steps": LEAD,
+    "trainer.eval_only": f"{HUB}::test_an_evaluation_only_run_has_no_steps",
+    "run.name": DIRECTORY,
+    "run.root": DIRECTORY,
+    "run.dir": DIRECTORY,
+    "run.seed": f"{LEDGER}::test_the_seed_of_the_run_decides_what_members_sample",
+    "run.device": DEVICE,
+    "run.num_threads": DEVICE,
+    "run.shutdown_s": f"{LAUNCH}::test_a_learner_that_will_not_stop_is_ended_by_force_after_the_time_set",
+    "data.shuffle": f"{LEDGER}::test_without_shuffling_prompts_come_in_order_and_the_seed_decides_the_shuffled_order",
+    "data.apply_chat_template": READS,
+    "data.system_prompt": READS,
+    "env.name": OTHER_TASK,
+    "env.path": OTHER_TASK,
+    "env.options": OTHER_TASK,
+    "env.max_turns": f"{ACTOR}::test_an_endless_episode_has_the_most_turns_allowed",
+    "env.step_timeout_s": f"{ACTOR}::test_a_step_may_take_as_long_as_set",
+    "env.num_threads": f"{ACTOR}::test_so_many_environments_run_at_once",
+    "env.on_error": BROKEN,
+    "env.reward_floor": BROKEN,
+    "rollout.num_prompts_per_step": LEAD,
+    "rollout.num_responses_per_prompt": f"{LEDGER}::test_the_group_size_is_the_number_of_members_of_a_lease",
+    "rollout.max_prompt_tokens": f"{ACTOR}::test_a_prompt_over_the_limit_is_refused",
+    **{
+        f"rollout.{split}.sampling.{name}": shown_by
+        for split in ("train", "test")
+        for name, shown_by in {
+            "temperature": SPLIT_SAMPLING, "top_p": SPLIT_SAMPLING, "top_k": SPLIT_SAMPLING, "min_p": SPLIT_SAMPLING,
+            "max_new_tokens": SPLIT_LIMITS, "stop": SPLIT_LIMITS, "ignore_eos": SPLIT_LIMITS,
+        }.items()
+    },
+    "rollout.group_policy": f"{LEDGER}::test_the_group_policy_says_which_members_are_leased_again",
+    "rollout.num_min_members": f"{LEDGER}::test_a_partial_group_is_held_if_it_has_enough_members",
+    "filter.zero_std": FILTERS,
+    "filter.min_std": FILTERS,
+    "filter.accuracy_range": FILTERS,
+    "staleness.eta": LEAD,
+    "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_says_how_many_groups_may_overtake_an_unfinished_one",
+    "staleness.max_lag": f"{LEDGER}::test_max_lag_decides_whether_an_old_group_is_trained",
+    "staleness.mask_old_tokens": f"{LEDGER}::test_masking_takes_the_young_end_of_an_old_group",
+    "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
+    "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch",
+    "advantage.baseline": f"{OBJECTIVE}::test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normaliser",
+    "advantage.scale": f"{OBJECTIVE}::test_a_scale_divides_the_credit",
+    "advantage.lam": VTRACE,
+    "advantage.rho_bar": VTRACE,
+    "advantage.c_bar": VTRACE,
+    "loss.surrogate": f"{OBJECTIVE}::test_truncated_importance_sampling_by_hand",
+    "loss.clip_low": CLIP,
+    "loss.clip_high": CLIP,
+    "loss.dual_clip": f"{LEARNER}::test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likely",
+    "loss.cap": f"{OBJECTIVE}::test_a_cap_reaches_the_surrogate",
+    "loss.veto_low": VETO,
+    "loss.veto_high": VETO,
+    "loss.entropy_coef": f"{OBJECTIVE}::test_the_entropy_bonus_rewards_every_token_alike",
+    "loss.behavior_penalty": f"{OBJECTIVE}::test_the_behavior_penalty_adds_the_squared_log_ratio",
+    "loss.avg_level": f"{OBJECTIVE}::test_the_averaging_level_decides_what_a_token_weighs",
+    "loss.allow_uncorrected": (
+        f"{OBJECTIVE}::test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio"
+    ),
+    "policy.model_path": (
+        f"{LEARNER}::test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for"
+    ),
+    "policy.dtype": f"{LEARNER}::test_half_precision_changes_the_scores_and_not_the_master_weights",
+    "policy.gradient_checkpointing": "learner/test_packed_scoring.py::test_gradient_checkpointing_changes_no_gradient",
+    "policy.optimizer.lr": OPTIMIZER,
+    "policy.optimizer.beta1": OPTIMIZER,
+    "policy.optimizer.beta2": OPTIMIZER,
+    "policy.optimizer.eps": OPTIMIZER,
+    "policy.optimizer.weight_decay": OPTIMIZER,
+    "policy.optimizer.max_grad_norm": OPTIMIZER,
+    "policy.scheduler.name": OPTIMIZER,
+    "policy.scheduler.warmup_ratio": OPTIMIZER,
+    "policy.scheduler.min_lr": OPTIMIZER,
+    "policy.tiny.enabled": (
+        f"{LEARNER}::test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for"
+    ),
+    "policy.tiny.hidden_size": SIZES,
+    "policy.tiny.num_layers": SIZES,
+    "policy.tiny.num_heads": SIZES,
+    "policy.tiny.num_warm_start_steps": WARM,
+    "policy.tiny.warm_start_until": (
+        "test_tiny_model.py::test_the_careless_phase_brings_a_good_model_down_to_what_was_asked_for"
+    ),
+    "policy.tiny.warm_start_lr": WARM,
+    "policy.tiny.cache_dir": f"{LEARNER}::test_made_models_are_kept_in_the_cache_and_taken_again",
+    "learner.max_tokens_per_device": f"{LEARNER}::test_the_token_budget_sets_how_many_passes_a_batch_takes",
+    "learner.logprob_chunk_tokens": (
+        "learner/test_logprob_head.py::test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made"
+    ),
+    "learner.rank_timeout_s": f"{LEARNER}::test_a_rank_that_waits_alone_gives_up_after_the_time_set",
+    "learner.stall_report_s": f"{HUB}::test_a_wait_is_reported_only_after_the_time_set",
+    "learner.stall_fail_s": f"{HUB}::test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever",
+    "actors.engine": f"{ACTOR}::test_the_engine_is_the_one_that_is_named",
+    "actors.num_concurrent": (
+        f"{ACTOR}::test_concurrency_is_the_engines_slots_and_sets_how_many_groups_are_held"
+    ),
+    "actors.device": f"{ACTOR}::test_the_engine_goes_where_it_is_told",
+    "actors.dtype": f"{ACTOR}::test_half_precision_halves_the_cache",
+    "actors.num_threads": f"{ACTOR}::test_the_engine_computes_with_the_threads_that_are_set",
+    "actors.on_install": f"{ACTOR}::test_on_install_chooses_the_engines_policy",
+    "actors.actor_id": f"{ACTOR}::test_an_actor_goes_by_the_name_it_is_given",
+    "actors.give_up_after_s": "test_actor_link.py::test_it_gives_up_only_when_told_to",
+    "actors.transports": f"{ACTOR}::test_weights_come_by_a_transport_that_this_actor_may_use",
+    "hub.bind": f"{HUB}::test_the_hub_listens_where_it_is_told_and_says_so",
+    "hub.weights_port": f"{HUB}::test_weights_are_served_at_the_port_that_is_set",
+    "hub.advertise": f"{HUB}::test_actors_are_told_the_advertised_host_for_weights",
+    "hub.heartbeat_s": (
+        f"{LEDGER}::test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub"
+    ),
+    "hub.dead_after_s": f"{LEDGER}::test_a_silent_actor_is_dead_after_the_time_set",
+    "hub.lease_ttl_s": f"{LEDGER}::test_a_lease_without_progress_expires_after_the_time_set",
+    "hub.num_max_attempts": f"{LEDGER}::test_a_group_is_dropped_after_so_many_failures",
+    "hub.group_deadline_s": f"{LEDGER}::test_before_its_deadline_a_partial_group_waits_for_its_missing_members",
+    "publish.dtype": TRAVEL,
+    "publish.bucket_bytes": TRAVEL,
+    "publish.num_keep_versions": f"{HUB}::test_so_many_published_versions_stay_available",
+    "publish.max_bytes_per_s": f"{HUB}::test_a_bandwidth_cap_makes_actors_wait",
+    "checkpoint.every_steps": f"{HUB}::test_checkpoints_come_as_often_as_said_and_never_with_zero",
+    "checkpoint.resume": "test_config.py::test_run_directories_count_up_and_resume_takes_the_newest",
+    "checkpoint.num_keep": "learner/test_checkpoint.py::test_only_the_newest_few_stay_and_drafts_go",
+    "eval.every_steps": EVALS,
+    "eval.num_samples": EVALS,
+    "tracking.project": TRACKER,
+    "tracking.wandb.enabled": TRACKER,
+    "tracking.wandb.mode": TRACKER,
+    "launch.num_actors": f"{LAUNCH}::test_launch_starts_so_many_actors_and_tells_them_their_own_settings",
+    "launch.num_learner_ranks": f"{LAUNCH}::test_launch_starts_so_many_learner_ranks",
+    "launch.num_max_restarts": f"{LAUNCH}::test_a_mortal_actor_is_restarted_as_often_as_set_then_given_up",
+}
+
+
+@cache
+def named_tests(file: str) -> frozenset[str]:
+    """Names of the test functions of a file below this directory."""
+    tree = ast.parse((HERE / file).read_text())
+    return frozenset(
+        node.name for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    )
+
+
+def test_the_list_names_every_setting_and_no_other():
+    assert set(SHOWN_BY) == {name for name, _, _, _ in settings()}
+
+
+@pytest.mark.parametrize("shown_by", sorted(set(SHOWN_BY.values())))
+def test_the_test_that_shows_it_exists(shown_by):
+    file, _, name = shown_by.partition("::")
+    assert name in named_tests(file), f"{file} has no test {name}"
