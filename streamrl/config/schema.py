@@ -244,7 +244,7 @@ class SchedulerConfig:
 class TinyModelConfig:
     enabled: bool = False
     """Make a small random model with a character tokenizer for the task, instead of loading `policy.model_path`."""
-    hidden_size: int = 128
+    hidden_size: int = 64
     """Width of the tiny model."""
     num_layers: int = 2
     """Depth of the tiny model."""
@@ -253,8 +253,8 @@ class TinyModelConfig:
     num_warm_start_steps: int = 300
     """Most supervised steps on the task's own answers before the run; 0 starts from random weights."""
     warm_start_until: float = 0.3
-    """Stop the supervised start at this share of exact answers, so that reinforcement learning has work to do."""
-    warm_start_lr: float = 2e-3
+    """Share of exact greedy answers that the start leaves the model with: taught well first, then made careless."""
+    warm_start_lr: float = 4e-3
     """Learning rate of these steps."""
     cache_dir: str = "models"
     """Where made models are kept; a second run with the same settings takes the first one's."""
