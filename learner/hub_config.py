@@ -69,9 +69,12 @@ def response_limit(config: Config) -> int:
 
 def limits(config: Config, vocab_size: int) -> Limits:
     """What actors must respect."""
+    # Actors report progress once a generation is finished; half a second a token is slower than any that lives.
+    patience_s = max(120.0, 0.5 * response_limit(config))
     useful = FAR_FUTURE if config.staleness.mask_old_tokens else max_lag(config)
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
+        progress_deadline_s=patience_s,
         outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,

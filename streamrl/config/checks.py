@@ -116,6 +116,19 @@ def _check_names(config: Config) -> None:
     unknown = sorted(set(config.actors.transports) - {"shm", "zmq"})
     _need(not unknown, f"actors.transports={config.actors.transports} names unknown ways {unknown}: choose of shm, zmq")
     _need("zmq" in config.actors.transports, "actors.transports must hold zmq: the model's files travel by it")
+    for name, value in (("run.device", config.run.device), ("actors.device", config.actors.device)):
+        known = value.partition(":")[0] in ("auto", "cpu", "cuda")
+        _need(known, f"{name}={value} is unknown: choose auto, cpu or cuda")
+    for name, value in (("policy.dtype", config.policy.dtype), ("actors.dtype", config.actors.dtype)):
+        _need(
+            value in ("auto", "float32", "bfloat16", "float16"),
+            f"{name}={value} is unknown: choose auto, float32, bfloat16 or float16",
+        )
+    schedule = config.policy.scheduler
+    names = ("constant", "linear", "cosine_with_min_lr")
+    _need(schedule.name in names, f"policy.scheduler.name={schedule.name} is unknown: choose one of {', '.join(names)}")
+    ratio = schedule.warmup_ratio
+    _need(0 <= ratio < 1, f"policy.scheduler.warmup_ratio={ratio} must be in [0, 1): it is a share of the steps")
     tiny = config.policy.tiny
     _need(
         not tiny.enabled or tiny.hidden_size % tiny.num_heads == 0,

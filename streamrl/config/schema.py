@@ -265,7 +265,7 @@ class PolicyConfig:
     model_path: str | None = None
     """A local Hugging Face checkpoint directory."""
     dtype: str = "auto"
-    """Master weights and compute: auto is float32 on a CPU and bfloat16 compute on a GPU."""
+    """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations of each layer in the backward pass."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -386,7 +386,7 @@ class LaunchConfig:
     num_learner_ranks: int = 1
     """Learner processes (FSDP2 ranks) that `streamrl launch` starts through torchrun."""
     num_max_restarts: int = 20
-    """Restarts of dead actors before launch gives up on one."""
+    """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,7 @@ def test_multirun_calls_every_combination_with_a_directory_of_its_own():
         (0, "token-mean"), (0, "seq-mean-token-sum-norm"), (4, "token-mean"), (4, "seq-mean-token-sum-norm"),
     ]
     assert len({job.run_dir for job in jobs}) == 4
+    assert not logging.getLogger("streamrl.launch").disabled, "hydra must not silence our own loggers"
     assert all("=" not in str(job.run_dir) and "," not in str(job.run_dir) for job in jobs)
     assert jobs[1].swept == ("staleness.eta=0", "algorithm=dr_grpo")
 
