@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,16 +16,19 @@ from streamrl.lifeline import child_environment
 
 log = logging.getLogger("streamrl.learner")
 
+FOLDER_PREFIX = "streamrl-ranks-"
+
 
 def private_rank_endpoint() -> str:
     """A socket file in a directory that only this user may enter."""
-    return f"ipc://{tempfile.mkdtemp(prefix='streamrl-')}/ranks"
+    return f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
 
 
 class HubProcess:
     """The child. Its death is the learner's death; the learner's death ends it by end-of-file on its stdin."""
 
     def __init__(self, settings: HubSettings) -> None:
+        self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
         path = Path(settings.run_dir) / "hub_settings.json"
         write_settings(settings, path)
         environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
@@ -56,3 +60,6 @@ class HubProcess:
         except BrokenPipeError:
             pass
         self.wait(15.0)
+        # The hub removes its socket itself, unless it was killed.
+        if self._socket_folder.name.startswith(FOLDER_PREFIX):
+            shutil.rmtree(self._socket_folder, ignore_errors=True)

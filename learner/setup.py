@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,14 @@ def start_ranks(config: Config) -> Ranks:
 
 
 def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:
-    """Everything from the claim of the directory to a hub that answers. Collective over the ranks."""
+    """Everything from the claim of the directory to a hub that answers; collective. What fails is taken down again."""
+    with ExitStack() as undo:
+        run = _build(config, run_dir, stop, ranks, undo)
+        undo.pop_all()
+        return run
+
+
+def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
@@ -80,6 +88,7 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Ru
     hub_process = None
     if first:
         hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir)
+        undo.callback(hub_process.abandon)
     objective = Objective(
         config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=max_lag(config),
         ranks=ranks, mask_old_tokens=config.staleness.mask_old_tokens,
@@ -98,6 +107,7 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Ru
         shm = ShmPublisher(
             shm_dir, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights"
         )
+        undo.callback(shm.close)
     publisher = Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
         bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
