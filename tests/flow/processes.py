@@ -20,6 +20,9 @@ SMALL = (
 )
 """The quickstart, shrunk to what a test has time for."""
 
+SLOW = ("actors.num_concurrent=2", "rollout.train.sampling.ignore_eos=true", "rollout.train.sampling.max_new_tokens=32")
+"""Generation is the bottleneck: actors always hold leases, and there is time to start and kill some."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:

@@ -6,12 +6,10 @@ import signal
 
 import pytest
 
-from tests.flow.processes import Stage, wait_until
+from tests.flow.processes import SLOW, Stage, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
 NUM_STEPS = 40
-SLOW = ("actors.num_concurrent=2", "rollout.train.sampling.ignore_eos=true", "rollout.train.sampling.max_new_tokens=32")
-"""Generation is the bottleneck: actors always hold leases, and there is time to start and kill some."""
 
 
 def test_actors_join_and_are_killed_while_training_goes_on(stage: Stage):
