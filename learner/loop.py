@@ -35,6 +35,7 @@ def train(run: Run) -> bool:
         run.hub_trained(result)
         if not result.skipped:
             run.evaluate_if_due()
+        run.record(step, run.objective.finish(), result)  # before the checkpoint, or a crash between them loses the row
+        if not result.skipped:
             run.save_if_due()
-        run.record(step, run.objective.finish(), result)
     return True

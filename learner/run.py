@@ -73,7 +73,6 @@ class Run:
         """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
         while self.version < self.config.trainer.num_steps and not self.config.trainer.eval_only:
             self._step_began = time.monotonic()
-            self.times = {}
             yield self.version + 1
 
     @contextmanager
@@ -193,6 +192,7 @@ class Run:
         self.times["step"] = time.monotonic() - self._step_began
         slowest = {name: self.ranks.maximum(seconds) for name, seconds in sorted(self._shared_times().items())}
         if self.recorder is None:
+            self.times = {}
             return
         self.hub.poll()
         self._take_evals()
@@ -200,6 +200,7 @@ class Run:
         for name in ("checkpoint", "eval"):
             if name in self.times:
                 meter.add(f"time/{name}_s", self.times[name])
+        self.times = {}  # what follows, a checkpoint, is told with the next step
         meter.add("policy/grad_norm", result.grad_norm)
         meter.add("policy/lr", result.lr)
         meter.add("policy/num_skipped_steps", float(result.skipped))

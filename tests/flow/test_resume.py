@@ -44,20 +44,20 @@ def test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves(stage: 
 
 
 def test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing(stage: Stage):
-    first = stage.learner(f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=50")
+    first = stage.learner(f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=50", *SLOW)
     actor = stage.actor("a0")
-    stage.wait_for_version(7)
+    stage.wait_for_version(3)
     first.send_signal(signal.SIGTERM)
     assert stage.finish(first, 20) == 0, stage.logs()
     assert "checkpoint.resume=true" in (stage.path / "learner.log").read_text()
     stopped_at = stage.metrics()[-1]["run/version"]
 
-    second = stage.learner("trainer.num_steps=30", "checkpoint.every_steps=50", "checkpoint.resume=true")
+    second = stage.learner("trainer.num_steps=30", "checkpoint.every_steps=50", "checkpoint.resume=true", *SLOW)
 
     assert stage.finish(second, 120) == 0, stage.logs()
     assert stage.finish(actor, 15) == 0
     trained = [row["run/version"] for row in stage.metrics() if "policy/loss" in row]
-    assert 7 <= stopped_at < 30 and trained == list(range(1, 31))
+    assert 3 <= stopped_at < 30 and trained == list(range(1, 31))
 
 
 def test_a_second_learner_on_a_living_run_is_refused(stage: Stage):
