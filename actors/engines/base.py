@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from streamrl.messages import Sampling, VersionRef
 
@@ -96,6 +96,37 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """An engine that can also say how likely given tokens are; the probe of the weight plane asks it.
+
+    Optional: an engine without this method is checked by its digests only. The weights must not change between the
+    first and the last token of one call; the installer never calls it while an install is under way.
+    """
+
+    async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
+        """Natural log-probs of token_ids[start:], each given everything before it, under softmax(logits / temperature)
+        of the installed weights: no top-p, no top-k, no min-p. len(token_ids) - start numbers.
+
+        Raises:
+            EngineError: no weights yet, start < 1, temperature <= 0 or too many tokens.
+        """
+        ...
+
+
+@runtime_checkable
+class Transparent(Protocol):
+    """An engine that can show the tensors it computes with, for a comparison with the document they came from.
+
+    Optional: engines that fuse or pack their weights cannot.
+    """
+
+    def live_tensors(self) -> Mapping[str, Any]:
+        """Checkpoint name to the live torch tensor that the document's tensor of that name filled, in the engine's own
+        type and on its own device. Read them, never write them; they are what they are until the next install."""
+        ...
 
 
 EngineFactory = Callable[..., Engine]

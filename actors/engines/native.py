@@ -158,6 +158,10 @@ class NativeEngine:
         ids = list(token_ids)
         return await self._on_thread(lambda: self._scheduler.forward.score(ids, start, temperature), self._inbox)
 
+    def live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """See `Transparent.live_tensors`."""
+        return self._weights.live
+
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         extra = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class WeightSets:
     def __init__(self, model: torch.nn.Module) -> None:
         self._live = {name: tensors[0] for name, tensors in checkpoint_tensors(model).items()}
         self._spare: Staged | None = None
+
+    @property
+    def live(self) -> Mapping[str, Tensor]:
+        """The tensors that serve now, by checkpoint name."""
+        return MappingProxyType(self._live)
 
     def stage(self, tensors: Mapping[str, Any]) -> Staged:
         """Check a document against the model and copy it into tensors of our own.
