@@ -114,6 +114,18 @@ class Layout(Message):
     bucket_bytes: Annotated[tuple[U64, ...], Meta(max_length=1 << 20)]
 
 
+class Probe(Message):
+    """Fixed tokens and the learner's log-probs of them: digests prove that bytes arrived, this that an engine uses
+    them. `token_ids` are `<i4`; `logprobs` are `<f4`, natural, of token_ids[start:] at this temperature."""
+
+    token_ids: Annotated[bytes, Meta(max_length=1 << 16)]
+    start: U32
+    temperature: float
+    logprobs: Annotated[bytes, Meta(max_length=1 << 16)]
+    tolerance: float
+    """Largest mean absolute difference of a log-prob, in nats, of a healthy actor."""
+
+
 class Manifest(Message):
     """What a version is: one 16-byte digest a bucket and a root over all of them (`streamrl.weights.manifest`)."""
 
@@ -123,6 +135,8 @@ class Manifest(Message):
     digest_kind: Annotated[int, Meta(ge=0, le=2)]
     digests: Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
     root: Digest
+    probe: Probe | None = None
+    """Not covered by the root; there every so many versions, and at the first of a learner process."""
 
 
 class Offer(Message):
@@ -321,6 +335,8 @@ class ActorBeat(Message):
     stats: Annotated[dict[Word, float], Meta(max_length=64)] = {}
     slots: U16 = 0
     """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
+    root: Annotated[bytes, Meta(max_length=16)] = b""
+    """Of the version in `installed`; empty without one."""
 
 
 class HubBeat(Message):
@@ -387,6 +403,19 @@ class InstallSource(IntEnum):
     IPC = 5
 
 
+class Probed(Message):
+    """How an actor's engine compares with what it should serve; `failed` is "" for a healthy one.
+
+    `mean` and `largest` are absolute differences from the learner's log-probs, in nats; None where the manifest has no
+    probe or the engine cannot score tokens.
+    """
+
+    mean: float | None
+    largest: float | None
+    failed: LongText
+    probe_s: float
+
+
 class Installed(Message):
     """Kind 10, actor -> hub: this version is live here, or why not."""
 
@@ -400,6 +429,7 @@ class Installed(Message):
     install_s: float
     nbytes: U64
     error: LongText
+    probe: Probed | None = None
 
 
 class Drain(Message):
