@@ -16,15 +16,16 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from learner.ranks import Ranks
 from learner.run_dir import RunClaim, sync_directory, write_durably
@@ -52,13 +53,17 @@ class Checkpoint:
         Raises:
             CheckpointError: it belongs to another model.
         """
-        paths = [self.path / _shard_name(rank, self.world) for rank in range(self.world)]
-        restore(ShardReader(paths), policy, optimizer, ranks.rank)
+        restore(self.shards(), policy, optimizer, ranks.rank)
+
+    def shards(self) -> ShardReader:
+        """All tensors in it, those saved with `also=` among them; for any number of ranks."""
+        return ShardReader([self.path / _shard_name(rank, self.world) for rank in range(self.world)])
 
 
 def save_checkpoint(
     run_dir: Path | str, version: int, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *,
     extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, claim: RunClaim | None = None,
+    also: Iterable[tuple[str, Tensor]] = (),
 ) -> Path:
     """Write `ckpt-<version>` and point LATEST at it; a collective call. When it returns, the checkpoint is durable.
 
@@ -67,6 +72,8 @@ def save_checkpoint(
         blobs: name -> bytes (the ledger's state); rank 0's count.
         num_keep: this many checkpoints stay, at least one.
         claim: checked right before the checkpoint becomes visible.
+        also: (key, tensor) of more tensors, sharded as the policy's, e.g. `FrozenPolicy.tensors()`; read them back
+            from `Checkpoint.shards()`. Keys must not begin with model/, optim/ or rng/.
     Raises:
         CheckpointError: a rank could not write; on every rank, with nothing made visible.
         RunLockedError: a newer learner owns the run; on every rank.
@@ -75,7 +82,8 @@ def save_checkpoint(
     tag = ranks.all_reduce([float(secrets.randbits(40)) if ranks.rank == 0 else 0.0])[0]
     draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
     draft.mkdir(parents=True, exist_ok=True)
-    entries, failure = _write_mine(draft, policy, optimizer, ranks, blobs if ranks.rank == 0 else {})
+    tensors = chain(training_tensors(policy, optimizer), also)
+    entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
     everyone = ranks.gather([float(failure is None)])
     if failure is not None or not all(ok for (ok,) in everyone):
         raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
@@ -139,12 +147,12 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
 
 
 def _write_mine(
-    draft: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, blobs: Mapping[str, bytes]
+    draft: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks, blobs: Mapping[str, bytes]
 ) -> tuple[list[tuple[int, bytes]], Exception | None]:
     """Sizes and digests of this rank's files, or why they could not be written."""
     try:
         paths = [draft / _shard_name(ranks.rank, ranks.world)]
-        write_shards(paths[0], training_tensors(policy, optimizer))
+        write_shards(paths[0], tensors)
         for name in sorted(blobs):
             paths.append(draft / f"{name}.bin")
             paths[-1].write_bytes(blobs[name])

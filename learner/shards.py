@@ -5,6 +5,7 @@ gathered, and a reader takes from each file just the rows that it needs.
 
     model/<parameter>              weights
     optim/<state>/<parameter>      moments (sharded as the parameter) and step counts (0-d)
+    frozen/<name>/<parameter>      weights of a copy that is not trained
     rng/cpu, rng/cuda              generator states of the rank that wrote the file, as bytes
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Ite
             yield f"model/{name}", buffer
 
 
-def write_shards(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """This rank's blocks, and its random generators, in one safetensors file."""
     parts: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
