@@ -8,6 +8,9 @@ States, one line each:
     INSTALLING   the engine loads it between two forward passes
     ROLLBACK     loading failed halfway; the engine loads the previous document again
 
+After an install, and now and then while a version serves, the engine is probed (`actors.probe`); what does not pass is
+reported, and the document that was verified is loaded again.
+
 A newer announce abandons a FETCHING one. From VERIFIED on a version is installed even if a newer one is known: or a
 learner that publishes faster than this actor fetches would keep it on its old version for ever.
 """
@@ -23,8 +26,9 @@ from enum import Enum
 from typing import Any
 
 from actors.engines.base import Engine, InstallTimes
+from actors.probe import probe_engine
 from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, VersionRef
+from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
 from streamrl.weights.document import Document, Superseded
 from streamrl.weights.manifest import check_manifest, same_weights
 from streamrl.weights.source import Fetched
@@ -64,6 +68,7 @@ class Installer:
         self._cancelled: threading.Event | None = None
         self._target: VersionRef | None = None
         self._document: Document | None = None
+        self._told_unprobed = False
         self.state = InstallState.IDLE
 
     @property
@@ -84,7 +89,7 @@ class Installer:
         installed = self._engine.installed
         if installed is not None and manifest.ref <= installed:
             if self._is_installed(manifest):
-                return _report(manifest, InstallSource.SAME)
+                return await self.check()
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:
             return None
@@ -115,8 +120,44 @@ class Installer:
                 return None  # a newer one was verified sooner
             times = await self._load(fetched.document, manifest.ref)
             self._document = fetched.document
+            probed = await self._probe(fetched.document)
         log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
-        return _report(manifest, fetched.source, fetched, times)
+        return _report(manifest, fetched.source, fetched, times, probed=probed)
+
+    async def check(self) -> Installed | None:
+        """Probe the version that serves; the report for the hub, or None if nothing is installed.
+
+        Raises:
+            EngineError: the engine cannot even score.
+        """
+        async with self._engine_turn:
+            document = self._document
+            if document is None:
+                return None
+            return _report(document.manifest, probed=await self._probe(document))
+
+    async def reload(self) -> Installed | None:
+        """Load the serving version's document once more, because the engine did not pass its probe, and probe again.
+
+        Raises:
+            EngineError: it cannot be loaded: the engine must not generate.
+        """
+        async with self._engine_turn:
+            document = self._document
+            if document is None:
+                return None
+            times = await self._load(document, document.manifest.ref)
+            return _report(document.manifest, times=times, probed=await self._probe(document))
+
+    async def _probe(self, document: Document) -> Probed | None:
+        probed = await probe_engine(self._engine, document)
+        if probed is None and document.manifest.probe is not None and not self._told_unprobed:
+            self._told_unprobed = True
+            log.info("the %s engine cannot score tokens: its weights are checked by their digests only",
+                     self._engine.name)
+        if probed is not None and probed.failed:
+            log.error("version %s does not serve as it should: %s", document.manifest.ref, probed.failed)
+        return probed
 
     async def _bring(
         self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
@@ -181,12 +222,12 @@ class Installer:
 
 def _report(
     manifest: Manifest, source: InstallSource = InstallSource.SAME, fetched: Fetched | None = None,
-    times: InstallTimes | None = None, *, error: str = "",
+    times: InstallTimes | None = None, *, error: str = "", probed: Probed | None = None,
 ) -> Installed:
     return Installed(
         target=manifest.ref, root=manifest.root, ok=not error, source=int(source),
         transfer_s=fetched.transfer_s if fetched else 0.0, verify_s=fetched.verify_s if fetched else 0.0,
         pause_s=times.pause_s if times else 0.0, install_s=times.install_s if times else 0.0,
         nbytes=fetched.document.nbytes if fetched and source != InstallSource.SAME else 0,
-        error=error[:_ERROR_CHARS],
+        error=error[:_ERROR_CHARS], probe=probed,
     )

@@ -22,11 +22,13 @@ from actors.engines.base import Engine
 from actors.episode import EpisodeRunner
 from actors.install import Installer
 from actors.rollout import returned, run_group, sendable
-from streamrl.errors import EngineError, StreamrlError
+from actors.upkeep import Upkeep
+from streamrl.errors import StreamrlError
 from streamrl.messages import (
     Announce,
     Drain,
     HubBeat,
+    Installed,
     Lease,
     Leases,
     Limits,
@@ -90,6 +92,7 @@ class Worker:
     ) -> None:
         self.client, self._build, self._clock = client, build, clock
         self._plant: Plant | None = None
+        self._upkeep: Upkeep | None = None
         self._building: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
@@ -190,14 +193,14 @@ class Worker:
         if plant is None or welcome is None or welcome.layout is None or newest is None:
             return
         manifest, offers = newest
-        try:
-            report = await plant.installer.install(manifest, offers, welcome.layout)
-        except EngineError as error:
-            self._break_down(str(error))
-            return
-        if report is not None:
-            self.client.report_installed(report)
-            self._update_progress()
+        if self._upkeep is None:
+            self._upkeep = Upkeep(plant.installer, report=self._report, broken=self._break_down)
+            self._spawn(self._upkeep.watch())
+        await self._upkeep.install(manifest, offers, welcome.layout)
+
+    def _report(self, report: Installed) -> None:
+        self.client.report_installed(report)
+        self._update_progress()
 
     # --- leases -------------------------------------------------------------------------------------------------
 
