@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
-    """Options of a task are an open mapping, so new keys must be marked as added for hydra's grammar."""
-    return [f"++{word}" if word.startswith("env.options.") else word for word in words]
+    """Options are an open mapping, so new keys must be marked as added for hydra's grammar."""
+    return [f"++{word}" if word.startswith(open_mappings()) else word for word in words]
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -89,7 +90,7 @@ def check_overrides(words: Sequence[str]) -> None:
             continue
         if not equals and not word.startswith("~"):
             raise ConfigError(f"`{word}` is no setting: write key=value, e.g. trainer.num_steps=200")
-        if key not in keys and not key.startswith("env.options."):
+        if key not in keys and not key.startswith(open_mappings()):
             raise ConfigError(f"Unknown key `{key}`: {_nearest(key, keys)}")
 
 
@@ -111,6 +112,12 @@ def setting_names() -> Iterator[str]:
         parts = name.split(".")
         for end in range(1, len(parts)):
             yield ".".join(parts[:end])
+
+
+@cache
+def open_mappings() -> tuple[str, ...]:
+    """Prefixes of settings that take any key (`env.options.`); whoever reads them checks the keys."""
+    return tuple(f"{name}." for name, _, default, _ in settings() if isinstance(default, dict))
 
 
 def settings() -> Iterator[tuple[str, str, Any, str]]:
@@ -203,7 +210,7 @@ def _plain(error: Exception) -> str:
         if name and name not in text:
             text = f"{name}: {text}"
     unknown = [name for name in names if name and name not in set(setting_names())]
-    if unknown and not unknown[0].startswith("env.options"):
+    if unknown and not f"{unknown[0]}.".startswith(open_mappings()):
         return f"Unknown key `{unknown[0]}`: {_nearest(unknown[0], set(setting_names()))}"
     return text
 
