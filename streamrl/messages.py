@@ -146,6 +146,17 @@ class Offer(Message):
     name: Annotated[str, Meta(max_length=256)]
     nbytes: U64
     probe: bytes = b""
+    parent: VersionRef | None = None
+    """zmq: who holds this version may pull what changed since (`PullMode.DELTA`)."""
+
+
+class DeltaIndex(Message):
+    """What there is to pull of a delta: its base, and the encoded form of every bucket."""
+
+    parent: VersionRef
+    parent_root: Digest
+    nbytes: Annotated[tuple[U64, ...], Meta(max_length=1 << 20)]
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
 
 # --- actor <-> hub -----------------------------------------------------------------------------------------------
@@ -511,11 +522,15 @@ class BatchShare(Message):
 
 
 class Trained(Message):
-    """Kind 35, rank 0 -> hub: the optimizer step is done (or skipped: the batch is quarantined, no new version)."""
+    """Kind 35, rank 0 -> hub: the optimizer step is done (or skipped: the batch is quarantined, no new version).
+
+    `bounds` are the eta and the max_lag that hold from now on; None leaves them.
+    """
 
     version: U64
     skipped: bool
     reason: Text
+    bounds: tuple[U32, U32] | None = None
 
 
 class Freeze(Message):
