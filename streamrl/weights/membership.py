@@ -1,0 +1,314 @@
+"""Membership epochs: who is in a communicator, pure. Events and `now` in, effects out; no socket, no thread, no clock.
+
+A communicator belongs to one frozen set of members. Who comes waits for the next one, who goes ends the present one; so
+actors may come and go although a communicator cannot. One broadcast is on its way at a time.
+
+    IDLE      no communicator
+    NAMING    members are frozen, the sender makes the unique id                  -> FORMING
+    FORMING   everybody builds the communicator, tests it and reports             -> LIVE; deadline -> fewer
+    LIVE      formed and at rest; reused while the members are the same           -> SENDING; a member leaves -> IDLE
+    SENDING   a version is broadcast                                         -> LIVE; any failure -> a new epoch
+    WAITING   the sender had to be ended; its successor forms the next epoch      -> NAMING; deadline -> IDLE
+
+A communicator that failed is never used again. After two re-formations in one publish everybody pulls that version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from streamrl.messages import VersionRef
+
+MAX_REFORMATIONS = 2
+"""In one publish; then everybody pulls the version."""
+JOIN_INTERVAL_S = 30.0
+"""Joins alone end a healthy epoch at most this often. As long is nothing formed after a publish that was given up, and
+as long is a member left out that did not form a communicator or received wrong bytes."""
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    NAMING = "naming"
+    FORMING = "forming"
+    LIVE = "live"
+    SENDING = "sending"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """To the sender: make a unique id for epoch `epoch` of `world` ranks, you are rank 0."""
+
+    epoch: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """To each member: version `ref` will come by this epoch. `first_rank` by member."""
+
+    epoch: int
+    ref: VersionRef
+    unique_id: bytes
+    world: int
+    first_rank: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To the sender: broadcast this version now."""
+
+    epoch: int
+    ref: VersionRef
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To the sender: this epoch is over. `hung`: it is inside a call that nothing can end, so end the process."""
+
+    epoch: int
+    reason: str
+    hung: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """To these actors: version `ref` does not come by broadcast, fetch it another way."""
+
+    ref: VersionRef
+    members: tuple[str, ...]
+
+
+Effect = Form | Invite | Send | Abort | Pull
+
+
+class Membership:
+    """The bookkeeping of one sender's epochs.
+
+    Args:
+        init_deadline_s: for naming, and again for building and testing a communicator.
+        bucket_deadline_s: between two signs of progress of a broadcast; what members keep to as well.
+        grace_s: how much later than the members this side gives up, so that theirs is the first word.
+    """
+
+    def __init__(self, *, init_deadline_s: float = 20.0, bucket_deadline_s: float = 10.0, grace_s: float = 5.0) -> None:
+        self._init_s, self._bucket_s, self._grace_s = init_deadline_s, bucket_deadline_s, grace_s
+        self.phase = Phase.IDLE
+        self.epoch = 0
+        self.members: dict[str, int] = {}  # member -> ranks it contributes, in rank order
+        self.num_formed = self.num_reformations = self.num_broadcasts = self.num_given_up = 0
+        self._candidates: dict[str, int] = {}
+        self._barred: dict[str, float] = {}  # member -> when it may join again
+        self._sender_up = self._sender_formed = False
+        self._unique_id = b""
+        self._reported: set[str] = set()
+        self._ref: VersionRef | None = None  # in work
+        self._next: VersionRef | None = None  # published while `_ref` was being sent
+        self._attempts = 0
+        self._deadline = 0.0
+        self._formed_at = self._not_before = float("-inf")
+        self._effects: list[Effect] = []
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def set_candidates(self, candidates: Mapping[str, int], now: float) -> list[Effect]:
+        """Who could be in a communicator now, and with how many ranks. A member that is missing here has left."""
+        self._barred = {m: until for m, until in self._barred.items() if now < until}
+        gone = [m for m, ranks in self.members.items() if candidates.get(m) != ranks]
+        self._candidates = {m: ranks for m, ranks in candidates.items() if m not in self._barred}
+        if gone and self.phase is not Phase.IDLE:
+            self._fail(f"{', '.join(gone)} left", now)
+        return self._take()
+
+    def sender_up(self, now: float) -> list[Effect]:
+        """A (new) sender process can be asked."""
+        self._sender_up = True
+        if self.phase is Phase.WAITING:
+            self._form_or_give_up(now)
+        return self._take()
+
+    def sender_down(self, now: float) -> list[Effect]:
+        """The sender is gone, and its communicator with it."""
+        self._sender_up = False
+        if self.phase is not Phase.IDLE:
+            self._fail("the sender ended", now)
+        return self._take()
+
+    def published(self, ref: VersionRef, now: float) -> list[Effect]:
+        """A new version: every candidate gets an Invite or a Pull for it, or is expected to get one soon."""
+        if self._ref is None:
+            self._ref, self._attempts = ref, 0
+            self._begin(now)
+            return self._take()
+        self._pull(self._candidates.keys() - self.members.keys(), ref)
+        if self.phase is Phase.SENDING:
+            self._next = ref
+        else:  # an epoch is being formed for a version that nobody needs any more: it brings this one
+            self._ref = ref
+            if self.phase is Phase.FORMING:
+                self._invite()
+        return self._take()
+
+    def named(self, epoch: int, unique_id: bytes, now: float) -> list[Effect]:
+        """The sender's unique id."""
+        if (epoch, self.phase) == (self.epoch, Phase.NAMING):
+            self._unique_id, self.phase, self._deadline = unique_id, Phase.FORMING, now + self._init_s
+            self._invite()
+        return self._take()
+
+    def formed(self, member: str | None, epoch: int, now: float) -> list[Effect]:
+        """A member (None: the sender) has built and tested the communicator."""
+        if (epoch, self.phase) == (self.epoch, Phase.FORMING):
+            if member is None:
+                self._sender_formed = True
+            elif member in self.members:
+                self._reported.add(member)
+            if self._sender_formed and self._reported == self.members.keys():
+                self.phase, self._formed_at = Phase.LIVE, now
+                self.num_formed += 1
+                self._send(now)
+        return self._take()
+
+    def progressed(self, epoch: int, now: float) -> list[Effect]:
+        """The sender has sent another bucket."""
+        if (epoch, self.phase) == (self.epoch, Phase.SENDING):
+            self._deadline = now + self._bucket_s + self._grace_s
+        return self._take()
+
+    def sent(self, epoch: int, now: float) -> list[Effect]:
+        """The broadcast is complete at the sender."""
+        if (epoch, self.phase) == (self.epoch, Phase.SENDING):
+            self.phase, self._ref = Phase.LIVE, None
+            self.num_broadcasts += 1
+            if self._next is not None:
+                self._ref, self._next, self._attempts = self._next, None, 0
+                self._begin(now)
+        return self._take()
+
+    def failed(self, member: str | None, epoch: int, reason: str, now: float) -> list[Effect]:
+        """A member (None: the sender) says that this epoch's communicator failed it, or brought wrong bytes."""
+        if epoch == self.epoch and self.phase not in (Phase.IDLE, Phase.WAITING):
+            if member is not None:
+                self._bar([member], now)
+            self._fail(reason, now, hung=False if member is None else None)
+        return self._take()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Let time pass."""
+        if self.phase not in (Phase.IDLE, Phase.LIVE) and now >= self._deadline:
+            self._expire(now)
+        return self._take()
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def expects(self, member: str, ref: VersionRef) -> bool:
+        """Whether this version is on its way to the member by a broadcast: it needs no other offer yet."""
+        return self.phase is not Phase.IDLE and member in self.members and ref in (self._ref, self._next)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        """Send `_ref` by the present epoch, or form a new one, or have it pulled."""
+        joins = self._candidates.keys() - self.members.keys()
+        if self.phase is Phase.LIVE and (not joins or now < self._formed_at + JOIN_INTERVAL_S):
+            self._pull(joins)
+            self._invite()
+            self._send(now)
+            return
+        if self.phase is Phase.LIVE:
+            self._end(f"{', '.join(sorted(joins))} joined", hung=False)
+        if now < self._not_before:
+            self._give_up()
+        else:
+            self._form_or_give_up(now)
+
+    def _form_or_give_up(self, now: float) -> None:
+        if self._sender_up and self._candidates:
+            self._form(now)
+        else:
+            self._give_up()
+
+    def _form(self, now: float) -> None:
+        self.epoch += 1
+        self.members = dict(sorted(self._candidates.items()))
+        self.phase, self._deadline = Phase.NAMING, now + self._init_s
+        self._sender_formed, self._unique_id = False, b""
+        self._reported = set()
+        self._effects.append(Form(self.epoch, 1 + sum(self.members.values())))
+
+    def _invite(self) -> None:
+        assert self._ref is not None
+        first_rank, rank = {}, 1
+        for member, num_ranks in self.members.items():
+            first_rank[member] = rank
+            rank += num_ranks
+        self._effects.append(Invite(self.epoch, self._ref, self._unique_id, rank, first_rank))
+
+    def _send(self, now: float) -> None:
+        assert self._ref is not None
+        # Members have the time to form in their first bucket's deadline, and so has this side.
+        self.phase, self._deadline = Phase.SENDING, now + self._init_s + self._bucket_s + self._grace_s
+        self._effects.append(Send(self.epoch, self._ref))
+
+    def _expire(self, now: float) -> None:
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.IDLE
+            self._give_up()
+        elif self.phase is Phase.FORMING:
+            missing = sorted(self.members.keys() - self._reported)
+            self._bar(missing, now)
+            names = ", ".join(missing) or "the sender"
+            self._fail(f"{names} did not form it in {self._init_s:g} s", now, hung=True, excluded=missing)
+        else:
+            what = "gave no unique id" if self.phase is Phase.NAMING else "sent nothing more"
+            self._fail(f"the sender {what} in time", now, hung=True)
+
+    def _bar(self, members: list[str], now: float) -> None:
+        for member in members:
+            self._barred[member] = now + JOIN_INTERVAL_S
+            self._candidates.pop(member, None)
+
+    def _fail(self, reason: str, now: float, *, hung: bool | None = None, excluded: Sequence[str] = ()) -> None:
+        """The present epoch is over; what it was to bring comes by the next one, or is pulled."""
+        # A sender in FORMING sits in a call that waits for every member, and has no handle to end it by.
+        stuck = self.phase is Phase.FORMING and not self._sender_formed
+        self._end(reason, hung=stuck if hung is None else hung)
+        if self._ref is None:
+            return
+        if self._next is not None:
+            self._ref, self._next = self._next, None
+        self._pull(excluded)
+        self._attempts += 1
+        if self._attempts > MAX_REFORMATIONS:
+            self._not_before = now + JOIN_INTERVAL_S
+            self._give_up()
+            return
+        self.num_reformations += 1
+        if self._sender_up or not self._candidates:
+            self._form_or_give_up(now)
+        else:
+            self.phase, self._deadline = Phase.WAITING, now + self._init_s
+
+    def _end(self, reason: str, *, hung: bool) -> None:
+        if self._sender_up and self.phase is not Phase.WAITING:
+            self._effects.append(Abort(self.epoch, reason, hung))
+            # A process that is ended answers no more; its successor says so when it is there.
+            self._sender_up = not hung
+        self.phase, self.members = Phase.IDLE, {}
+
+    def _give_up(self) -> None:
+        """Everybody pulls `_ref`."""
+        self.num_given_up += 1
+        self._pull(self._candidates)
+        self._ref = None
+
+    def _pull(self, members: Iterable[str], ref: VersionRef | None = None) -> None:
+        names, ref = tuple(sorted(members)), ref or self._ref
+        if names and ref is not None:
+            self._effects.append(Pull(ref, names))
+
+    def _take(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
