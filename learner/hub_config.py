@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from learner.hub.hub_settings import HubSettings, TaskSettings
-from streamrl.config.checks import lookahead, max_lag
+from streamrl.config.checks import largest_eta, largest_max_lag, lookahead, max_lag
 from streamrl.config.load import to_plain
-from streamrl.config.schema import Config, SamplingConfig
+from streamrl.config.schema import Config, SamplingConfig, StalenessMode
 from streamrl.messages import Limits, Lineage, Sampling
 
 OUTBOX_GROUPS = 1024
@@ -43,7 +43,9 @@ def hub_settings(
         zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
         dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
         num_keep_versions=config.publish.num_keep_versions,
-        max_bytes_per_s=config.publish.max_bytes_per_s, restore_path=str(restore_path) if restore_path else None,
+        max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
+        probe_tolerance=config.publish.probe_tolerance,
+        restore_path=str(restore_path) if restore_path else None,
     )
 
 
@@ -54,7 +56,7 @@ def wire_sampling(sampling: SamplingConfig) -> Sampling:
 def steps_between_checkpoints(config: Config) -> int:
     """`checkpoint.every_steps`, or fewer: what is trained in between and what is in flight must fit into a lone actor's
     outbox, because a full outbox stops generation and only a checkpoint empties it. 0 is never."""
-    in_flight = config.staleness.eta + 3
+    in_flight = largest_eta(config) + 3
     fit = max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
     return min(config.checkpoint.every_steps, fit)
 
@@ -71,7 +73,8 @@ def limits(config: Config, vocab_size: int) -> Limits:
     """What actors must respect."""
     # Actors report progress once a generation is finished; half a second a token is slower than any that lives.
     patience_s = max(120.0, 0.5 * response_limit(config))
-    useful = FAR_FUTURE if config.staleness.mask_old_tokens else max_lag(config)
+    masks = config.staleness.mode is StalenessMode.mask_old_tokens
+    useful = FAR_FUTURE if masks else largest_max_lag(config)
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
         progress_deadline_s=patience_s,
@@ -90,7 +93,7 @@ def ledger_settings(config: Config) -> dict[str, object]:
         "eta": config.staleness.eta, "window": lookahead(config), "max_lag": max_lag(config),
         "num_groups_total": steps * batch, "lease_ttl_s": config.hub.lease_ttl_s,
         "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
-        "on_stale": config.staleness.on_stale.name, "mask_old_tokens": config.staleness.mask_old_tokens,
+        "on_stale": config.staleness.on_stale.name, "mode": config.staleness.mode.name,
         "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
         "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": DEDUPE_WINDOW,
     }

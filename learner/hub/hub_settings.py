@@ -46,6 +46,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_until_durable: bool
     num_keep_versions: int
     max_bytes_per_s: int
+    delta_max_ratio: float
+    probe_tolerance: float
     restore_path: str | None
 
 

@@ -13,9 +13,10 @@ import zmq
 from learner.hub.hub_settings import HubSettings
 from streamrl.codec import Decoder, encode
 from streamrl.errors import WireError
-from streamrl.messages import TO_WEIGHTS, Installed, Layout, Manifest, Offer, Publish, Pull, VersionRef
+from streamrl.messages import TO_WEIGHTS, Installed, InstallSource, Layout, Manifest, Offer, Publish, Pull, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.chunks import ChunkServer
+from streamrl.weights.delta import word_bytes_of
 from streamrl.weights.shm import shm_offer
 
 log = logging.getLogger("streamrl.hub")
@@ -63,9 +64,12 @@ class WeightServer:
                     keep_versions=self._settings.num_keep_versions,
                     max_chunk_bytes=self._settings.limits.chunk_bytes,
                     bytes_per_s=float(self._settings.max_bytes_per_s) or None,
+                    delta_max_ratio=self._settings.delta_max_ratio,
                 )
             assert self._chunks is not None and self.layout is not None, "the first Publish carries the layout"
-            self._chunks.add(message.manifest, message.path, self.layout.bucket_bytes)
+            self._chunks.add(
+                message.manifest, message.path, self.layout.bucket_bytes, word_bytes=word_bytes_of(self.layout)
+            )
             self.manifest, self._path, self._published_at = message.manifest, message.path, now
             self._roots[message.manifest.ref] = message.manifest.root
             while len(self._roots) > 64:
@@ -77,8 +81,9 @@ class WeightServer:
 
     def offers(self) -> tuple[Offer, ...]:
         """Ways to the current version, best first; an actor takes the first that it can prove."""
-        assert self.layout is not None
-        zmq_offer = Offer("zmq", self.endpoint, sum(self.layout.bucket_bytes))
+        assert self.layout is not None and self.manifest is not None and self._chunks is not None
+        parent = self._chunks.delta_parent(self.manifest.ref)
+        zmq_offer = Offer("zmq", self.endpoint, sum(self.layout.bucket_bytes), parent=parent)
         try:
             return (shm_offer(self._path), zmq_offer)
         except OSError:
@@ -89,7 +94,8 @@ class WeightServer:
         names = ("transfer_s", "verify_s", "pause_s", "install_s")
         for name in names:
             self._sums[name] = self._sums.get(name, 0.0) + getattr(message, name)
-        if self.manifest is not None and message.target == self.manifest.ref:
+        newest = self.manifest is not None and message.target == self.manifest.ref
+        if newest and message.source != InstallSource.SAME:  # SAME may be a second look at it, much later
             self._sums["visible_s"] = self._sums.get("visible_s", 0.0) + now - self._published_at
             self._sums["num_visible"] = self._sums.get("num_visible", 0.0) + 1
 
@@ -109,22 +115,29 @@ class WeightServer:
         self._socket.close(linger=0)
 
     def _run(self) -> None:
+        """Answers come first; a delta is encoded bucket by bucket, while nobody waits for an answer."""
         decoder = Decoder(TO_WEIGHTS, max_bytes=4096)
         while not self._stopping.is_set():
-            if not self._socket.poll(POLL_MS):
-                continue
-            routing_id, *frames = self._socket.recv_multipart()
-            try:
-                pull = decoder.decode(frames[0])
-                assert isinstance(pull, Pull)
-                with self._lock:
-                    if self._chunks is None:
-                        continue
-                    chunk, payload = self._chunks.answer(pull)
-            except (WireError, IndexError) as error:
-                log.warning("refused a pull: %s", error)
-                continue
-            try:
-                self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:  # the puller is gone or slow: it asks again
-                log.debug("a chunk was not sent: %s", error)
+            with self._lock:
+                job = self._chunks.next_job() if self._chunks is not None else None
+            if self._socket.poll(POLL_MS if job is None else 0):
+                self._answer_one(decoder)
+            elif job is not None:
+                job.step()  # outside the lock: `publish` must not wait for it
+
+    def _answer_one(self, decoder: Decoder) -> None:
+        routing_id, *frames = self._socket.recv_multipart()
+        try:
+            pull = decoder.decode(frames[0])
+            assert isinstance(pull, Pull)
+            with self._lock:
+                if self._chunks is None:
+                    return
+                chunk, payload = self._chunks.answer(pull)
+        except (WireError, IndexError) as error:
+            log.warning("refused a pull: %s", error)
+            return
+        try:
+            self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # the puller is gone or slow: it asks again
+            log.debug("a chunk was not sent: %s", error)

@@ -5,21 +5,46 @@ from __future__ import annotations
 import re
 from math import ceil
 
-from streamrl.config.schema import Config
+from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
 from streamrl.errors import ConfigError
 
 
 def lookahead(config: Config) -> int:
     """W, the look-ahead window in groups."""
     window = config.staleness.num_lookahead_groups
-    return config.rollout.num_prompts_per_step if window is None else window
+    if window is not None:
+        return window
+    return 0 if config.staleness.mode is StalenessMode.wait else config.rollout.num_prompts_per_step
+
+
+def admitted_lag(config: Config) -> int:
+    """What admission and the order of consumption allow at the start: eta + ceil(W / B) optimizer steps."""
+    return config.staleness.eta + ceil(lookahead(config) / config.rollout.num_prompts_per_step)
 
 
 def max_lag(config: Config) -> int:
-    """The hard lag bound in optimizer steps: the setting, or eta + ceil(W / B)."""
-    if config.staleness.max_lag is not None:
-        return config.staleness.max_lag
-    return config.staleness.eta + ceil(lookahead(config) / config.rollout.num_prompts_per_step)
+    """The bound at which a group is refused at the start, in optimizer steps: the setting, or `admitted_lag`."""
+    staleness = config.staleness
+    given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
+    return admitted_lag(config) if given is None else given
+
+
+def soft_max_lag(config: Config) -> int:
+    """The lag beyond which tokens are masked or discounted at the start; `max_lag` where nothing is."""
+    given = config.staleness.max_lag
+    return max_lag(config) if given is None else given
+
+
+def largest_eta(config: Config) -> int:
+    """The largest lead that the run may ever have."""
+    adaptive = config.staleness.adaptive
+    moves = adaptive.enabled and adaptive.rule is not AdaptiveRule.fixed
+    return max(config.staleness.eta, adaptive.max_eta) if moves else config.staleness.eta
+
+
+def largest_max_lag(config: Config) -> int:
+    """The largest bound that the run may ever have."""
+    return max_lag(config) + largest_eta(config) - config.staleness.eta
 
 
 def check(config: Config) -> None:
@@ -57,6 +82,7 @@ def _check_ranges(config: Config) -> None:
         "actors.num_concurrent": config.actors.num_concurrent,
         "publish.bucket_bytes": config.publish.bucket_bytes,
         "publish.num_keep_versions": config.publish.num_keep_versions,
+        "publish.probe_tolerance": config.publish.probe_tolerance,
         "checkpoint.num_keep": config.checkpoint.num_keep,
         "launch.num_learner_ranks": config.launch.num_learner_ranks,
         "hub.num_max_attempts": config.hub.num_max_attempts,
@@ -82,6 +108,8 @@ def _check_ranges(config: Config) -> None:
         "hub.group_deadline_s": config.hub.group_deadline_s,
         "hub.weights_port": config.hub.weights_port,
         "publish.max_bytes_per_s": config.publish.max_bytes_per_s,
+        "publish.delta_max_ratio": config.publish.delta_max_ratio,
+        "publish.probe_every": config.publish.probe_every,
         "actors.give_up_after_s": config.actors.give_up_after_s,
         "launch.num_max_restarts": config.launch.num_max_restarts,
         "loss.entropy_coef": config.loss.entropy_coef,
@@ -89,6 +117,8 @@ def _check_ranges(config: Config) -> None:
     }
     for name, value in not_negative.items():
         _need(value >= 0, f"{name}={value} must not be negative")
+    ratio = config.publish.delta_max_ratio
+    _need(ratio <= 1, f"publish.delta_max_ratio={ratio} must be at most 1: a larger delta is worse than a full version")
     for split in ("train", "test"):
         sampling = getattr(config.rollout, split).sampling
         name = f"rollout.{split}.sampling"
@@ -158,11 +188,63 @@ def _check_staleness(config: Config) -> None:
     eta, window = config.staleness.eta, lookahead(config)
     _need(eta >= 0, f"staleness.eta={eta} must not be negative")
     _need(window >= 0, f"staleness.num_lookahead_groups={window} must not be negative")
-    bound = max_lag(config)
+    bound, mode = max_lag(config), config.staleness.mode
+    name = "hard_max_lag" if mode is StalenessMode.reweight else "max_lag"
     _need(
         bound >= eta,
-        f"staleness.max_lag={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
-        "would drop what admission allows; raise max_lag or lower eta",
+        f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
+        f"would drop what admission allows; raise {name} or lower eta",
+    )
+    _check_mode(config)
+    _check_adaptive(config)
+
+
+def _check_mode(config: Config) -> None:
+    staleness, mode = config.staleness, config.staleness.mode
+    if mode is StalenessMode.wait:
+        _need(
+            lookahead(config) == 0 and staleness.max_lag is None,
+            f"staleness.mode=wait consumes in dispatch order, so its bound is staleness.eta={staleness.eta}: leave "
+            "staleness.num_lookahead_groups and staleness.max_lag alone, or choose staleness.mode=drop",
+        )
+    if mode is StalenessMode.reweight:
+        _need(
+            0 < staleness.decay < 1,
+            f"staleness.decay={staleness.decay} must be in (0, 1): 0 would mask (staleness.mode=mask_old_tokens), 1 "
+            "would do nothing",
+        )
+        _need(
+            staleness.max_lag is not None and 0 <= staleness.max_lag < max_lag(config),
+            f"staleness.mode=reweight discounts tokens beyond staleness.max_lag={staleness.max_lag} and refuses groups "
+            f"beyond {max_lag(config)}: with these nothing would be discounted; set staleness.max_lag below that",
+        )
+    else:
+        _need(
+            staleness.hard_max_lag is None,
+            f"staleness.hard_max_lag={staleness.hard_max_lag} does nothing with staleness.mode={mode.name}: set "
+            "staleness.mode=reweight, or use staleness.max_lag",
+        )
+
+
+def _check_adaptive(config: Config) -> None:
+    adaptive, eta = config.staleness.adaptive, config.staleness.eta
+    name = "staleness.adaptive"
+    _need(0 < adaptive.ess_target < 1, f"{name}.ess_target={adaptive.ess_target} must be in (0, 1)")
+    _need(adaptive.m2_target > 0, f"{name}.m2_target={adaptive.m2_target} must be greater than 0")
+    _need(adaptive.half_life_steps > 0, f"{name}.half_life_steps={adaptive.half_life_steps} must be greater than 0")
+    _need(adaptive.num_trial_steps >= 2, f"{name}.num_trial_steps={adaptive.num_trial_steps} must be at least 2")
+    floor = config.policy.scheduler.ess_floor
+    _need(0 <= floor <= 1, f"policy.scheduler.ess_floor={floor} must be in [0, 1]")
+    if not adaptive.enabled:
+        return
+    _need(
+        0 <= adaptive.min_eta <= eta <= adaptive.max_eta or adaptive.rule is AdaptiveRule.fixed,
+        f"{name}.min_eta={adaptive.min_eta} and max_eta={adaptive.max_eta} must lie around staleness.eta={eta}, where "
+        "the control starts",
+    )
+    _need(
+        adaptive.rule is not AdaptiveRule.fixed or adaptive.breaker or adaptive.group_spread,
+        f"{name}.enabled=true with rule=fixed, breaker=false and group_spread=false does nothing: choose a part of it",
     )
 
 

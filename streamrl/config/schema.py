@@ -27,6 +27,30 @@ class OnStale(Enum):
     drop = "drop"
 
 
+class StalenessMode(Enum):
+    drop = "drop"
+    mask_old_tokens = "mask_old_tokens"
+    reweight = "reweight"
+    wait = "wait"
+
+
+class AdaptiveRule(Enum):
+    ess = "ess"
+    goodput = "goodput"
+    fixed = "fixed"
+
+
+class PublishWhen(Enum):
+    every_step = "every_step"
+    drift = "drift"
+
+
+class EssRule(Enum):
+    none = "none"
+    sqrt = "sqrt"
+    linear = "linear"
+
+
 class GroupPolicy(Enum):
     reissue_missing = "reissue_missing"
     reissue_whole = "reissue_whole"
@@ -42,6 +66,38 @@ class WireDtype(Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class EntropyAdapt(Enum):
+    none = "none"
+    coef = "coef"
+    clip_high = "clip_high"
+
+
+class ConstraintMethod(Enum):
+    lagrangian = "lagrangian"
+    pid = "pid"
+    penalty = "penalty"
+
+
+class Discount(Enum):
+    token = "token"
+    turn = "turn"
+
+
+class Segment(Enum):
+    turn = "turn"
+    block = "block"
+
+
+class CriticKind(Enum):
+    head = "head"
+    model = "model"
+
+
+class OpsmWhen(Enum):
+    always = "always"
+    over_budget = "over_budget"
 
 
 class WandbMode(Enum):
@@ -158,60 +214,49 @@ class FilterConfig:
 
 
 @dataclass
+class AdaptiveConfig:
+    enabled: bool = False
+    """Let measured staleness move eta and max_lag during the run; they start from the values set above."""
+    rule: AdaptiveRule = AdaptiveRule.ess
+    """What moves the lead: `ess` keeps the predicted ESS at its target, `goodput` climbs groups per second times ESS,
+    `fixed` leaves it to the circuit breaker alone."""
+    min_eta: int = 1
+    """Smallest lead that the rule may choose; the circuit breaker may go below it."""
+    max_eta: int = 16
+    """Largest lead that the rule may choose."""
+    ess_target: float = 0.5
+    """ESS of whole trajectories (`ess/sequence_clipped`) that the largest admitted lag should still have."""
+    m2_target: float = 0.04
+    """Budget of drift, mean squared log-ratio of a token: for off-policy masking, publishing and the group spread."""
+    half_life_steps: float = 30.0
+    """Steps after which an old measurement of the drift counts half."""
+    num_trial_steps: int = 20
+    """Steps for which `goodput` measures one lead before it tries the next."""
+    breaker: bool = True
+    """Halve the lead when the ESS collapses, gradients jump or drift oscillates, and drain the queue in the worst case."""
+    group_spread: bool = False
+    """Give trajectories of one group baselines of their own when their lags differ by more than the drift allows."""
+
+
+@dataclass
 class StalenessConfig:
     eta: int = 1
     """Allowed lead in batches: how far generation may run ahead of training. 0 is strictly synchronous."""
     num_lookahead_groups: int | None = None
-    """W: how many later groups may overtake an unfinished one when a batch is cut; null means B."""
+    """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
     max_lag: int | None = None
-    """Hard bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
-    mask_old_tokens: bool = False
-    """Mask tokens beyond max_lag instead of refusing their group."""
+    """Bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
+    mode: StalenessMode = StalenessMode.drop
+    """Beyond max_lag: `drop` the group; `mask_old_tokens` and train the others; `reweight` old tokens down to a hard
+    bound; or `wait` for the oldest group at every cut, so that none gets there."""
+    hard_max_lag: int | None = None
+    """Under mode=reweight: the lag at which a group is refused after all; null derives eta + ceil(W / B)."""
+    decay: float = 0.5
+    """Under mode=reweight: factor on a token's loss for each step of its lag beyond max_lag."""
     on_stale: OnStale = OnStale.reissue
-    """A group beyond max_lag at the cut is generated again, or dropped."""
-
-
-@dataclass
-class AdvantageConfig:
-    estimator: str = "vtrace_critic_free"
-    """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS` that needs no critic."""
-    baseline: str = "leave_one_out"
-    """Baseline of a group: leave_one_out, group_mean or none."""
-    scale: str = "none"
-    """Divide centred scores by: none, std (of the group) or batch_std."""
-    lam: float = 1.0
-    """Trace decay."""
-    rho_bar: float = 1.0
-    """Cap of the ratio in the last step's error (V-trace)."""
-    c_bar: float = 1.0
-    """Cap of the ratio in the trace (V-trace)."""
-
-
-@dataclass
-class LossConfig:
-    surrogate: str = "ppo_clip"
-    """Trust region: a key of `streamrl.algorithms.SURROGATES`."""
-    clip_low: float = 0.2
-    """Lower clip distance of the ratio from 1."""
-    clip_high: float = 0.28
-    """Upper clip distance of the ratio from 1."""
-    dual_clip: float | None = 3.0
-    """Cap of the loss of negative advantages, in units of the advantage; null is off."""
-    cap: float | None = None
-    """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
-    veto_low: float | None = 1e-4
-    """Drop a trajectory if one of its token ratios is below this; null is off."""
-    veto_high: float | None = 100.0
-    """Drop a trajectory if one of its token ratios is above this; null is off."""
-    entropy_coef: float = 0.0
-    """Bonus on the mean token entropy."""
-    behavior_penalty: float = 0.0
-    """Weight of the squared log-ratio that pulls the policy back to where its data came from."""
-    avg_level: str = "token-mean"
-    """How token losses are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
-    prompt-mean."""
-    allow_uncorrected: bool = False
-    """Permit training on stale data without any importance ratio (negative control of experiments)."""
+    """A group that is refused for its lag is generated again, or dropped."""
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
+    """The staleness control."""
 
 
 @dataclass
@@ -231,6 +276,157 @@ class OptimizerConfig:
 
 
 @dataclass
+class AdvantageConfig:
+    estimator: str = "vtrace_critic_free"
+    """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`; those that need values bring a critic."""
+    baseline: str = "leave_one_out"
+    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centres the
+    rewards."""
+    scale: str = "none"
+    """Divide centred scores by: none, std (of the group) or batch_std."""
+    whiten: str = "none"
+    """Normalise the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    discount: Discount = Discount.token
+    """Apply gamma at every `token`, or once at the end of every `turn`."""
+    lam: float = 1.0
+    """Trace decay."""
+    rho_bar: float = 1.0
+    """Cap of the ratio in the last step's error (V-trace)."""
+    rho_bar_ess_target: float | None = None
+    """Choose rho_bar every step: the largest cap up to 10 whose clipped-sequence ESS reaches this; null is off."""
+    c_bar: float = 1.0
+    """Cap of the ratio in the trace (V-trace)."""
+    rho_bar_pg: float | None = None
+    """Cap of the token's own ratio inside the estimator (published IMPALA form); null leaves it to the surrogate."""
+    segment: Segment = Segment.turn
+    """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
+    segment_tokens: int = 32
+    """Tokens of one block."""
+    weight_cap: float = 2.0
+    """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
+    min_ess: float = 2.0
+    """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
+
+
+@dataclass
+class CriticConfig:
+    kind: CriticKind = CriticKind.head
+    """`head`: a small network on the policy's hidden states; `model`: a transformer of its own. Built if needed."""
+    model_path: str | None = None
+    """Checkpoint that a critic model starts from; null is the policy's own."""
+    num_steps: int = 1
+    """Critic updates per policy update."""
+    num_warmup_steps: int = 0
+    """Steps at the start of a run in which only the critic learns."""
+    clip: float | None = None
+    """Bound on how far a value may move within one update's loss; null is off."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+    """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
+
+
+@dataclass
+class LossConfig:
+    surrogate: str = "ppo_clip"
+    """Trust region: a key of `streamrl.algorithms.SURROGATES`."""
+    clip_low: float = 0.2
+    """Lower clip distance of the ratio from 1."""
+    clip_high: float = 0.28
+    """Upper clip distance of the ratio from 1."""
+    dual_clip: float | None = 3.0
+    """Cap of the loss of negative advantages, in units of the advantage; null is off."""
+    cap: float | None = None
+    """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
+    anchor: str | None = None
+    """Whom the ratio is taken against: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
+    ewma_decay: float = 0.95
+    """Per step, of the averaged weights behind `loss.anchor=ewma`."""
+    correction: str = "disabled"
+    """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`."""
+    opsm_delta: float | None = None
+    """Drop harmful tokens of trajectories whose mean log-ratio is below minus this; null is off."""
+    opsm_when: OpsmWhen = OpsmWhen.always
+    """`over_budget` masks them only while the drift at the mean lag exceeds its target."""
+    zscore_bound: float | None = None
+    """Drop harmful tokens whose log-ratio is this many standard deviations of their lag's drift; null is off."""
+    veto_low: float | None = 1e-4
+    """Drop a trajectory if one of its token ratios is below this; null is off."""
+    veto_high: float | None = 100.0
+    """Drop a trajectory if one of its token ratios is above this; null is off."""
+    entropy_coef: float = 0.0
+    """Bonus on the mean token entropy."""
+    behavior_penalty: float = 0.0
+    """Weight of the squared log-ratio that pulls the policy back to where its data came from."""
+    avg_level: str = "token-mean"
+    """How token losses are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
+    prompt-mean."""
+    allow_uncorrected: bool = False
+    """Permit training on stale data without any importance ratio (negative control of experiments)."""
+
+
+@dataclass
+class KlConfig:
+    mode: str = "off"
+    """Pull towards the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
+    (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
+    coef: float | None = None
+    """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
+    cap: float = 2.0
+    """Cap of the KL term's own importance weight (k2_is, advantage without a ratio, constraint.kl_limit)."""
+    allow_biased: bool = False
+    """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
+    controller: str = "constant"
+    """Who moves the weight each step: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the controller by their name in `streamrl.algorithms`, e.g. `kl.options.target=0.01`."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "False":  # YAML reads a bare `off` as false
+            self.mode = "off"
+
+
+@dataclass
+class ReferenceConfig:
+    model_path: str | None = None
+    """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
+    sync_every_steps: int = 0
+    """The reference becomes the policy of the moment every so many steps; 0 never."""
+
+
+@dataclass
+class EntropyConfig:
+    target: float | None = None
+    """Mean token entropy in nats that `entropy.adapt` steers to; the bonus rests while the entropy is above it."""
+    adapt: EntropyAdapt = EntropyAdapt.none
+    """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
+    step: float = 0.005
+    """How far it moves per optimizer step."""
+    low: float | None = None
+    """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
+    high: float | None = None
+    """Highest value it may take; null is 1 for the bonus and 0.5 for the clip."""
+
+
+@dataclass
+class ConstraintConfig:
+    kl_limit: float | None = None
+    """The mean KL to the reference model in nats per token must stay below this; null is off."""
+    entropy_min: float | None = None
+    """The mean token entropy in nats must stay above this; null is off."""
+    method: ConstraintMethod = ConstraintMethod.lagrangian
+    """How a violation becomes a weight: dual ascent, a PID controller, or the slope of a squared penalty."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the method by their name in `streamrl.algorithms`, e.g. `constraint.options.lr=0.1`."""
+    one_sided: bool = False
+    """A weight that is left over acts only while the constraint is violated."""
+
+
+@dataclass
 class SchedulerConfig:
     name: str = "constant"
     """constant, linear or cosine_with_min_lr."""
@@ -238,6 +434,10 @@ class SchedulerConfig:
     """Share of the steps over which the rate rises linearly from 0."""
     min_lr: float = 0.0
     """Where linear and cosine end."""
+    ess_rule: EssRule = EssRule.none
+    """Scale the rate of a step by its batch's ESS (`ess/sequence_clipped`): sqrt suits Adam, linear SGD."""
+    ess_floor: float = 0.1
+    """Smallest factor that `policy.scheduler.ess_rule` may give."""
 
 
 @dataclass
@@ -342,6 +542,15 @@ class PublishConfig:
     """Published versions that stay available."""
     max_bytes_per_s: int = 0
     """Cap of the hub's bandwidth for pulled weights; 0 is none."""
+    delta_max_ratio: float = 0.25
+    """Actors that pull get only what changed since the version they hold, if it is at most this part of all; 0 never."""
+    when: PublishWhen = PublishWhen.every_step
+    """Publish after every step, or only once the predicted drift since the last one exceeds a quarter of
+    `staleness.adaptive.m2_target` (and before the actors' lead runs out)."""
+    probe_every: int = 20
+    """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never."""
+    probe_tolerance: float = 0.1
+    """Largest mean difference of those log-probs, in nats; an actor beyond it gets no leases until it passes again."""
 
 
 @dataclass
@@ -401,7 +610,12 @@ class Config:
     filter: FilterConfig = field(default_factory=FilterConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)

@@ -21,11 +21,12 @@ import xxhash
 
 from streamrl.errors import ContentError, WeightsError
 from streamrl.messages import Chunk, ChunkStatus, Limits, Manifest, Pull, PullMode, VersionRef
+from streamrl.weights.budget import ByteBudget
+from streamrl.weights.delta_store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, Gone, NotAvailable, unpack_header
 from streamrl.weights.manifest import bucket_digest
 
 EMPTY = memoryview(b"")
-_SHORTEST_WAIT_S = 0.001  # a deficit of a fraction of a byte must still let the clock move
 
 
 class ChunkServer:
@@ -37,22 +38,29 @@ class ChunkServer:
         keep_versions: newest documents that are served; older ones answer GONE.
         max_chunk_bytes: PULLs for more are refused.
         bytes_per_s: cap on what leaves the hub, over all actors; None is no cap. Over it PULLs are answered BUSY.
+        delta_max_ratio: encoded size of a delta, over the full size, above which it is not served; 0 serves none.
         clock: monotonic seconds.
     """
 
     def __init__(
         self, *, pull_token: bytes, assets: bytes = b"", keep_versions: int = 2, max_chunk_bytes: int = 1 << 20,
-        bytes_per_s: float | None = None, clock: Callable[[], float] = time.monotonic,
+        bytes_per_s: float | None = None, delta_max_ratio: float = 0.0, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = pull_token
         self._assets = memoryview(assets)
         self._keep_versions = keep_versions
         self._max_chunk_bytes = max_chunk_bytes
-        self._budget = None if bytes_per_s is None else _Budget(bytes_per_s, max_chunk_bytes, clock)
-        self._documents: OrderedDict[VersionRef, list[memoryview]] = OrderedDict()
+        self._budget = None if bytes_per_s is None else ByteBudget(bytes_per_s, max_chunk_bytes, clock)
+        self._documents: OrderedDict[VersionRef, Served] = OrderedDict()
+        self._deltas = DeltaStore(delta_max_ratio)
 
-    def add(self, manifest: Manifest, path: str | Path, bucket_bytes: Sequence[int]) -> None:
+    def add(
+        self, manifest: Manifest, path: str | Path, bucket_bytes: Sequence[int], *, word_bytes: int = 4
+    ) -> None:
         """Serve the document in `path` from now on; the oldest beyond `keep_versions` retires.
+
+        Args:
+            word_bytes: unit of this version's delta (`streamrl.weights.delta.word_bytes_of`).
 
         Raises:
             OSError, WeightsError: the file cannot be mapped or holds another version.
@@ -67,13 +75,24 @@ class ChunkServer:
         for size in bucket_bytes:
             buckets.append(body[start : start + size])
             start += size
-        self._documents[ref] = buckets
+        parent = None if manifest.parent is None else self._documents.get(manifest.parent)
+        self._documents[ref] = Served(manifest, buckets)
+        self._deltas.add(self._documents[ref], parent, word_bytes)
         while len(self._documents) > self._keep_versions:
-            self._documents.popitem(last=False)
+            self.retire(next(iter(self._documents)))
 
     def retire(self, ref: VersionRef) -> None:
         """Answer GONE for this version; chunks on their way keep their bytes."""
         self._documents.pop(ref, None)
+        self._deltas.retire(ref)
+
+    def delta_parent(self, ref: VersionRef) -> VersionRef | None:
+        """Who holds this version may pull `ref` as a delta; None if there is none."""
+        return self._deltas.parent_of(ref)
+
+    def next_job(self) -> Encoding | None:
+        """Encoding that somebody waits for: call its `step()`, in the thread that calls `answer`, in idle moments."""
+        return self._deltas.next_job()
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
         """The CHUNK, and its payload for frame 1 (empty unless OK); nothing is copied.
@@ -86,26 +105,35 @@ class ChunkServer:
         source = self._source(pull)
         if source is None:
             return _reply(pull, ChunkStatus.GONE), EMPTY
-        if not 0 < pull.length <= self._max_chunk_bytes or pull.offset + pull.length > len(source):
+        if isinstance(source, Encoding):
+            return _reply(pull, ChunkStatus.BUSY, retry_after_s=BUSY_RETRY_S), EMPTY
+        length = min(pull.length, len(source) - pull.offset) if pull.bucket == INDEX_BUCKET else pull.length
+        if not 0 < length <= self._max_chunk_bytes or pull.offset + length > len(source):
             raise ContentError(
                 "pull_range",
                 f"PULL of {pull.length} bytes at {pull.offset} of bucket {pull.bucket}, which has {len(source)}; "
                 f"at most {self._max_chunk_bytes} at once",
             )
-        if self._budget is not None and (wait_s := self._budget.spend(pull.length)) > 0:
+        if self._budget is not None and (wait_s := self._budget.spend(length)) > 0:
             return _reply(pull, ChunkStatus.BUSY, retry_after_s=wait_s, total=len(source)), EMPTY
-        payload = source[pull.offset : pull.offset + pull.length]
+        payload = source[pull.offset : pull.offset + length]
         return _reply(pull, ChunkStatus.OK, total=len(source), payload=payload), payload
 
-    def _source(self, pull: Pull) -> memoryview | None:
+    def _source(self, pull: Pull) -> memoryview | Encoding | None:
+        """The bytes that are asked for; a delta that is still being made; None if there are none."""
         if pull.mode == PullMode.ASSETS:
             return self._assets
-        buckets = self._documents.get(pull.target)
-        if buckets is None or pull.mode != PullMode.FULL:
+        if pull.mode == PullMode.DELTA:
+            encoding = self._deltas.find(pull)
+            return encoding.source(pull.bucket) if encoding is not None and encoding.index is not None else encoding
+        document = self._documents.get(pull.target)
+        if document is None:
             return None
-        if pull.bucket >= len(buckets):
-            raise ContentError("pull_range", f"PULL of bucket {pull.bucket}, version {pull.target} has {len(buckets)}")
-        return buckets[pull.bucket]
+        if pull.bucket >= len(document.buckets):
+            raise ContentError(
+                "pull_range", f"PULL of bucket {pull.bucket}, version {pull.target} has {len(document.buckets)}"
+            )
+        return document.buckets[pull.bucket]
 
 
 def _reply(
@@ -115,25 +143,6 @@ def _reply(
     return Chunk(
         pull.target, pull.mode, pull.bucket, pull.offset, int(status), retry_after_s, total, len(payload), digest
     )
-
-
-class _Budget:
-    """A token bucket that holds a tenth of a second, but at least one chunk."""
-
-    def __init__(self, bytes_per_s: float, chunk_bytes: int, clock: Callable[[], float]) -> None:
-        self._rate, self._clock = bytes_per_s, clock
-        self._room = max(chunk_bytes, bytes_per_s / 10)
-        self._left, self._at = self._room, clock()
-
-    def spend(self, nbytes: int) -> float:
-        """Seconds to wait; 0 when the bytes are granted."""
-        now = self._clock()
-        self._left = min(self._room, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if nbytes <= self._left:
-            self._left -= nbytes
-            return 0.0
-        return max((nbytes - self._left) / self._rate, _SHORTEST_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ def word_bytes_of(layout: Layout) -> int:
     return 2 if all(DTYPE_BYTES[spec.dtype] <= 2 for spec in layout.tensors) else 4
 
 
+def max_encoded(nbytes: int) -> int:
+    """No delta of a bucket of so many bytes is larger: every word changed, and compression made it worse."""
+    return HEADER_BYTES + 1024 + 2 * nbytes + nbytes // 32
+
+
 def encode(
     old: Buffer, new: Buffer, word_bytes: int, *, base_digest: bytes | None = None, target_digest: bytes | None = None,
     max_nbytes: int | None = None,
@@ -115,9 +120,10 @@ def apply(payload: Buffer, base: Buffer, target: memoryview, *, base_digest: byt
     num_words = len(base) // word.itemsize
     positions = _positions(codes)
     if len(positions) != len(values) or (len(positions) and positions[-1] >= num_words):
+        last = int(positions[-1]) if len(positions) else -1
         raise DeltaError(
-            f"the delta names {len(positions)} words, the last {positions[-1] if len(positions) else -1} of {num_words}, "
-            f"and has {len(values)} values: it is malformed"
+            f"the delta names {len(positions)} words, the last at {last} of {num_words}, and has {len(values)} values: "
+            "it is malformed"
         )
     target[:] = base
     np.frombuffer(target, word, num_words)[positions] = values

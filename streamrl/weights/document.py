@@ -167,6 +167,16 @@ class Document:
     def nbytes(self) -> int:
         return len(self._body)
 
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes start..end, read-only.
+
+        Raises:
+            WeightsError: the document was not verified.
+        """
+        if not self._verified:
+            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before view()")
+        return memoryview(self._body)[start:end].toreadonly()
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
 

@@ -20,6 +20,7 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
+from streamrl.weights.delta_pull import Shadow
 from streamrl.weights.document import Document, Gone, NotAvailable, Superseded
 from streamrl.weights.manifest import check_manifest
 from streamrl.weights.shm import ShmReceiver
@@ -70,12 +71,14 @@ class WeightSource:
         self.pull_token = pull_token
         self.limits = limits or Limits()
         self._context, self._secure = context, secure
+        self.shadow = Shadow()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
         """Transport name to receiver; its keys are what HELLO says this actor can do."""
 
     def _zmq(self, offer: Offer) -> ZmqReceiver:
         return ZmqReceiver(
-            offer.name, self._context, pull_token=self.pull_token, limits=self.limits, secure=self._secure
+            offer.name, self._context, pull_token=self.pull_token, limits=self.limits, secure=self._secure,
+            shadow=self.shadow, parent=offer.parent,
         )
 
     def fetch(
@@ -117,6 +120,7 @@ class WeightSource:
                 failures.append(f"{offer.transport}: {error}")
             else:
                 log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
+                self.shadow.keep(parts[0])
                 return Fetched(parts[0], receiver.source, parts[1], parts[2])
         message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub offered no way")
         raise Gone(message) if gone else WeightsError(message)

@@ -145,6 +145,20 @@ def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
     assert (ChunkStatus.BUSY in statuses) is refused and ChunkStatus.OK in statuses
 
 
+@pytest.mark.parametrize(("max_ratio", "comes_as"), [(0.0, "ZMQ"), (0.25, "ZMQ_DELTA")])
+def test_a_remote_actor_gets_what_changed_if_that_is_little_enough(tmp_path, model_dir, max_ratio, comes_as):
+    with LiveHub(tmp_path, config_of(f"publish.delta_max_ratio={max_ratio}")) as hub:
+        source, fetched = None, None
+        for version in range(2):  # the same weights twice: nothing changed
+            manifest = hub.publish(version, model_dir)
+            welcome = hub.dial().join()
+            source = source or WeightSource(hub.context, pull_token=welcome.pull_token, limits=welcome.limits)
+            pulled = [offer for offer in welcome.offers if offer.transport == "zmq"]
+            fetched = source.fetch(manifest, pulled, welcome.layout)
+
+    assert fetched is not None and fetched.source.name == comes_as
+
+
 def published_layout(*words: str):
     publish = config_of(*words).publish
     return Publisher(

@@ -80,7 +80,10 @@ class WeightRouter:
     def _serve(self) -> None:
         decoder = Decoder(TO_WEIGHTS)
         while not self._stop.is_set():
-            if not self._socket.poll(20):
+            job = self.server.next_job()
+            if not self._socket.poll(20 if job is None else 0):
+                if job is not None:
+                    job.step()
                 continue
             peer, frame = self._socket.recv_multipart()
             pull = decoder.decode(frame)

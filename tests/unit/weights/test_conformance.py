@@ -14,11 +14,12 @@ import zmq
 
 from streamrl.messages import Chunk, InstallSource, Layout, Limits, Manifest, Offer, VersionRef
 from streamrl.weights.chunks import ChunkServer
+from streamrl.weights.delta_pull import Shadow
 from streamrl.weights.document import HEADER_BYTES, Document
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, make_manifest
 from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
 from streamrl.weights.zmq import ZmqReceiver
-from tests.unit.weights.conformance import TransportConformance
+from tests.unit.weights.conformance import TransportConformance, bytes_of, changed
 from tests.unit.weights.conftest import TOKEN, WeightRouter
 
 LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=0.1)
@@ -104,10 +105,11 @@ class ZmqWire(HostWire):
 
     patience_s = 1.5
 
-    def __init__(self, layout: Layout, folder: Path) -> None:
+    def __init__(self, layout: Layout, folder: Path, *, delta_max_ratio: float = 0.0) -> None:
         super().__init__(layout, folder)
         self._context = zmq.Context()
-        self._server = ChunkServer(pull_token=TOKEN)
+        self._server = ChunkServer(pull_token=TOKEN, delta_max_ratio=delta_max_ratio)
+        self._shadow = Shadow()
         self._dead, self._moved = False, 0
         self._wrong: tuple[VersionRef, int, int] | None = None
         self._router = WeightRouter(self._context, self._server, self._tamper)
@@ -119,13 +121,20 @@ class ZmqWire(HostWire):
 
     def receive(self, manifest, *, layout=None, cancelled=None, deadline_s=20.0) -> Document:
         self._moved = 0
-        receiver = ZmqReceiver(self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS)
+        receiver = ZmqReceiver(
+            self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, shadow=self._shadow,
+            parent=self._server.delta_parent(manifest.ref),
+        )
         parts = receiver.receive(
             manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
             deadline=time.monotonic() + deadline_s,
         )
         self.source = receiver.source
+        self._shadow.keep(parts[0])
         return parts[0]
+
+    def join(self) -> None:
+        self._shadow = Shadow()
 
     def flip(self, offset: int) -> None:
         bucket, rest = divmod(offset, self.layout.bucket_bytes[0])
@@ -133,7 +142,7 @@ class ZmqWire(HostWire):
 
     def _tamper(self, count: int, chunk: Chunk, payload: bytes) -> tuple[Chunk, bytes] | None:
         self._moved += 1
-        if self._moved > 10:
+        if self._moved > 3:
             self._act()
         if self._dead:
             return None
@@ -172,3 +181,27 @@ class TestZmq(TransportConformance):
         wire = ZmqWire(layout, tmp_path)
         yield wire
         wire.close()
+
+
+class TestZmqDelta(TransportConformance):
+    """The ratio is what small buckets need: a header of 64 bytes for 400."""
+
+    sources = {InstallSource.ZMQ, InstallSource.ZMQ_DELTA}
+
+    @pytest.fixture
+    def wire(self, layout, tmp_path):
+        wire = ZmqWire(layout, tmp_path, delta_max_ratio=0.5)
+        yield wire
+        wire.close()
+
+    def test_the_parent_in_hand_means_a_delta_and_anything_else_a_full_pull(self, wire, first):
+        found, body = [wire.source], first[1]
+        for version in (2, 3, 4, 5):
+            body = changed(body, version)
+            manifest = wire.publish(VersionRef(1, version), body)
+            if version != 4:
+                assert bytes_of(wire.receive(manifest)) == body
+                found.append(wire.source)
+
+        full, delta = InstallSource.ZMQ, InstallSource.ZMQ_DELTA
+        assert found == [full, delta, delta, full]  # version 4 was skipped
