@@ -85,6 +85,8 @@ from .lag import (
     group_spread,
     lag_keep,
     lag_summary,
+    lag_weights,
+    split_by_lag,
     token_lags,
 )
 from .objectives import (
@@ -244,6 +246,7 @@ __all__ = [
     "lag_for_ess",
     "lag_keep",
     "lag_summary",
+    "lag_weights",
     "lagrangian_advantages",
     "lagrangian_loss",
     "lagrangian_update",
@@ -284,6 +287,7 @@ __all__ = [
     "seq_tis_weights",
     "sequence_stats",
     "should_publish",
+    "split_by_lag",
     "spread_budget",
     "step_breaker",
     "step_goodput",

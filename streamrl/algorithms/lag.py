@@ -99,6 +99,39 @@ def lag_keep(lags: Tensor, mask: Tensor, *, max_lag: int) -> Tensor:
 
 
 @torch.no_grad()
+def lag_weights(lags: Tensor, mask: Tensor, *, max_lag: int, decay: float) -> Tensor:
+    """`decay ** (lag - max_lag)` on tokens older than max_lag, 1 on the others; float32 [B, T], 0 off the mask.
+
+    Multiplies token losses whose denominator stays: old tokens count less, the others no more than before.
+    """
+    require(max_lag >= 0, f"max_lag={max_lag} must not be negative")
+    require(0.0 <= decay <= 1.0, f"decay={decay} must lie in [0, 1]")
+    check_tokens(mask, lags=lags)
+    beyond = torch.where(mask, lags - max_lag, torch.zeros_like(lags)).clamp(min=0)
+    return torch.pow(torch.tensor(decay, device=lags.device), beyond) * mask
+
+
+def split_by_lag(group_ids: Tensor, head_lags: Tensor, *, budget: int) -> Tensor:
+    """New group numbers in which no group spreads over more than `budget` optimizer steps of head lag; int64 [B].
+
+    A group is cut into runs of neighbouring lags, youngest first, each as long as the budget allows; groups within it
+    stay whole. Rows of a sub-group are compared with each other only, because policies that far apart have no common
+    mean.
+    """
+    require(budget >= 0, f"budget={budget} must not be negative")
+    check_alike(group_ids=group_ids, head_lags=head_lags)
+    order = sorted(range(len(group_ids)), key=lambda i: (int(group_ids[i]), int(head_lags[i])))
+    result = torch.zeros_like(group_ids, dtype=torch.int64)
+    number, first = -1, (None, 0)
+    for i in order:
+        group, lag = int(group_ids[i]), int(head_lags[i])
+        if group != first[0] or lag - first[1] > budget:
+            number, first = number + 1, (group, lag)
+        result[i] = number
+    return result
+
+
+@torch.no_grad()
 def group_spread(head_lags: Tensor, group_ids: Tensor) -> Tensor:
     """Largest minus smallest head lag of each row's group; int64 [B]."""
     check_alike(head_lags=head_lags, group_ids=group_ids)

@@ -142,6 +142,7 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "token_lags": lambda r: alg.token_lags(r.versions, 16, r.mask),
     "lag_summary": lambda r: alg.lag_summary(r.versions, 16, r.mask),
     "lag_keep": lambda r: alg.lag_keep(r.lags, r.mask, max_lag=3),
+    "lag_weights": lambda r: alg.lag_weights(r.lags, r.mask, max_lag=3, decay=0.5),
     "drift_bins": lambda r: alg.drift_bins(r.log_ratios, r.lags, r.mask, edges=EDGES),
     "clip_from_budget": lambda r: alg.clip_from_budget(r.log_ratios, r.advantages, r.mask),
     "zscore_keep": lambda r: alg.zscore_keep(r.log_ratios, r.advantages, r.lag_m2, r.mask),

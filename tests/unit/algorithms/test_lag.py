@@ -47,6 +47,27 @@ def test_token_level_admission_masks_the_prefix():
     assert keep.tolist() == [[False, False, True, False]]
 
 
+def test_old_tokens_weigh_less_step_by_step_and_young_ones_what_they_did():
+    lags = torch.tensor([[6, 5, 4, 2, 0]])
+    mask = torch.tensor([[True, True, True, True, False]])
+
+    assert alg.lag_weights(lags, mask, max_lag=4, decay=0.5).tolist() == [[0.25, 0.5, 1.0, 1.0, 0.0]]
+
+
+def test_a_group_is_split_into_runs_of_neighbouring_lags_and_others_stay_whole():
+    group_ids = torch.tensor([7, 7, 7, 7, 3, 3])
+    head_lags = torch.tensor([5, 0, 1, 4, 2, 3])
+
+    split = alg.split_by_lag(group_ids, head_lags, budget=1).tolist()
+
+    assert split[1] == split[2] != split[3] == split[0] and split[4] == split[5]
+    assert len(set(split)) == 3
+    spread = alg.group_spread(head_lags, torch.tensor(split))
+    assert spread.tolist() == [1, 1, 1, 1, 1, 1]
+    whole = alg.split_by_lag(group_ids, head_lags, budget=5).tolist()
+    assert len(set(whole)) == 2
+
+
 def test_group_spread():
     spread = alg.group_spread(torch.tensor([4, 1, 7, 2, 2]), torch.tensor([0, 0, 1, 0, 1]))
 
@@ -107,6 +128,8 @@ def test_forecast_of_token_lag_matches_sampled_lengths():
         (lambda: alg.accepted_after_restart(-1, 8), "version=-1"),
         (lambda: alg.default_max_lag(0, -1, 8), "window=-1"),
         (lambda: alg.lag_keep(torch.zeros(1, 1), torch.ones(1, 1).bool(), max_lag=-1), "max_lag=-1"),
+        (lambda: alg.lag_weights(torch.zeros(1, 1), torch.ones(1, 1).bool(), max_lag=1, decay=2.0), "decay=2.0"),
+        (lambda: alg.split_by_lag(torch.zeros(2), torch.zeros(2), budget=-1), "budget=-1"),
         (lambda: alg.group_spread(torch.zeros(2), torch.zeros(3)), r"\[3\].*\[2\]"),
         (
             lambda: alg.forecast_lag(
