@@ -13,7 +13,7 @@ To plug a transport in, write a `Wire` (both of its ends, and hands that can hur
             wire.close()
 
 A `Wire` may be as real as the machine allows (shm, zmq) or play its network in memory (a communicator of threads).
-`test_conformance.py` holds the ones for shm, zmq and zmq with deltas; copy the nearest. The suite needs no timing from
+`host_wires.py` holds the ones for shm, zmq and zmq with deltas; copy the nearest. The suite needs no timing from
 a transport but one promise: a receive ends by its deadline, give or take `Wire.patience_s`.
 """
 
