@@ -41,7 +41,7 @@ bench: install
 
 # In each environment a missing package of its own list is an error; those of the other environment are skipped.
 oracles: .venv-oracles/.installed .venv-oracles-verl/.installed
-	STREAMRL_ORACLES_REQUIRED=rlax,torchrl,ray,trl .venv-oracles/bin/python -m pytest tests/oracles
+	STREAMRL_ORACLES_REQUIRED=rlax,torchrl,ray,gymnasium,trl .venv-oracles/bin/python -m pytest tests/oracles
 	STREAMRL_ORACLES_REQUIRED=verl .venv-oracles-verl/bin/python -m pytest tests/oracles
 
 # torch alone first, with its dependencies: another package may not choose its build.

@@ -12,12 +12,18 @@ import torch
 
 torch.set_num_threads(1)
 REQUIRED = os.environ.get("STREAMRL_ORACLES_REQUIRED", "").split(",")
-PACKAGES = {"rlax": "rlax", "torchrl": "torchrl", "rllib": "ray", "trl": "trl", "verl": "verl"}  # by fixture
+PACKAGES = {  # what each fixture needs; RLlib is there only if gymnasium is, ray alone may be part of something else
+    "rlax": ("rlax",),
+    "torchrl": ("torchrl",),
+    "rllib": ("ray", "gymnasium"),
+    "trl": ("trl",),
+    "verl": ("verl",),
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what is not installed, unless this environment was set up to have it; installed but broken is an error."""
-    for package in (PACKAGES[name] for name in item.fixturenames if name in PACKAGES):
+    for package in (package for name in item.fixturenames for package in PACKAGES.get(name, ())):
         if importlib.util.find_spec(package) is None:
             if package in REQUIRED:
                 pytest.fail(f"{package} is missing, and STREAMRL_ORACLES_REQUIRED names it", pytrace=False)
@@ -80,16 +86,28 @@ def verl() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def verl_actor(verl):
-    """Makes the settings that its losses read; `clip_ratio_c` (dual clip, or DPPO's cap) is 3 unless given."""
-    config = importlib.import_module("verl.workers.config")
+def verl_config(verl) -> SimpleNamespace:
+    """The settings that verl's functions read."""
+    workers, trainer = importlib.import_module("verl.workers.config"), importlib.import_module("verl.trainer.config")
+    return SimpleNamespace(
+        FSDPActorConfig=workers.FSDPActorConfig,
+        PolicyLossConfig=workers.PolicyLossConfig,
+        RolloutCorrectionConfig=trainer.RolloutCorrectionConfig,
+        AlgoConfig=trainer.AlgoConfig,
+    )
+
+
+@pytest.fixture(scope="session")
+def verl_actor(verl_config):
+    """Makes an actor's settings; their `clip_ratio_c` (dual clip, or DPPO's cap) is 3 unless given."""
 
     def make(**settings):
-        return config.FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_torch_compile=False, **settings)
+        return verl_config.FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def verl_corrections() -> ModuleType:
+def verl_corrections(verl) -> ModuleType:
+    """`verl.trainer.ppo.rollout_corr_helper`: importance weights and rejection masks."""
     return importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
