@@ -32,7 +32,7 @@ from learner.stop_flag import StopFlag
 from learner.tiny_model import prepare_tiny_model
 from learner.trajectories import TrajectoryReader
 from streamrl.config.checks import lookahead, max_lag
-from streamrl.config.schema import Config, WireDtype
+from streamrl.config.schema import Config, StalenessMode, WireDtype
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
@@ -91,7 +91,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         undo.callback(hub_process.abandon)
     objective = Objective(
         config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=max_lag(config),
-        ranks=ranks, mask_old_tokens=config.staleness.mask_old_tokens,
+        ranks=ranks, mask_old_tokens=config.staleness.mode is StalenessMode.mask_old_tokens,
     )
     dtype = compute_dtype(config.policy.dtype, ranks.device)
     policy = load_policy(

@@ -168,7 +168,7 @@ class Admission(Roster, Dispatch):
         self, actor: Actor, record: GroupRecord, group: Group, facts: tuple[MemberFacts, ...]
     ) -> None:
         """L2, a cheap first look; the cut looks again."""
-        stale = [one for one in facts if not one.aborted and self._lag_rule.is_stale(one, self.version)]
+        stale = [one for one in facts if not one.aborted and self._is_stale(record, one, self.version)]
         if not stale:
             return
         oldest = min(version for one in stale for _, version, _ in one.spans)
@@ -180,7 +180,7 @@ class Admission(Roster, Dispatch):
         raise Refusal(
             RejectReason.STALE,
             f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag "
-            f"{self.version - oldest} > max_lag {self.settings.max_lag} (oldest token version {oldest}, now at "
+            f"{self.version - oldest} > max_lag {self.bound_of(record)} (oldest token version {oldest}, now at "
             f"{self.version})",
         )
 

@@ -13,6 +13,7 @@ from learner.hub.prompts import PromptStream
 from learner.hub.senders import SenderTable
 from learner.hub.settings import LedgerSettings
 from learner.hub.versions import Versions
+from streamrl.group_checks import MemberFacts
 from streamrl.messages import EVAL_BIT, LeaseRef, Lineage, Sampling, VersionRef
 
 
@@ -85,7 +86,9 @@ class Books:
         self.senders = SenderTable(settings.dedupe_window)
         self.evals = EvalTable(settings.max_attempts)
         self.actors: dict[str, Actor] = {}
-        self._lag_rule = LagRule(settings.max_lag, settings.mask_old_tokens)
+        self.eta, self.max_lag = settings.eta, settings.max_lag  # as they are now; see `set_bounds`
+        self._lag_rule = LagRule(settings.mode == "mask_old_tokens")
+        self._wider_until: list[tuple[int, int]] = []  # (bound that was lowered, version up to which it may still bind)
         self._keep_group = keep_group
         self._eval_record = eval_record
         self._counts: Counter[str] = Counter()
@@ -95,7 +98,7 @@ class Books:
         self._restored = learner_epoch > 1
         self._grace_until: float | None = None  # until then, leases of a dead epoch wait for their actors
         self._grant_no = 0
-        self._live_allowed = 0  # more than capacity only if a restart lowered eta
+        self._live_allowed = 0  # more than capacity only after eta was lowered
 
     @property
     def version(self) -> int:
@@ -104,9 +107,34 @@ class Books:
     @property
     def capacity(self) -> int:
         """L1: groups that may be drawn and not dropped, trained ones included."""
-        by_lead = (self.settings.eta + 1) * self.settings.groups_per_batch + self.groups.num_trained
+        by_lead = (self.eta + 1) * self.settings.groups_per_batch + self.groups.num_trained
         total = self.settings.num_groups_total
         return by_lead if total is None else min(by_lead, total)
+
+    def set_bounds(self, eta: int, max_lag: int) -> None:
+        """Move the lead and the bound of a running hub.
+
+        Raising acts at once. Lowering drains: what was leased under a wider bound keeps it and is trained, and nothing
+        new is drawn until the lead has shrunk. So every group is trained within the larger of the bound at its grant
+        and the bound now, and lowering throws nothing away.
+
+        Raises:
+            ValueError: the pair contradicts itself; nothing is changed.
+        """
+        self.settings.check_bounds(eta, max_lag)
+        if max_lag < self.max_lag:
+            self._wider_until.append((self.max_lag, self.version + self.max_lag))
+        self._wider_until = [one for one in self._wider_until if one[1] >= self.version]
+        self.eta, self.max_lag = eta, max_lag
+        self._live_allowed = max(self._live_allowed, self.groups.num_live())
+
+    def bound_of(self, record: GroupRecord) -> int:
+        """The largest lag at which this group may be trained now."""
+        return max(record.max_lag, self.max_lag)
+
+    def widest_bound(self) -> int:
+        """The largest bound that an open lease may go by."""
+        return max([self.max_lag, *(bound for bound, until in self._wider_until if until >= self.version)])
 
     def check(self) -> None:
         """Assert what must hold between any two verbs; cheap enough for every tick."""
@@ -180,7 +208,7 @@ class Books:
         """The group is complete: it waits for a batch, unless the filter drops it."""
         record.holder = ""
         self.groups.move(record, GroupState.HELD)
-        reason = self._keep_group(self._lag_rule.held(record, self.version))
+        reason = self._keep_group(self._as_held(record, self.version))
         if reason is not None:
             self._counts["num_groups_filtered"] += 1
             self._drop(record, reason)
@@ -228,6 +256,7 @@ class Books:
         record.next_attempt = max(record.next_attempt, attempt + 1)
         record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
         record.holder = ""
+        record.max_lag = max(record.max_lag, self.max_lag)
         actor.leases.add(record.group_id)
         self.groups.move(record, GroupState.LEASED)
 
@@ -258,6 +287,11 @@ class Books:
     def held_groups(self) -> list[HeldGroup]:
         """Complete groups that wait for a batch, in dispatch order, as of the present version."""
         return [
-            self._lag_rule.held(self.groups.live[group_id], self.version)
-            for group_id in self.groups.ids(GroupState.HELD)
+            self._as_held(self.groups.live[group_id], self.version) for group_id in self.groups.ids(GroupState.HELD)
         ]
+
+    def _as_held(self, record: GroupRecord, version: int) -> HeldGroup:
+        return self._lag_rule.held(record, version, self.bound_of(record))
+
+    def _is_stale(self, record: GroupRecord, facts: MemberFacts, version: int) -> bool:
+        return self._lag_rule.is_stale(facts, version, self.bound_of(record))

@@ -32,7 +32,7 @@ class Consumption(Books):
             raise ValueError(f"cut_batch({version}): the learner is at {self.version}, the next cut is at {newest}")
         for group_id in self.groups.ids(GroupState.HELD):
             record = self.groups.live[group_id]
-            if any(self._lag_rule.is_stale(facts, version) for facts in record.members.values()):
+            if any(self._is_stale(record, facts, version) for facts in record.members.values()):
                 self._stale(record)
         batch = []
         for record in self._consumable():
@@ -44,7 +44,7 @@ class Consumption(Books):
         for record in batch:
             self.groups.move(record, GroupState.IN_BATCH)
         self._batches.append(CutBatch(version, [record.group_id for record in batch]))
-        held = [self._lag_rule.held(record, version) for record in batch]
+        held = [self._as_held(record, version) for record in batch]
         self._counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
         return held
 
@@ -106,11 +106,11 @@ class Consumption(Books):
                 num_passed = self.groups.num_consumed_after(record.group_id)
 
     def _num_violations(self, group: HeldGroup) -> int:
-        """Members with a token older than max_lag, read from the frames themselves.
+        """Members with a token older than their group's bound, read from the frames themselves.
 
         On purpose this shares no code with admission: it is the proof that L2 works, and must stay 0.
         """
-        oldest = group.version - self.settings.max_lag
+        oldest = group.version - group.max_lag
         num = 0
         for frame in group.frames:
             message = _GROUPS.decode(frame)
@@ -123,7 +123,7 @@ class Consumption(Books):
                     for _, version, start, end in member.versions
                     if any(start < stop and begin < end for begin, stop in member.mask)
                 ]
-                num += not (any(ages) if self.settings.mask_old_tokens else all(ages))
+                num += not (any(ages) if self.settings.mode == "mask_old_tokens" else all(ages))
         return num
 
     def _why_nothing_is_out(self) -> str:
@@ -131,7 +131,7 @@ class Consumption(Books):
             return f"{self.capacity - self.groups.num_live()} more may be leased; {self._who()}"
         if self.settings.num_groups_total is not None and self.capacity == self.settings.num_groups_total:
             return f"all {self.capacity} groups of the run are trained or held: the run is over"
-        return f"the lead of {self.settings.eta} batches is used up until the next optimizer step"
+        return f"the lead of {self.eta} batches is used up until the next optimizer step"
 
     def _who(self) -> str:
         if not self.actors:

@@ -27,7 +27,6 @@ from streamrl.messages import (
     Message,
     Stop,
     StopReason,
-    VersionRef,
     Welcome,
 )
 
@@ -153,9 +152,9 @@ class ControlPlane:
         self._announce_again(link, beat, now)
         self._beats += 1
         ledger = self.hub.ledger
-        oldest = VersionRef(0, 0) if ledger.settings.mask_old_tokens else ledger.min_useful()
         self._send(link.routing_id, HubBeat(
-            self._beats, self.hub.settings.learner_epoch, ledger.version, oldest, self.hub.ranks.waiting_for[:128]
+            self._beats, self.hub.settings.learner_epoch, ledger.version, ledger.min_useful(),
+            self.hub.ranks.waiting_for[:128],
         ))
 
     def _announce_again(self, link: Link, beat: ActorBeat, now: float) -> None:

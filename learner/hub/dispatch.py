@@ -65,7 +65,7 @@ class Dispatch(Books):
 
     def _may_lease(self, rank: int, actor: Actor) -> bool:
         batches = self.versions.batches_at(self._version_for_grant(actor))
-        return rank // self.settings.groups_per_batch - batches <= self.settings.eta
+        return rank // self.settings.groups_per_batch - batches <= self.eta
 
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
         room = min(self._room(actor), self._fair_share(actor))

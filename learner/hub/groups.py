@@ -81,14 +81,16 @@ class GroupRecord(Struct, array_like=True):
     """After a restart: the actor that had this lease, which has a moment to come back with it."""
     lease: OpenLease | None = None
     first_granted_at: float | None = None
+    max_lag: int = 0
+    """The largest bound that was in force when one of its leases was granted: what its actors were promised."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMember:
     """A trainable trajectory, seen from the version it is judged at.
 
-    `num_action_tokens` counts tokens that may be trained (under `mask_old_tokens` only the young ones); `head_lag` is
-    over the same tokens, in optimizer steps.
+    `head_lag` is over the tokens that may be trained, in optimizer steps; `num_action_tokens` counts all, because a
+    token that is masked for its age stays in the denominator.
     """
 
     index: int
@@ -110,6 +112,8 @@ class HeldGroup:
     version: int
     members: tuple[HeldMember, ...]
     frames: tuple[bytes, ...]
+    max_lag: int = 0
+    """The bound that this group was judged by."""
 
     @property
     def num_tokens(self) -> int:
@@ -118,34 +122,32 @@ class HeldGroup:
 
 @dataclass(frozen=True, slots=True)
 class LagRule:
-    """L2, the hard check on age."""
+    """L2, the hard check on age, against the bound that a group goes by."""
 
-    max_lag: int
     mask_old_tokens: bool
 
-    def trainable(self, facts: MemberFacts, version: int) -> list[tuple[int, int]]:
-        """(version, number of action tokens) of the spans that may be trained at this version."""
-        oldest = version - self.max_lag if self.mask_old_tokens else -1
-        return [(span_version, count) for _, span_version, count in facts.spans if span_version >= oldest]
+    def trainable(self, facts: MemberFacts, version: int, max_lag: int) -> list[int]:
+        """Versions whose tokens may be trained at this version."""
+        oldest = version - max_lag if self.mask_old_tokens else -1
+        return [span_version for _, span_version, _ in facts.spans if span_version >= oldest]
 
-    def is_stale(self, facts: MemberFacts, version: int) -> bool:
+    def is_stale(self, facts: MemberFacts, version: int, max_lag: int) -> bool:
         """A token is too old to train; with masking, every token is."""
-        spans = self.trainable(facts, version)
-        return not spans or version - min(span_version for span_version, _ in spans) > self.max_lag
+        spans = self.trainable(facts, version, max_lag)
+        return not spans or version - min(spans) > max_lag
 
-    def held(self, record: GroupRecord, version: int) -> HeldGroup:
+    def held(self, record: GroupRecord, version: int, max_lag: int) -> HeldGroup:
         """The group as it would be trained at this version."""
-        members = tuple(self._member(record.members[index], version) for index in sorted(record.members))
+        members = tuple(self._member(record.members[index], version, max_lag) for index in sorted(record.members))
         return HeldGroup(
-            record.group_id, record.prompt_index, record.pass_index, version, members, tuple(record.frames)
+            record.group_id, record.prompt_index, record.pass_index, version, members, tuple(record.frames), max_lag
         )
 
-    def _member(self, facts: MemberFacts, version: int) -> HeldMember:
-        spans = self.trainable(facts, version)
+    def _member(self, facts: MemberFacts, version: int, max_lag: int) -> HeldMember:
         return HeldMember(
-            index=facts.index, num_tokens=facts.num_tokens, num_action_tokens=sum(count for _, count in spans),
+            index=facts.index, num_tokens=facts.num_tokens, num_action_tokens=facts.num_action_tokens,
             reward=facts.reward, scores=facts.scores, truncated=facts.status == MemberStatus.TRUNCATED,
-            head_lag=max((version - span_version for span_version, _ in spans), default=0),
+            head_lag=max((version - span for span in self.trainable(facts, version, max_lag)), default=0),
         )
 
 

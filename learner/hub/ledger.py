@@ -54,8 +54,10 @@ class Ledger(Admission, Consumption, Snapshots):
         return self.versions.lineage
 
     def min_useful(self) -> VersionRef:
-        """For the hub's heartbeat: anything older is beyond max_lag."""
-        return self.versions.oldest_useful(self.settings.max_lag)
+        """For the hub's heartbeat: a group that began with anything older can only be refused."""
+        if self.settings.mode == "mask_old_tokens":
+            return VersionRef(0, 0)  # its young end is still of use
+        return self.versions.oldest_useful(self.widest_bound())
 
     def eval_request(self, eval_id: int, version: int, num_prompts: int, now: float) -> None:
         """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
@@ -80,5 +82,7 @@ class Ledger(Admission, Consumption, Snapshots):
             num_groups_held=float(self.groups.num(GroupState.HELD)),
             num_groups_in_batch=float(self.groups.num(GroupState.IN_BATCH)),
             num_actors=float(len(self.actors)),
+            eta=float(self.eta),
+            max_lag=float(self.max_lag),
         )
         return counts

@@ -57,6 +57,8 @@ class RankPlane:
                 self._take(message, now)
             case Trained():
                 ledger.trained(message.version, message.skipped, message.reason)
+                if message.bounds is not None:
+                    ledger.set_bounds(*message.bounds)
             case Publish():
                 self.hub.weights.publish(message, now)
                 ledger.publish(message.manifest.ref)
@@ -141,6 +143,7 @@ class RankPlane:
             **self.hub.ledger.counters(),
             **{key: float(value) for key, value in self.hub.counters.items()},
             **self.hub.weights.metrics(),
+            **control.checks.metrics(),
             "num_actors": float(len(control.links)),
             "num_actor_restarts": float(control.num_actor_restarts),
             "tokens_generated": float(control.tokens_generated),

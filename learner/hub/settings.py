@@ -19,6 +19,9 @@ class LedgerSettings:
         eta: allowed lead in batches; 0 is strictly synchronous.
         window: W, how many later groups may overtake an unfinished one.
         max_lag: hard bound on `version - token version` at the cut, in optimizer steps.
+        mode: what becomes of a group beyond max_lag. "drop": it does not enter. "mask_old_tokens": it enters if each
+            member has a token within it. "reweight": as "drop"; the learner discounts old tokens on its side. "wait":
+            there is none, because the cut waits for the oldest group that is not consumed; needs `window` 0.
         versions_per_batch: K, optimizer steps made from one batch.
         num_groups_total: never have more groups than this that are not dropped; None is no end.
         slots_per_actor_max: most training leases of one actor, whatever it asks for; None leaves it to the actor.
@@ -42,7 +45,7 @@ class LedgerSettings:
     dead_after_s: float = 3.0
     max_attempts: int = 3
     on_stale: Literal["reissue", "drop"] = "reissue"
-    mask_old_tokens: bool = False
+    mode: Literal["drop", "mask_old_tokens", "reweight", "wait"] = "drop"
     group_policy: Literal["reissue_missing", "reissue_whole", "accept_partial"] = "reissue_missing"
     min_members: int = 2
     group_deadline_s: float = 0.0
@@ -57,12 +60,10 @@ class LedgerSettings:
             _need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
         for name in ("lease_ttl_s", "dead_after_s"):
             _need(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        lead = self.eta * self.versions_per_batch
-        _need(
-            self.max_lag >= lead,
-            f"max_lag={self.max_lag} is below {lead}, the lead that admission allows (eta={self.eta} batches of "
-            f"{self.versions_per_batch} optimizer steps): raise max_lag or lower eta",
-        )
+        self.check_bounds(self.eta, self.max_lag)
+        modes = ("drop", "mask_old_tokens", "reweight", "wait")
+        _need(self.mode in modes, f"mode={self.mode!r} must be one of {', '.join(modes)}")
+        _need(self.mode != "wait" or self.window == 0, f"window={self.window} must be 0 under mode='wait'")
         _need(
             self.dedupe_window <= 1 << 16,
             f"dedupe_window={self.dedupe_window} is above 65536: a sender's tables would not stay small; lower it",
@@ -83,13 +84,26 @@ class LedgerSettings:
             f"min_members={self.min_members} must be in 1..group_size={self.group_size}",
         )
 
+    def check_bounds(self, eta: int, max_lag: int) -> None:
+        """Raise ValueError for a pair that contradicts itself: admission would let in what the cut refuses."""
+        lead = eta * self.versions_per_batch
+        _need(
+            eta >= 0 and max_lag >= lead,
+            f"max_lag={max_lag} is below {lead}, the lead that admission allows (eta={eta} batches of "
+            f"{self.versions_per_batch} optimizer steps): raise max_lag or lower eta",
+        )
+
     @property
     def lag_bound(self) -> int:
+        """`lag_bound_at` the eta that the run starts with."""
+        return self.lag_bound_at(self.eta)
+
+    def lag_bound_at(self, eta: int) -> int:
         """Largest head lag that admission and order of consumption allow, in optimizer steps.
 
         `eta + ceil(W / B)` with one optimizer step a batch, `K (eta + ceil(W / B) + 1) - 1` with K.
         """
-        batches = self.eta + ceil(self.window / self.groups_per_batch)
+        batches = eta + ceil(self.window / self.groups_per_batch)
         return self.versions_per_batch * (batches + 1) - 1
 
 

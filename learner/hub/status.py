@@ -31,7 +31,7 @@ def write_status(hub: HubServer, now: float) -> None:
         "state": "starting" if manifest is None else "running",
         "version": manifest.ref.version if manifest else 0,
         "total_steps": settings.total_steps,
-        "max_lag": settings.limits.max_lag,
+        "max_lag": hub.ledger.max_lag,
         "waiting_for": hub.ranks.waiting_for,
         "actors": [
             [link.actor_id, link.state, link.version, round(link.tokens_per_s, 1), round(now - link.heard_at, 1)]

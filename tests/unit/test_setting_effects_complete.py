@@ -15,6 +15,7 @@ LEDGER, HUB, LEARNER, ACTOR, LAUNCH = (
     f"test_setting_effects_{name}.py" for name in ("ledger", "hub", "learner", "actor", "launch")
 )
 OBJECTIVE = "learner/test_objective.py"
+KL, KL_CONTROL = "learner/test_kl_training.py", "learner/test_kl_control.py"
 SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
 SPLIT_LIMITS = f"{ACTOR}::test_the_limits_of_a_turn_are_those_of_its_split"
 OPTIMIZER = f"{LEARNER}::test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights"
@@ -33,6 +34,8 @@ TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
 VTRACE = f"{OBJECTIVE}::test_vtrace_reads_its_decay_and_both_caps"
 CLIP = f"{OBJECTIVE}::test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side"
 VETO = f"{OBJECTIVE}::test_the_veto_removes_whole_trajectories_and_leaves_the_denominator"
+BONUS = f"{KL_CONTROL}::test_low_entropy_raises_the_bonus_and_high_entropy_lowers_it_and_lets_it_rest"
+WIDER = f"{KL_CONTROL}::test_low_entropy_widens_the_upper_clip_within_its_bounds"
 
 SHOWN_BY = {
     "trainer.num_steps": LEAD,
@@ -74,7 +77,8 @@ SHOWN_BY = {
     "staleness.eta": LEAD,
     "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_says_how_many_groups_may_overtake_an_unfinished_one",
     "staleness.max_lag": f"{LEDGER}::test_max_lag_decides_whether_an_old_group_is_trained",
-    "staleness.mask_old_tokens": f"{LEDGER}::test_masking_takes_the_young_end_of_an_old_group",
+    "staleness.mode": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
+    "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
     "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
     "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch",
     "advantage.baseline": f"{OBJECTIVE}::test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normaliser",
@@ -94,6 +98,26 @@ SHOWN_BY = {
     "loss.avg_level": f"{OBJECTIVE}::test_the_averaging_level_decides_what_a_token_weighs",
     "loss.allow_uncorrected": (
         f"{OBJECTIVE}::test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio"
+    ),
+    "kl.mode": f"{KL}::test_a_larger_weight_keeps_the_policy_nearer_to_the_reference",
+    "kl.coef": f"{KL}::test_a_larger_weight_keeps_the_policy_nearer_to_the_reference",
+    "kl.cap": f"{KL}::test_the_cap_bounds_the_weight_of_the_kl_term_alone",
+    "kl.allow_biased": "learner/test_kl_options.py::test_a_loss_for_samples_of_the_policy_itself_needs_fresh_data",
+    "kl.controller": f"{KL_CONTROL}::test_a_kl_above_the_target_raises_the_weight_and_one_below_lowers_it",
+    "kl.options": f"{KL_CONTROL}::test_every_knob_of_a_controller_counts",
+    "reference.model_path": f"{KL}::test_the_reference_is_the_start_of_the_run_unless_another_model_is_given",
+    "reference.sync_every_steps": f"{KL}::test_a_synced_reference_follows_the_policy_as_often_as_set",
+    "entropy.target": BONUS,
+    "entropy.adapt": WIDER,
+    "entropy.step": BONUS,
+    "entropy.low": BONUS,
+    "entropy.high": BONUS,
+    "constraint.kl_limit": f"{KL}::test_a_limit_on_the_kl_pulls_back_a_policy_that_went_too_far",
+    "constraint.entropy_min": f"{KL}::test_a_least_entropy_is_defended",
+    "constraint.method": f"{KL_CONTROL}::test_a_pid_multiplier_answers_at_once_and_reads_its_gains",
+    "constraint.options": f"{KL_CONTROL}::test_a_pid_multiplier_answers_at_once_and_reads_its_gains",
+    "constraint.one_sided": (
+        f"{KL_CONTROL}::test_a_one_sided_constraint_keeps_its_multiplier_but_is_silent_while_it_holds"
     ),
     "policy.model_path": (
         f"{LEARNER}::test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for"

@@ -169,12 +169,28 @@ def test_on_stale_decides_whether_an_old_group_is_made_again():
         assert ((0, 1) in [lease.ref for lease in quick.ask()]) is (not dropped)
 
 
-def test_masking_takes_the_young_end_of_an_old_group():
-    ledger, _, verdict = late_group("staleness.max_lag=1", "staleness.mask_old_tokens=true")
+def test_the_mode_says_what_becomes_of_an_old_group():
+    late = {
+        words: late_group(*words)[2]
+        for words in (
+            ("staleness.max_lag=1",),
+            ("staleness.max_lag=1", "staleness.mode=mask_old_tokens"),
+            ("staleness.max_lag=1", "staleness.mode=reweight"),
+            ("staleness.max_lag=0", "staleness.mode=reweight", "staleness.hard_max_lag=1"),
+        )
+    }
 
-    assert verdict == "accepted"
-    (group,) = ledger.cut_batch(2)
-    assert [member.num_action_tokens for member in group.members] == [2, 2]
+    assert list(late.values()) == ["rejected", "accepted", "accepted", "rejected"]
+
+
+def test_under_wait_no_group_overtakes_another():
+    for mode, trained in (("drop", [1, 2]), ("wait", None)):
+        ledger = ledger_of(f"staleness.mode={mode}")
+        actor = joined(ledger)
+        for lease in actor.ask()[1:]:
+            actor.finish(lease)
+        batch = ledger.cut_batch(0)
+        assert (batch and [group.group_id for group in batch]) == trained
 
 
 # --- incomplete groups -----------------------------------------------------------------------------------------------

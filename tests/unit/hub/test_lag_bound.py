@@ -1,11 +1,13 @@
 """The bound eta + ceil(W / B): met with equality by the ledger, broken by every shortcut.
 
-`max_lag` is out of the way here, so that the hard check cannot hide what admission and consumption let through.
+`max_lag` is out of the way at first, so that the hard check cannot hide what admission and consumption let through.
+Then the lead moves under way, and the bound that counts is the one at a group's grant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from learner.hub.books import Actor
 from learner.hub.groups import GroupRecord, GroupState
 from learner.hub.ledger import Ledger
-from tests.unit.hub.samples import settings
+from streamrl.messages import VersionRef
+from tests.unit.hub.samples import FakeActor, make_ledger, settings, train
 from tests.unit.hub.world import World
 
 CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2, 5)]
@@ -38,6 +41,13 @@ class ConsumesInOrderOfCompletion(Ledger):
             record = self.groups.live.get(group_id)
             if record is not None and record.state is GroupState.HELD:
                 yield record
+
+
+class ForgetsThePromise(Ledger):
+    """Wrong: judges a group by the bound of today, whatever it was leased under."""
+
+    def bound_of(self, record: GroupRecord) -> int:
+        return self.max_lag
 
 
 def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int) -> tuple[int, int]:
@@ -88,3 +98,113 @@ def test_strictly_synchronous_training_has_no_lag_at_all():
     for window in (0, 1, 4):
         worst, _ = worst_lag(Ledger, (2, 0, window), num_walks=10)
         assert worst == 0
+
+
+def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_walks: int) -> tuple[int, int, int]:
+    """Groups thrown away for their age, groups trained beyond today's bound, and how often the lead was moved.
+
+    `World` itself compares every trained group with the bound that was in force at its grant.
+    """
+    num_stale = num_beyond = num_moves = 0
+    chosen = settings(groups_per_batch=2, group_size=1, eta=1, window=window, mode=mode)
+    chosen = replace(chosen, max_lag=chosen.lag_bound)
+    for number in range(num_walks):
+        rng = Random(f"moving/{number}")
+        world = World(chosen, kind=kind)
+        for name in ("lazy", "brisk"):
+            world.join(name)
+        for _ in range(900):
+            name = rng.choice(["lazy", "brisk", "brisk"])
+            if rng.random() < 0.02:
+                world.set_bounds(rng.choice([0, 0, 1, 3, 4]))
+                num_moves += 1
+            elif name == "brisk" or rng.random() < 0.2:
+                world.move(name, rng.choice(["ask", "finish", "finish", "install", "train"]), -1)
+            if world.batch is None and world.cut():
+                num_beyond += sum(one.head_lag > world.max_lag for group in world.batch for one in group.members)
+            world.check()
+        num_stale += int(world.ledger.counters()["num_groups_stale"])
+        world.behave(num_batches=2)
+    return num_stale, num_beyond, num_moves
+
+
+@pytest.mark.parametrize(("mode", "window"), [("drop", 2), ("reweight", 2), ("wait", 0)])
+def test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant(mode, window):
+    num_stale, num_beyond, num_moves = walk_with_a_moving_lead(Ledger, mode, window=window, num_walks=20)
+
+    assert num_stale == 0
+    assert num_beyond > 20 and num_moves > 200, "no lead was lowered while older groups were out"
+
+
+def test_judging_by_the_bound_of_today_throws_work_away():
+    with pytest.raises(AssertionError, match="admission let something through that the cut had to refuse"):
+        walk_with_a_moving_lead(ForgetsThePromise, "drop", window=2, num_walks=20)
+
+
+def test_raising_the_lead_acts_at_once_and_lowering_it_drains():
+    ledger = make_ledger(groups_per_batch=2, eta=1, window=2, max_lag=2)
+    actor = FakeActor(ledger, "a1", slots=20)
+    actor.join()
+    first = actor.ask()
+    ledger.set_bounds(3, 4)
+    more = actor.ask()
+    ledger.set_bounds(0, 1)
+
+    assert (len(first), len(more), len(actor.ask())) == (4, 4, 0)
+    for version in range(4):  # eight groups, four batches; with eta 0 the fourth has lag 3 and is trained all the same
+        for lease in (first + more)[2 * version : 2 * version + 2]:
+            actor.finish(lease, versions=[(1, 0)])
+        train(ledger)
+    assert ledger.counters()["num_groups_stale"] == 0
+    actor.install(4)
+    assert len(actor.ask()) == 2
+
+
+def test_an_actor_is_not_told_to_give_up_groups_that_were_leased_under_a_wider_bound():
+    ledger = make_ledger(groups_per_batch=1, eta=3, window=0, max_lag=3)
+    actor = FakeActor(ledger, "a1", slots=9)
+    actor.join()
+    leases = actor.ask()
+    ledger.set_bounds(0, 0)
+    for lease in leases:
+        assert ledger.min_useful().version == 0
+        actor.finish(lease)
+        train(ledger)
+    assert ledger.min_useful().version == 4  # whatever was leased before the change is trained by now
+
+
+def test_a_lead_that_contradicts_its_bound_changes_nothing():
+    ledger = make_ledger(groups_per_batch=2, eta=1, window=2, max_lag=2)
+
+    with pytest.raises(ValueError, match="max_lag=2 is below 3"):
+        ledger.set_bounds(3, 2)
+    assert (ledger.eta, ledger.max_lag) == (1, 2)
+
+
+# --- waiting instead of dropping --------------------------------------------------------------------------------------
+
+
+def test_under_wait_a_slow_group_is_waited_for_and_trained_at_lag_eta():
+    outcomes = {}
+    for mode, window in (("wait", 0), ("drop", 4)):
+        ledger = make_ledger(groups_per_batch=1, eta=2, window=window, max_lag=2, mode=mode)
+        slow, quick = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", incarnation=12, slots=8)
+        slow.join(), quick.join()
+        (first,) = slow.ask()
+        waited = 0
+        for version in range(3):
+            for lease in quick.ask():
+                quick.finish(lease)
+            if ledger.cut_batch(version) is None:
+                waited += 1
+                assert f"group 0 (prompt {first.prompt_index}, attempt 0) is with actor a1" in ledger.why_waiting(0.0)
+                break
+            ledger.trained(version + 1, False, "")
+            ledger.publish(VersionRef(1, version + 1))
+            quick.install(version + 1)
+        verdict = slow.finish(first).kind
+        outcomes[mode] = (waited, verdict, ledger.counters()["num_groups_stale"])
+        if mode == "wait":
+            assert [train(ledger) for _ in range(3)] == [[0], [1], [2]]  # strictly in dispatch order
+
+    assert outcomes == {"wait": (1, "accepted", 0.0), "drop": (0, "rejected", 1.0)}

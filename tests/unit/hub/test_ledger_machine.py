@@ -28,12 +28,13 @@ def ledger_settings(draw: st.DrawFn):
     groups_per_batch = draw(st.sampled_from([1, 2, 3]))
     eta = draw(st.sampled_from([0, 1, 2]))
     window = draw(st.sampled_from([0, 1, groups_per_batch, 2 * groups_per_batch]))
+    waits = window == 0 and draw(st.booleans())
     default = eta + -(-window // groups_per_batch)
     return settings(
         groups_per_batch=groups_per_batch, group_size=draw(st.sampled_from([1, 2, 3])), eta=eta, window=window,
         max_lag=draw(st.sampled_from([default, default, eta])), max_attempts=draw(st.sampled_from([2, 3])),
         on_stale=draw(st.sampled_from(["reissue", "drop"])),
-        mask_old_tokens=draw(st.sampled_from([False, False, True])),
+        mode="wait" if waits else draw(st.sampled_from(["drop", "drop", "mask_old_tokens", "reweight"])),
         group_policy=draw(st.sampled_from(["reissue_missing", "reissue_missing", "reissue_whole", "accept_partial"])),
         min_members=1, lease_ttl_s=20.0, group_deadline_s=draw(st.sampled_from([0.0, 15.0])),
     )
@@ -110,7 +111,8 @@ def random_settings(rng: Random, tight: bool) -> LedgerSettings:
         groups_per_batch=groups_per_batch, group_size=rng.choice([1, 2, 3]), eta=eta, window=window,
         versions_per_batch=steps, max_lag=steps * eta if tight else rng.choice([default, default, steps * eta]),
         max_attempts=rng.choice([2, 3]),
-        on_stale=rng.choice(["reissue", "drop"]), mask_old_tokens=rng.choice([False, False, True]),
+        on_stale=rng.choice(["reissue", "drop"]),
+        mode=rng.choice(["drop", "drop", "mask_old_tokens", "reweight", *(["wait"] * 4 if window == 0 else [])]),
         group_policy=rng.choice(["reissue_missing", "reissue_missing", "reissue_whole", "accept_partial"]),
         min_members=1, lease_ttl_s=20.0, group_deadline_s=rng.choice([0.0, 15.0]),
     )

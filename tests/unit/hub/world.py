@@ -6,12 +6,11 @@ The world keeps its own books, from what it sees on the outside, and compares.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
 
 from learner.hub.groups import GroupState, HeldGroup
 from learner.hub.ledger import Ledger, LedgerSettings
 from streamrl.codec import Decoder
-from streamrl.messages import TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
+from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from tests.unit.hub.samples import FakeActor, ledger_arguments, restart
 
 DECODER = Decoder(TO_HUB)
@@ -21,7 +20,7 @@ MOVES = ("join", "ask", "ask", "finish", "finish", "finish", "finish", "install"
 SHAPES = ("aborted", "partial", "env_error", "drain", "stale", "too_long", "whole")
 FAULTS = (
     "lose_link", "lose_leases", "silence", "evict", "leave", "die", "restart", "zombie", "resend", "freeze",
-    "checkpoint", "checkpoint", "crash", "cut", "skip", "publish_first", "late", "late", "stuck",
+    "checkpoint", "checkpoint", "crash", "cut", "skip", "publish_first", "late", "late", "stuck", "bounds", "bounds",
 )
 
 
@@ -76,6 +75,10 @@ class World:
         self.met: set[int] = set()  # incarnations that said HELLO in this history; a crash forgets the later ones
         self.fenced: set[int] = set()  # those of them that were superseded
         self.head_lags: list[int] = []
+        self.num_lags_at_the_bound = 0
+        self.promised: dict[int, int] = {}  # group -> largest bound that was in force at one of its grants
+        self.tight = False  # a bound was below what admission allows, so groups may outlive it
+        self._took_bounds(settings.eta, settings.max_lag)
         self.frozen: dict[int, tuple[bytes, set[int], set[int]]] = {}
         self.saved = (0, self.ledger.freeze(0), set(), set())
         self.ledger.saved(0)
@@ -117,6 +120,7 @@ class World:
             ids = [lease.group_id for lease in leases]
             assert ids == sorted(ids), f"granted out of dispatch order: {ids}"
             self.drawn.update(ids)
+            self._promise(leases)
             actor.take(leases)
             assert len(actor.leases) <= actor.slots, f"{actor.actor_id} has {len(actor.leases)} leases"
 
@@ -158,7 +162,7 @@ class World:
     def lose_leases(self, actor: SimActor) -> None:
         """A LEASE message gets lost together with the link."""
         actor.beat(self.now)
-        self.ledger.grant(actor.actor_id, self.now)
+        self._promise(self.ledger.grant(actor.actor_id, self.now))
         actor.linked = False
 
     def acks(self, actor: SimActor) -> None:
@@ -243,6 +247,8 @@ class World:
         elif fault == "checkpoint":
             self.freeze()
             self.save()
+        elif fault == "bounds":
+            self.set_bounds(pick % 4)
         elif fault in ("skip", "publish_first"):
             self.train(skipped=fault == "skip", publish_first=fault == "publish_first")
         elif fault == "zombie" and self.zombies:
@@ -320,6 +326,26 @@ class World:
                 self.trained_from[message.incarnation, message.seq] = version
         self.batch = None
 
+    def set_bounds(self, eta: int) -> None:
+        """The controller moves the lead; max_lag keeps its distance to what admission allows."""
+        slack = self.settings.max_lag - self.settings.lag_bound
+        max_lag = max(eta * self.settings.versions_per_batch, self.settings.lag_bound_at(eta) + slack)
+        self.ledger.set_bounds(eta, max_lag)
+        self._took_bounds(eta, max_lag)
+
+    def _took_bounds(self, eta: int, max_lag: int) -> None:
+        self.eta, self.max_lag = eta, max_lag
+        self.tight |= max_lag < self.settings.lag_bound_at(eta)
+        self.num_allowed = self._num_open()  # what was drawn under a wider lead drains, it is not thrown away
+
+    def _num_open(self) -> int:
+        return sum(record.state is not GroupState.TRAINED for record in self.ledger.groups.live.values())
+
+    def _promise(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            if not lease.group_id & EVAL_BIT:
+                self.promised[lease.group_id] = max(self.promised.get(lease.group_id, 0), self.max_lag)
+
     def freeze(self) -> None:
         state = self.ledger.freeze(self.ledger.version)
         self.frozen[self.ledger.version] = (state, set(self.fenced), set(self.met))
@@ -345,6 +371,7 @@ class World:
         self.trained_from = {key: before for key, before in self.trained_from.items() if before < version}
         self.valid = {ref for ref in self.valid if ref.version <= version} | {self.published}
         self.batch, self.frozen, self.drawn, self.accepted = None, {}, set(), {}
+        self._took_bounds(self.settings.eta, self.settings.max_lag)
         for actor in self.actors.values():
             actor.linked = False
             actor.ledger = self.ledger
@@ -352,7 +379,9 @@ class World:
     # --- what must hold ---------------------------------------------------------------------------------------------
 
     def _check_age(self, group: HeldGroup) -> None:
-        """From the frames: every member once, no trained token over the bound."""
+        """From the frames: every member once, no trained token over the bound at a grant or the bound now."""
+        bound = max(self.promised.get(group.group_id, 0), self.max_lag)
+        assert group.max_lag <= bound, f"group {group.group_id} was judged by {group.max_lag}, promised was {bound}"
         seen: list[int] = []
         for frame in group.frames:
             message = DECODER.decode(frame)
@@ -363,11 +392,12 @@ class World:
                 refs = {VersionRef(epoch, version) for epoch, version, _, _ in member.versions}
                 assert refs <= self.valid, f"group {group.group_id} has tokens of {refs - self.valid}: not this history"
                 lags = [group.version - version for _, version, _, _ in member.versions]
-                if self.settings.mask_old_tokens:
-                    lags = [lag for lag in lags if lag <= self.settings.max_lag]
+                if self.settings.mode == "mask_old_tokens":
+                    lags = [lag for lag in lags if lag <= bound]
                 assert lags and min(lags) >= 0, f"group {group.group_id} member {member.index} has nothing to train"
                 self.head_lags.append(max(lags))
-                assert max(lags) <= self.settings.max_lag, f"lag {max(lags)} at the cut of group {group.group_id}"
+                assert max(lags) <= bound, f"lag {max(lags)} > {bound} at the cut of group {group.group_id}"
+                self.num_lags_at_the_bound += max(lags) == bound > 0
         assert sorted(seen) == [member.index for member in group.members], "a member twice, or not at all"
 
     def check(self) -> None:
@@ -381,13 +411,12 @@ class World:
         for group_id in self.drawn:
             known = group_id in ledger.groups.live or group_id in ledger.groups.settled
             assert known or group_id < ledger.groups.done_below, f"group {group_id} was leased and then lost"
-        live = sum(record.state is not GroupState.TRAINED for record in ledger.groups.live.values())
-        assert live <= (self.settings.eta + 1) * self.settings.groups_per_batch
+        num_open, lead = self._num_open(), (self.eta + 1) * self.settings.groups_per_batch
+        assert num_open <= max(lead, self.num_allowed), f"{num_open} open groups, the lead is {lead}"
+        self.num_allowed = num_open
         self._check_window()
         self._check_accepted(trained)
-        batches = self.settings.eta + ceil(self.settings.window / self.settings.groups_per_batch)
-        bound = self.settings.versions_per_batch * (batches + 1) - 1
-        if self.settings.max_lag >= bound and not self.num_restarts:
+        if not self.tight and not self.num_restarts:
             assert counts["num_groups_stale"] == 0, "admission let something through that the cut had to refuse"
 
     def _check_window(self) -> None:
@@ -426,10 +455,9 @@ class World:
 
     def seen(self) -> dict[str, float]:
         """How often each occasion for a promise came up."""
-        bound = self.settings.max_lag
         return {
             **self.ledger.counters(), "num_restarts": self.num_restarts, "num_durable": len(self.durable),
-            "num_lags_at_the_bound": sum(lag == bound > 0 for lag in self.head_lags),
+            "num_lags_at_the_bound": self.num_lags_at_the_bound,
         }
 
     def _check_accepted(self, trained: list[tuple[int, int]]) -> None:
