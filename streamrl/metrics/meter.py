@@ -133,6 +133,15 @@ class Meter:
             elif reduction is not Reduction.last or key not in self._sums:
                 self._combine(key, reduction, values)
 
+    def value(self, key: str) -> float | None:
+        """The scalar that `flush` would give this key if the step ended now; None if it got no value."""
+        fields = self._sums.get(key)
+        return None if fields is None else _result(lookup(key).reduction, fields)
+
+    def bins(self, key: str) -> dict[int, tuple[float, float]]:
+        """Bin -> (sum, count) of a mean-by-bin metric as it stands now."""
+        return {which: (fields[0], fields[1]) for which, fields in sorted(self._bins.get(key, {}).items())}
+
     def flush(self, step: int) -> dict[str, Any]:
         """End the step: divide, derive percentiles, forget. A key that got no value this step is absent."""
         row: dict[str, Any] = {"step": int(step)}
