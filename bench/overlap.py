@@ -104,7 +104,8 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.optimizer import make_optimizer, make_schedule
     from learner.packing import pack
     from learner.ranks import Ranks
-    from learner.step import forward_backward, optimizer_step
+    from learner.gradients import optimizer_step
+    from learner.step import forward_backward
     from learner.trajectories import TrajectoryReader
     from streamrl.messages import PlanRow
 

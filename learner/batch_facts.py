@@ -1,7 +1,10 @@
 """What one row must know of the whole batch before the first backward pass: its credit and its weight in the loss.
 
-Everything here comes from the plan, which every rank has in full, so that ranks agree without talking and a split into
-micro-batches changes nothing. Only return-to-go moments need a sum over ranks.
+Nearly everything here comes from the plan, which every rank has in full, so that ranks agree without talking and a
+split into micro-batches changes nothing. What is measured on trajectories (weights, norms, shaped rewards) is exchanged
+once and then treated alike.
+
+Legend: P trajectories of the whole batch, R of them on this rank.
 """
 
 from __future__ import annotations
@@ -15,46 +18,101 @@ from torch import Tensor
 
 from learner.ranks import Ranks
 from learner.trajectories import Trajectory
-from streamrl.algorithms import aggregation_weights, group_advantages
+from streamrl.algorithms import aggregation_weights, group_advantages, group_mean, leave_one_out, opob
 from streamrl.algorithms.types import Moments
 from streamrl.errors import ContentError
 from streamrl.messages import PlanRow
 
+WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
+"""Baselines that need the current policy's ratios, hence a scoring pass."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchFacts:
-    """Facts of this rank's trajectories [R], from the whole batch.
+    """The plan as tensors, and where this rank's trajectories stand in it.
 
     Attributes:
-        credit: float64 [R], (reward - baseline) / scale of the trajectory.
-        weights: float32 [R], factor of each token loss of the trajectory in the batch's loss.
-        moments: of the credit over all action tokens of the batch, for whitening.
+        scores: float64 [P] total reward.
+        group_ids: int64 [P].
+        num_tokens: int64 [P] action tokens.
+        places: int64 [R] of this rank's trajectories among the P.
+        weights: float32 [R] factor of each token loss of the trajectory in the batch's loss.
+    """
+
+    scores: Tensor
+    group_ids: Tensor
+    num_tokens: Tensor
+    places: Tensor
+    weights: Tensor
+
+    def gather(self, mine: Tensor, ranks: Ranks) -> Tensor:
+        """Values [R] of every rank's trajectories as one [P], the same on all ranks; a collective call."""
+        flat = torch.stack([self.places.double(), mine.double().cpu()], dim=1).flatten()
+        whole = torch.zeros(len(self.scores), dtype=torch.float64)
+        for row in ranks.gather(flat.tolist()):
+            pairs = torch.tensor(row, dtype=torch.float64).view(-1, 2)
+            whole[pairs[:, 0].long()] = pairs[:, 1]
+        return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowCredit:
+    """Of this rank's trajectories: `(score - baseline) / scale` and the baseline, float64 [R].
+
+    `moments` are the credit's over all action tokens of the batch.
     """
 
     credit: Tensor
-    weights: Tensor
+    baseline: Tensor
     moments: Moments
 
 
 def batch_facts(
-    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, baseline: str, scale: str, avg_level: str,
-    max_new_tokens: int, rank: int,
+    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, avg_level: str, max_new_tokens: int, rank: int
 ) -> BatchFacts:
-    """Credit and weights of `trajectories`, in their order.
+    """The plan as tensors.
 
     Raises:
         ContentError: the plan and this rank's share disagree: every count would be wrong.
     """
     places = _places(trajectories, plan, rank)
-    rewards = torch.tensor([row.reward for row in plan], dtype=torch.float64)
     group_ids = torch.tensor([row.group_id for row in plan], dtype=torch.int64)
     counts = torch.tensor([row.num_action_tokens for row in plan], dtype=torch.int64)
-    credit = group_advantages(rewards, group_ids, baseline=baseline, scale=scale)
     weights = aggregation_weights(counts, mode=avg_level, group_ids=group_ids, max_tokens=max_new_tokens)
+    scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
+    return BatchFacts(scores, group_ids, counts, places, weights[places])
+
+
+def row_credit(
+    facts: BatchFacts, scores: Tensor, *, baseline: str, scale: str, ratios: Tensor | None = None,
+    square_norms: Tensor | None = None, min_ess: float = 2.0,
+) -> RowCredit:
+    """Credit of this rank's trajectories from everybody's scores.
+
+    Args:
+        scores: float64 [P], shaped or not.
+        ratios, square_norms: [P], for the weighted baselines: truncated sequence ratios and `score_square_norms`.
+        min_ess: below this count of effective siblings a weighted leave-one-out is a plain one.
+    """
+    groups = facts.group_ids
+    if baseline in WEIGHTED_BASELINES:
+        assert ratios is not None
+        if baseline == "opob":
+            assert square_norms is not None
+            base = opob(scores, groups, ratios, square_norms)
+        else:
+            base = leave_one_out(scores, groups, weights=ratios, min_ess=min_ess)
+        credit = scores - base
+    else:
+        credit = group_advantages(scores, groups, baseline=baseline, scale=scale)
+        plain = {"none": lambda: torch.zeros_like(scores), "group_mean": lambda: group_mean(scores, groups),
+                 "leave_one_out": lambda: leave_one_out(scores, groups)}
+        base = plain[baseline]()
+    counts = facts.num_tokens
     moments = Moments(
         count=counts.sum().double(), total=(counts * credit).sum(), total_squares=(counts * credit.square()).sum()
     )
-    return BatchFacts(credit[places], weights[places], moments)
+    return RowCredit(credit[facts.places], base[facts.places], moments)
 
 
 def return_moments(trajectories: Sequence[Trajectory], ranks: Ranks) -> Moments:
@@ -63,7 +121,12 @@ def return_moments(trajectories: Sequence[Trajectory], ranks: Ranks) -> Moments:
     for row in trajectories:
         returns = row.rewards[row.mask][::-1].astype(np.float64).cumsum()
         sums += (len(returns), returns.sum(), np.square(returns).sum())
-    return Moments(*(torch.tensor(value, dtype=torch.float64) for value in ranks.all_reduce(sums.tolist())))
+    return sum_moments(sums.tolist(), ranks)
+
+
+def sum_moments(mine: Sequence[float], ranks: Ranks) -> Moments:
+    """Moments of all ranks from (count, total, total of squares) of this one; a collective call."""
+    return Moments(*(torch.tensor(value, dtype=torch.float64) for value in ranks.all_reduce(list(mine))))
 
 
 def _places(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:

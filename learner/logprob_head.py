@@ -33,6 +33,25 @@ def score_tokens(
     return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, chunk_tokens)
 
 
+@torch.no_grad()
+def inspect_tokens(
+    hidden: Tensor, weight: Tensor, temperatures: Tensor, *, bias: Tensor | None = None, chunk_tokens: int = 1024,
+    keep_all: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of squared probabilities of each token's distribution [M]; with `keep_all` also its log-probs [M, V]."""
+    inverse = temperatures.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
+    squares = torch.empty_like(inverse)
+    kept: list[Tensor] = []
+    for part in _parts(len(inverse), chunk_tokens):
+        log_p = _logits(hidden[part], weight, bias, inverse[part]).log_softmax(-1)
+        squares[part] = (2.0 * log_p).exp().sum(-1)
+        if keep_all:
+            kept.append(log_p)
+    if not keep_all:
+        return squares, None
+    return squares, torch.cat(kept) if kept else squares.new_zeros(0, weight.shape[0])
+
+
 class _ScoreTokens(torch.autograd.Function):
     """Keeps hidden states, weights, and three numbers a token for the backward pass."""
 

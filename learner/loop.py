@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from learner.gradients import optimizer_step
 from learner.packing import equalize, pack
 from learner.run import Run
-from learner.step import forward_backward, optimizer_step, prepare
+from learner.step import forward_backward
 
 
 def train(run: Run) -> bool:
@@ -19,16 +20,19 @@ def train(run: Run) -> bool:
         share, rows = taken
         with run.timed("pack"):
             run.objective.begin(rows, share.plan, version=run.version)
-            batch = equalize(pack(rows, run.token_budget), run.ranks)
+            batch = equalize(pack(rows, run.token_budget, bootstrap=run.objective.has_critic), run.ranks)
+        with run.timed("score"):
+            run.score(batch)  # only for losses that must see the whole batch first
         with run.timed("forward_backward"):
-            prepare(run.policy, batch, run.objective)
             for micro_batch in batch:
                 forward_backward(run.policy, micro_batch, run.objective)
         with run.timed("optimizer"):
             result = optimizer_step(
                 run.policy, run.optimizer, run.schedule, step=run.version,
-                max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks,
+                max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks, frozen=run.warming_up,
             )
+        with run.timed("critic"):
+            run.fit_critic(batch)
         run.advance(share, result)
         if not result.skipped:
             run.publish()  # actors fetch it while the next batch is awaited

@@ -7,6 +7,8 @@ model's own log-probs before anything is trained.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,37 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from learner.attention import ATTENTION, PackedLayout, make_layout
-from learner.logprob_head import score_tokens
+from learner.logprob_head import inspect_tokens, score_tokens
 from learner.ranks import Ranks
 from streamrl.errors import ConfigError
 
 _MOST_DIFFERENCE = 1e-3  # of a log-prob, in float32, between packed and plain scoring; measured about 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """What a scoring pass wants to see beside log-probs and entropies.
+
+    Attributes:
+        state_index: int64 [K] packed positions whose hidden states are wanted.
+        square_sums: the sum of squared probabilities of every scored token's distribution.
+        all_logprobs: the whole distribution of every scored token; for small vocabularies.
+    """
+
+    state_index: Tensor
+    square_sums: bool = False
+    all_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inspected:
+    """The answer; the first two as `Policy` gives them without `Inspect`."""
+
+    logprobs: Tensor  # [M]
+    entropy: Tensor  # [M]
+    states: Tensor  # [K, H]
+    square_sums: Tensor | None  # [M]
+    all_logprobs: Tensor | None  # [M, V]
 
 
 class Policy(nn.Module):
@@ -40,16 +68,37 @@ class Policy(nn.Module):
         score_index: Tensor,  # int64 [M] packed position whose hidden state predicts the scored token
         targets: Tensor,  # int64 [M] the scored tokens
         temperatures: Tensor,  # [M]
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy of the distribution it was drawn from; [M] each, nats, float32."""
+        inspect: Inspect | None = None,
+    ) -> tuple[Tensor, Tensor] | Inspected:
+        """Log-prob of each target and entropy of the distribution it was drawn from; [M] each, nats, float32.
+
+        With `inspect` the answer is an `Inspected`: one pass, whoever asks (FSDP2 gathers weights for `forward` only).
+        """
         hidden = self.model.get_decoder()(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        return score_tokens(
-            hidden.index_select(0, score_index), head.weight, targets, temperatures,
-            bias=getattr(head, "bias", None), chunk_tokens=self.chunk_tokens,
+        read, bias = hidden.index_select(0, score_index), getattr(head, "bias", None)
+        logprobs, entropy = score_tokens(
+            read, head.weight, targets, temperatures, bias=bias, chunk_tokens=self.chunk_tokens
         )
+        if inspect is None:
+            return logprobs, entropy
+        squares = everything = None
+        if inspect.square_sums or inspect.all_logprobs:
+            squares, everything = inspect_tokens(
+                read, head.weight, temperatures, bias=bias, chunk_tokens=self.chunk_tokens,
+                keep_all=inspect.all_logprobs,
+            )
+        return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
 
 
 def load_policy(
@@ -90,7 +139,7 @@ def load_policy(
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy.to(ranks.device)
-    return _shard(policy, ranks, dtype)
+    return shard(policy, decoder_layers(policy.model), ranks, dtype)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -111,15 +160,19 @@ def _read_model(model_dir: Path) -> Any:
         raise ConfigError(f"policy.model_path={model_dir} cannot be loaded for packed scoring: {error}") from error
 
 
-def _shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> Policy:
-    """FSDP2: one unit per decoder layer; the root holds embeddings, final norm and head, so its hook gathers them."""
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for layer in decoder_layers(policy.model):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision)
-    return policy.to(ranks.device)
+def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
+    """FSDP2: a unit per layer; the root holds embeddings, final norm and head, so its hook gathers them.
+
+    Without a mesh the module merely moves to the ranks' device.
+    """
+    if ranks.mesh is not None:
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for layer in layers:
+            fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
+        fully_shard(module, mesh=ranks.mesh, mp_policy=precision)
+    return module.to(ranks.device)
 
 
 @torch.no_grad()

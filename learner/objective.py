@@ -1,12 +1,13 @@
 """What is minimised: credit for every token, its surrogate loss, its weight in the batch, statistics on the way.
 
     begin(rows, plan)      whole-batch facts: baselines, scales, row weights, moments
-    loss(micro_batch)      estimator -> surrogate -> masks -> weighted sum; measures as it goes
+    [scoring pass]         if `needs` says so: observe(micro_batch, scored) for each, then close_observation()
+    loss(micro_batch)      credit -> guards -> surrogate -> regularisers -> weighted sum; measures as it goes
     finish()               statistics of the step, summed over ranks
 
-Every number that needs the whole batch is fixed in `begin`, so a split into micro-batches or ranks changes nothing. The
-recorded behaviour log-prob is the only denominator of a ratio. The algorithms themselves are pure functions in
-`streamrl.algorithms`; this class chooses between them.
+Every number that needs the whole batch is fixed before the first `loss`, so a split into micro-batches or ranks changes
+nothing. The recorded behaviour log-prob is the only denominator of a ratio. The algorithms themselves are pure
+functions in `streamrl.algorithms`; this class chooses between them.
 """
 
 from __future__ import annotations
@@ -17,28 +18,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.batch_facts import BatchFacts, batch_facts, return_moments
+from learner.batch_facts import (
+    WEIGHTED_BASELINES,
+    BatchFacts,
+    RowCredit,
+    batch_facts,
+    return_moments,
+    row_credit,
+    sum_moments,
+)
+from learner.credit import CRITIC_FREE, Credited, credit_tokens
+from learner.critic import Targets
+from learner.guards import Guarded, guard
 from learner.loss_options import check_settings, surrogate_options
 from learner.packing import MicroBatch
 from learner.ranks import Ranks
+from learner.scoring import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, Scored
 from learner.statistics import RATIO_CAP, Measured, add_plan, add_trajectories, measure, measure_traces
 from learner.trajectories import Trajectory
+from learner.trust_region import EWMA, anchor_of, proximal_logprobs, surrogate_loss
 from streamrl.algorithms import (
-    SURROGATES,
+    CORRECTION_PRESETS,
     aggregate,
     behavior_penalty,
-    broadcast_rows,
     clip_from_budget,
-    lag_keep,
     log_ratios,
-    loglinear_proximal,
-    reinforce_pp_advantages,
+    rho_bar_for_ess,
+    seq_tis_weights,
     token_lags,
-    veto_keep,
-    vtrace_critic_free,
     whiten,
 )
-from streamrl.algorithms.types import ClipBounds, TokenLoss
+from streamrl.algorithms.types import ClipBounds
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.messages import PlanRow
 from streamrl.metrics.meter import Meter
@@ -54,10 +64,12 @@ class Objective:
         ranks: who shares the batch; `Ranks()` for a lone process.
         mask_old_tokens: leave tokens beyond `max_lag` out of the loss.
     Raises:
-        ConfigError: unknown names, a double or a missing importance ratio, an estimator that needs a critic.
+        ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
     Example:
         objective.begin(trajectories, share.plan, version=share.version)
-        for micro_batch in equalize(pack(trajectories, max_tokens), ranks):
+        micro_batches = equalize(pack(trajectories, max_tokens, bootstrap=objective.has_critic), ranks)
+        score_batch(policy, micro_batches, objective, critic=critic)
+        for micro_batch in micro_batches:
             forward_backward(policy, micro_batch, objective)
         meter = objective.finish()
     """
@@ -70,17 +82,39 @@ class Objective:
         self._advantage, self._loss = advantage, loss
         self._max_new_tokens, self._max_lag, self._mask_old_tokens = max_new_tokens, max_lag, mask_old_tokens
         self._options = surrogate_options(loss)
+        self._anchor = anchor_of(loss.surrogate, loss.anchor)
         self._facts: BatchFacts | None = None
+        self._credit: RowCredit | None = None
         self._bounds: ClipBounds | None = None
-        self._observed: list[Tensor] = []
+        self._rho_bar: float | None = None
+        self._scored: dict[tuple[int, ...], Scored] = {}
+        self._observed: dict[tuple[int, ...], MicroBatch] = {}
+        self._credited: dict[tuple[int, ...], Credited] = {}
         self._version = 0
         self._meter = Meter()
         self.ranks = ranks
+        self.over_budget = True  # the staleness control says each step whether drift exceeds its target
 
     @property
-    def needs_policy_logprobs(self) -> bool:
-        """The surrogate needs every token's current ratio before the first gradient: one more forward pass."""
-        return self._loss.surrogate == "m2po"
+    def has_critic(self) -> bool:
+        """The estimator needs values: build a critic, and keep the last token of truncated trajectories."""
+        return self._advantage.estimator not in CRITIC_FREE
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be measured on the whole batch before the first gradient; nothing for most losses."""
+        advantage, needs = self._advantage, set()
+        if self.has_critic:
+            needs |= {POLICY, VALUES}
+        if advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES:
+            needs.add(POLICY)
+        if advantage.rho_bar_ess_target is not None or self._loss.surrogate == "m2po":
+            needs.add(POLICY)
+        if advantage.baseline == "opob":
+            needs.add(SQUARE_NORMS)
+        if self._anchor == EWMA:
+            needs.add(PROXIMAL)
+        return frozenset(needs)
 
     def begin(self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int) -> None:
         """Fix what must be the same for the whole batch; a collective call.
@@ -92,20 +126,108 @@ class Objective:
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        ranks, self._version = self.ranks, version
-        self._meter, self._bounds, self._observed = Meter(), None, []
-        facts = batch_facts(
-            trajectories, plan, baseline=self._advantage.baseline, scale=self._advantage.scale,
-            avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens, rank=ranks.rank,
+        advantage, self._version = self._advantage, version
+        self._meter, self._bounds, self._rho_bar = Meter(), None, None
+        self._scored, self._observed, self._credited = {}, {}, {}
+        self._facts = batch_facts(
+            trajectories, plan, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
+            rank=self.ranks.rank,
         )
-        moments = facts.moments
-        if self._advantage.estimator == "reinforce_pp" and self._advantage.baseline == "none":
-            moments = return_moments(trajectories, ranks)
-        device = ranks.device
-        self._facts = BatchFacts(facts.credit.float().to(device), facts.weights.to(device), moments)
-        if ranks.rank == 0:
+        plain = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
+        credit = row_credit(self._facts, self._facts.scores, baseline=plain, scale=advantage.scale)
+        if advantage.estimator == "reinforce_pp" and advantage.baseline == "none":
+            credit = RowCredit(credit.credit, credit.baseline, return_moments(trajectories, self.ranks))
+        self._credit = credit
+        if self.ranks.rank == 0:
             add_plan(self._meter, plan)
         add_trajectories(self._meter, trajectories)
+
+    # --- the scoring pass ---------------------------------------------------------------------------------------
+
+    def observe(self, batch: MicroBatch, scored: Scored) -> None:
+        """Note what the networks say of this micro-batch before the update."""
+        self._scored[batch.rows] = scored
+        self._observed[batch.rows] = batch
+
+    def close_observation(self) -> None:
+        """All micro-batches are observed: fix what depends on all of them; a collective call."""
+        advantage = self._advantage
+        if POLICY not in self.needs:
+            return
+        if advantage.baseline in WEIGHTED_BASELINES:
+            self._weigh_baseline()
+        if advantage.rho_bar_ess_target is not None:
+            self._fit_rho_bar(advantage.rho_bar_ess_target)
+        for rows, batch in self._observed.items():
+            if rows:
+                self._credited[rows] = self._credit_of(batch, self._scored[rows].policy)
+        if advantage.whiten == "batch":
+            self._whiten()
+        if self._loss.surrogate == "m2po":
+            self._fit_clip()
+
+    def critic_targets(self, batch: MicroBatch) -> Targets:
+        """What this micro-batch teaches the critic."""
+        credited, scored = self._credited[batch.rows], self._scored[batch.rows]
+        old = scored.values if scored.action_values is None else scored.action_values
+        return Targets(credited.targets, credited.trained, old)
+
+    def _weigh_baseline(self) -> None:
+        """Replace the plain baseline by one that weighs siblings by their ratio to the current policy."""
+        assert self._facts is not None
+        mine, norms = torch.zeros(len(self._facts.places)), torch.zeros(len(self._facts.places))
+        for rows, scored in self._scored.items():
+            if not rows:
+                continue
+            batch = self._observed[rows]
+            weights = seq_tis_weights(
+                self._ell(batch, scored.policy), batch.mask, cap=self._advantage.weight_cap
+            )
+            mine[list(rows)] = weights.amax(1).cpu()  # one number a row, on each of its tokens
+            if scored.square_norms is not None:
+                norms[list(rows)] = scored.square_norms.float().cpu()
+        self._credit = row_credit(
+            self._facts, self._facts.scores, baseline=self._advantage.baseline, scale="none",
+            ratios=self._facts.gather(mine, self.ranks), square_norms=self._facts.gather(norms, self.ranks),
+            min_ess=self._advantage.min_ess,
+        )
+
+    def _fit_rho_bar(self, target: float) -> None:
+        assert self._facts is not None
+        sums = torch.zeros(len(self._facts.places))
+        for rows, scored in self._scored.items():
+            if rows:
+                sums[list(rows)] = self._ell(self._observed[rows], scored.policy).sum(1).cpu()
+        everyone = self._facts.gather(sums, self.ranks)[:, None]
+        self._rho_bar = rho_bar_for_ess(everyone, torch.ones_like(everyone, dtype=torch.bool), ess_target=target)
+        self._meter.add("control/rho_bar", self._rho_bar)
+
+    def _whiten(self) -> None:
+        sums = torch.zeros(3, dtype=torch.float64)
+        for rows, credited in self._credited.items():
+            chosen = credited.advantages[self._observed[rows].mask].double().cpu()
+            sums += torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
+        moments = sum_moments(sums.tolist(), self.ranks)
+        for rows, credited in self._credited.items():
+            even = whiten(credited.advantages, self._observed[rows].mask, moments=moments)
+            self._credited[rows] = Credited(even, credited.targets, credited.trained)
+
+    def _fit_clip(self) -> None:
+        """Clip bounds from the trusted tokens of the whole batch."""
+        mine = [torch.zeros(2, 0, dtype=torch.float64)]
+        for rows, batch in self._observed.items():
+            if rows:
+                ell, advantages = self._ell(batch, self._scored[rows].policy), self._credited[rows].advantages
+                chosen = self._guard(batch, ell, advantages, None).keep
+                mine.append(torch.stack([ell[chosen], advantages[chosen]]).double().cpu())
+        gathered = self.ranks.gather(torch.cat(mine, dim=1).flatten().tolist())
+        everyone = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in gathered]
+        ell, advantages = torch.cat(everyone, dim=1)
+        self._bounds = clip_from_budget(
+            ell[None], advantages[None], torch.ones(1, ell.numel(), dtype=torch.bool), **self._options
+        )
+
+    # --- the loss -----------------------------------------------------------------------------------------------
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """This micro-batch's part of the batch's loss, 0-d; parts of all micro-batches and ranks add up to it.
@@ -117,88 +239,57 @@ class Objective:
         if not batch.rows:
             return logprobs.sum()  # 0, and connected to every parameter: the backward collectives must run
         mask, policy = batch.mask, batch.padded(logprobs)
-        ell = log_ratios(batch.behavior_logprobs, policy, mask)
-        lags = token_lags(batch.versions, self._version, mask)
-        fresh, keep = self._masks(ell, lags, mask)
-        advantages = self._advantages(batch, policy)
-        token_loss = self._surrogate(batch, policy, advantages, lags)
-        spread = batch.padded(entropy)
-        losses = self._with_regularisers(token_loss.losses, batch, policy, spread)
-        seen = Measured(
-            mask, fresh, mask & ~keep, batch.versions, lags, ell, advantages, losses.detach(), token_loss.clipped,
-            spread.detach(),
+        ell, lags = self._ell(batch, policy), token_lags(batch.versions, self._version, mask)
+        scored = self._scored.get(batch.rows, Scored())
+        advantages = (self._credited.get(batch.rows) or self._credit_of(batch, policy.detach())).advantages
+        proximal = proximal_logprobs(
+            self._anchor, batch, policy, lags, before=scored.policy, average=scored.proximal
         )
-        self._measure(seen)
+        guarded = self._guard(batch, ell, advantages, proximal)
+        token_loss = surrogate_loss(
+            self._loss.surrogate, self._options, batch, policy, advantages, proximal=proximal, bounds=self._bounds
+        )
+        losses = token_loss.losses if guarded.weights is None else guarded.weights * token_loss.losses
+        spread = batch.padded(entropy)
+        losses = self._with_regularisers(losses, batch, policy, spread)
+        self._measure(Measured(
+            mask, guarded.keep, guarded.removed, batch.versions, lags, ell, advantages, losses.detach(),
+            token_loss.clipped, spread.detach(),
+        ))
         # Clips and vetoes would hide a broken policy: NaN must reach the gradients, so that the step is skipped.
         broken = mask & ~policy.isfinite()
         losses = torch.where(broken, policy * torch.where(broken, math.nan, 0.0), losses)
         weights = self._of_rows(self._facts.weights, batch)
-        return aggregate(losses, mask, keep=keep & fresh | broken, row_weights=weights)
-
-    def observe(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """First pass of a surrogate with `needs_policy_logprobs`: note this micro-batch's ratios and advantages."""
-        if not batch.rows:
-            return
-        policy = batch.padded(logprobs)
-        ell = log_ratios(batch.behavior_logprobs, policy, batch.mask)
-        fresh, keep = self._masks(ell, token_lags(batch.versions, self._version, batch.mask), batch.mask)
-        chosen = fresh & keep
-        self._observed.append(torch.stack([ell[chosen], self._advantages(batch, policy)[chosen]]).double().cpu())
-
-    def close_observation(self) -> None:
-        """All micro-batches are observed: derive the clip bounds from those of all ranks; a collective call."""
-        mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64), *self._observed], dim=1)
-        gathered = self.ranks.gather(mine.flatten().tolist())
-        everyone = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in gathered]
-        ell, advantages = torch.cat(everyone, dim=1)
-        self._bounds = clip_from_budget(
-            ell[None], advantages[None], torch.ones(1, ell.numel(), dtype=torch.bool), **self._options
-        )
-        self._observed = []
+        return aggregate(losses, mask, keep=guarded.keep | broken, row_weights=weights)
 
     def finish(self) -> Meter:
         """Statistics of the step over all ranks, on every rank; a collective call."""
+        self._scored, self._observed, self._credited = {}, {}, {}
         total = Meter()
         for totals in self.ranks.gather(self._meter.totals_for_ranks()):
             total.merge(totals)
         return total
 
-    def _masks(self, ell: Tensor, lags: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Action tokens that are young enough, and action tokens whose trajectory passes the veto; bool [S, A]."""
-        fresh = lag_keep(lags, mask, max_lag=self._max_lag) if self._mask_old_tokens else mask
-        if self._loss.veto_low is None and self._loss.veto_high is None:
-            return fresh, mask
-        low = 0.0 if self._loss.veto_low is None else self._loss.veto_low
-        high = float("inf") if self._loss.veto_high is None else self._loss.veto_high
-        return fresh, veto_keep(ell, mask, low=low, high=high)
+    def _ell(self, batch: MicroBatch, policy: Tensor) -> Tensor:
+        return log_ratios(batch.behavior_logprobs, policy, batch.mask)
 
-    def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
-        """[S, A], detached, without the token's own ratio."""
-        assert self._facts is not None
-        credit, settings = self._of_rows(self._facts.credit, batch), self._advantage
-        if settings.estimator == "vtrace_critic_free":
-            return vtrace_critic_free(
-                batch.behavior_logprobs, policy.detach(), credit, torch.zeros_like(credit), batch.mask,
-                lam=settings.lam, rho_bar=settings.rho_bar, c_bar=settings.c_bar,
-            )
-        if settings.estimator == "group":
-            return broadcast_rows(credit, batch.mask)
-        if settings.baseline == "none":
-            return reinforce_pp_advantages(batch.rewards, batch.mask, moments=self._facts.moments)
-        return whiten(broadcast_rows(credit, batch.mask), batch.mask, moments=self._facts.moments)
+    def _guard(self, batch: MicroBatch, ell: Tensor, advantages: Tensor, proximal: Tensor | None) -> Guarded:
+        decoupled = CORRECTION_PRESETS[self._loss.correction].mode == "decoupled"
+        return guard(
+            self._loss, ell, advantages, token_lags(batch.versions, self._version, batch.mask), batch.mask,
+            oldest=self._max_lag if self._mask_old_tokens else None,
+            proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
+            over_budget=self.over_budget,
+        )
 
-    def _surrogate(self, batch: MicroBatch, policy: Tensor, advantages: Tensor, lags: Tensor) -> TokenLoss:
-        name, behavior, mask = self._loss.surrogate, batch.behavior_logprobs, batch.mask
-        surrogate = SURROGATES[name]
-        if name == "reinforce":
-            return surrogate(policy, advantages, mask)
-        if name == "decoupled_ppo":
-            proximal = loglinear_proximal(behavior, policy.detach(), lags, mask)
-            return surrogate(behavior, proximal, policy, advantages, mask, **self._options)
-        if name == "m2po":
-            assert self._bounds is not None, "m2po: call step.prepare() before the first forward_backward()"
-            return surrogate(behavior, policy, advantages, mask, bounds=self._bounds, **self._options)
-        return surrogate(behavior, policy, advantages, mask, **self._options)
+    def _credit_of(self, batch: MicroBatch, policy: Tensor) -> Credited:
+        """Advantages [S, A], detached, without the token's own ratio, and the critic's targets."""
+        assert self._credit is not None
+        return credit_tokens(
+            self._advantage, batch, policy, self._of_rows(self._credit.credit.float(), batch),
+            row_baseline=self._of_rows(self._credit.baseline.float(), batch), rewards=batch.rewards,
+            moments=self._credit.moments, scored=self._scored.get(batch.rows), rho_bar=self._rho_bar,
+        )
 
     def _with_regularisers(self, losses: Tensor, batch: MicroBatch, policy: Tensor, entropy: Tensor) -> Tensor:
         if self._loss.behavior_penalty:
@@ -209,10 +300,10 @@ class Objective:
         return losses
 
     def _of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
-        return per_trajectory[torch.tensor(batch.rows, device=per_trajectory.device)]
+        return per_trajectory[torch.tensor(batch.rows)].to(batch.mask.device)
 
     def _measure(self, seen: Measured) -> None:
         self._meter.add("policy/num_microbatches", 1.0)
         measure(self._meter, seen, version=self._version, cap=self._loss.cap or RATIO_CAP)
-        if self._advantage.estimator == "vtrace_critic_free":
+        if self._advantage.estimator in ("vtrace_critic_free", "vtrace"):
             measure_traces(self._meter, seen, lam=self._advantage.lam, c_bar=self._advantage.c_bar)

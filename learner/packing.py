@@ -40,6 +40,9 @@ class MicroBatch:
     behavior_logprobs: Tensor  # float32 [S, A]
     versions: Tensor  # int64 [S, A], 0 off the mask
     rewards: Tensor  # float32 [S, A]
+    turns: Tensor  # int64 [S, A], the turn of each action token, 0 off the mask
+    bootstrap_index: Tensor  # int64 [E] packed position of the last token of trajectories that were cut short
+    bootstrap_rows: Tensor  # int64 [E] which of the S trajectories they are
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +51,11 @@ class MicroBatch:
     @property
     def num_scored(self) -> int:
         return self.targets.numel()
+
+    @property
+    def state_index(self) -> Tensor:
+        """int64 [M + E] packed positions of all states with a value: before each scored token, and after each cut."""
+        return torch.cat([self.score_index, self.bootstrap_index])
 
     def padded(self, scored: Tensor) -> Tensor:
         """Per-token values [M] as [S, A], 0 in the padding; differentiable."""
@@ -61,12 +69,14 @@ class MicroBatch:
         return replace(self, **{name: getattr(self, name).to(target) for name in movable})
 
 
-def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[MicroBatch]:
+def pack(trajectories: Sequence[Trajectory], max_tokens: int, *, bootstrap: bool = False) -> list[MicroBatch]:
     """Micro-batches of whole trajectories, each at most `max_tokens` tokens; the same input gives the same output.
 
     First fit decreasing: longest first, into the first micro-batch with room, which needs at most 11/9 of the fewest
     possible. Trajectories without action tokens teach nothing and are left out.
 
+    Args:
+        bootstrap: keep the last token of truncated trajectories: a critic says what would have come after it.
     Raises:
         ConfigError: the longest trajectory alone is over the budget.
     """
@@ -88,7 +98,7 @@ def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[MicroBatch
             which = len(bins) - 1
         bins[which].append(i)
         room[which] -= need
-    return [_micro_batch(trajectories, sorted(members)) for members in bins]
+    return [_micro_batch(trajectories, sorted(members), bootstrap) for members in bins]
 
 
 def equalize(micro_batches: list[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
@@ -108,14 +118,17 @@ def empty_micro_batch() -> MicroBatch:
         positions=torch.zeros(1, dtype=torch.int64), score_index=nothing, targets=nothing,
         temperatures=torch.zeros(0), slots=nothing, mask=torch.zeros(0, 0, dtype=torch.bool),
         behavior_logprobs=torch.zeros(0, 0), versions=torch.zeros(0, 0, dtype=torch.int64), rewards=torch.zeros(0, 0),
+        turns=torch.zeros(0, 0, dtype=torch.int64), bootstrap_index=nothing, bootstrap_rows=nothing,
     )
 
 
-def _micro_batch(trajectories: Sequence[Trajectory], members: list[int]) -> MicroBatch:
+def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstrap: bool) -> MicroBatch:
     rows = [trajectories[i] for i in members]
     actions = [np.flatnonzero(row.mask) for row in rows]  # places of action tokens in the response
     # The hidden state before an action token predicts it, so whatever comes after the last one is never needed.
-    lengths = [len(row.prompt_ids) + int(places[-1]) for row, places in zip(rows, actions, strict=True)]
+    cut = np.array([bootstrap and row.truncated for row in rows])
+    lengths = [len(row.prompt_ids) + int(places[-1]) + int(more)
+               for row, places, more in zip(rows, actions, cut, strict=True)]
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     width = max(len(places) for places in actions)
     counts = np.array([len(places) for places in actions])
@@ -145,4 +158,7 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int]) -> Micr
         behavior_logprobs=spread("logprobs", np.float32),
         versions=spread("versions", np.int64),
         rewards=spread("rewards", np.float32),
+        turns=spread("turns", np.int64),
+        bootstrap_index=torch.from_numpy((starts + np.array(lengths) - 1)[cut].astype(np.int64)),
+        bootstrap_rows=torch.from_numpy(np.flatnonzero(cut).astype(np.int64)),
     )

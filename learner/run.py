@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +13,22 @@ import msgspec
 import torch
 
 from learner.checkpoint import save_checkpoint
+from learner.critic import Critic, CriticResult
+from learner.gradients import StepResult
 from learner.hub_config import steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess
 from learner.model import Policy
 from learner.objective import Objective
 from learner.optimizer import Schedule
+from learner.packing import MicroBatch
+from learner.probe import Prober
 from learner.publish import Publisher
 from learner.ranks import Ranks
 from learner.recorder import Recorder
+from learner.reference import FrozenPolicy
 from learner.run_dir import RunClaim
-from learner.step import StepResult
+from learner.scoring import score_batch
 from learner.stop_flag import StopFlag
 from learner.trajectories import Trajectory, TrajectoryReader
 from streamrl.config.schema import Config
@@ -51,9 +56,13 @@ class Run:
     schedule: Schedule
     objective: Objective
     publisher: Publisher
+    prober: Prober
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
+    critic: Critic | None = None
+    proximal: FrozenPolicy | None = None
+    critic_result: CriticResult | None = None
     claim: RunClaim | None = None
     hub_process: HubProcess | None = None
     shm: ShmPublisher | None = None
@@ -94,9 +103,26 @@ class Run:
             rows = self.reader.read(share.groups, version=share.version, learner_epoch=self.learner_epoch)
         return share, rows
 
+    @property
+    def warming_up(self) -> bool:
+        """Only the critic learns yet."""
+        return self.critic is not None and self.version < self.config.critic.num_warmup_steps
+
+    def score(self, batch: Sequence[MicroBatch]) -> None:
+        """What the objective must know of the whole batch before its first gradient; a collective call."""
+        score_batch(
+            self.policy, batch, self.objective, critic=self.critic, proximal=self.proximal
+        )
+
+    def fit_critic(self, batch: Sequence[MicroBatch]) -> None:
+        """Teach the critic what the estimator made of its values; a collective call."""
+        if self.critic is not None:
+            self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.version)
+
     def publish(self) -> None:
         """Make the present weights available to every actor under the present version; a collective call."""
         with self.timed("publish"):
+            probe = self.prober.probe_if_due(self.version)
             try:
                 published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
             except WeightsError as error:
@@ -109,7 +135,7 @@ class Run:
                 return
             layout: Layout | None = None if self._published_before else self.publisher.layout
             self.hub.publish(
-                published.manifest, str(published.path), published.nbytes, layout,
+                msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes, layout,
                 "" if self._published_before else self.assets_path,
             )
             self._published_before = True
@@ -120,6 +146,8 @@ class Run:
             self._quarantine(share)
         else:
             self.version += 1
+            if self.proximal is not None:
+                self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
             self.lineage = (*self.lineage[:-1], _extended(self.lineage[-1], self.version))
 
     def _quarantine(self, share: BatchShare) -> None:
@@ -181,11 +209,17 @@ class Run:
             }
             save_checkpoint(
                 self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,
-                num_keep=self.config.checkpoint.num_keep, claim=self.claim,
+                num_keep=self.config.checkpoint.num_keep, claim=self.claim, also=self._beside_the_policy(),
             )
             if self.ranks.rank == 0:
                 self.hub.saved(self.version)
             self.saved_version = self.version
+
+    def _beside_the_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the other networks, for a checkpoint."""
+        for part in (self.critic, self.proximal):
+            if part is not None:
+                yield from part.tensors()
 
     def record(self, step: int, meter: Meter, result: StepResult) -> None:
         """One row of metrics; every rank calls it, rank 0 writes."""
@@ -197,6 +231,10 @@ class Run:
         self.hub.poll()
         self._take_evals()
         meter.add_all({f"time/{name}_s": seconds for name, seconds in slowest.items()})
+        if self.critic_result is not None:
+            meter.add("critic/loss", self.critic_result.loss)
+            meter.add("critic/explained_variance", self.critic_result.explained_variance)
+            meter.add("critic/grad_norm", self.critic_result.grad_norm)
         for name in ("checkpoint", "eval"):
             if name in self.times:
                 meter.add(f"time/{name}_s", self.times[name])
@@ -209,7 +247,7 @@ class Run:
 
     def _shared_times(self) -> dict[str, float]:
         """Stages that every rank has in every step: their maximum is a collective call."""
-        names = ("step", "wait", "pack", "forward_backward", "optimizer", "publish")
+        names = ("step", "wait", "pack", "score", "forward_backward", "optimizer", "critic", "publish")
         return {name: self.times.get(name, 0.0) for name in names}
 
 

@@ -17,15 +17,19 @@ import torch
 from envs.check import check_task
 from envs.registry import load_task
 from learner.checkpoint import Checkpoint, find_checkpoint
+from learner.critic import Critic
+from learner.critic_network import build_critic
 from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
-from learner.model import load_policy
+from learner.model import Policy, load_policy
 from learner.objective import Objective
 from learner.optimizer import make_optimizer, make_schedule
+from learner.probe import Prober, probe_tokens
 from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
 from learner.recorder import Recorder
+from learner.reference import FrozenPolicy
 from learner.run import Run
 from learner.run_dir import claim_run_dir
 from learner.stop_flag import StopFlag
@@ -94,13 +98,15 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         ranks=ranks, mask_old_tokens=config.staleness.mode is StalenessMode.mask_old_tokens,
     )
     dtype = compute_dtype(config.policy.dtype, ranks.device)
-    policy = load_policy(
-        model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
-        gradient_checkpointing=config.policy.gradient_checkpointing,
-    )
+    policy = _load(config, model_dir, dtype, ranks)
     optimizer = make_optimizer(policy, config.policy.optimizer)
+    critic = _make_critic(config, policy, model_dir, dtype, ranks) if objective.has_critic else None
+    proximal = None
+    if config.loss.anchor == "ewma":
+        proximal = FrozenPolicy(_load(config, model_dir, dtype, ranks), name="ewma")
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, optimizer, ranks)
+        _restore_beside(past.checkpoint, policy, critic, proximal)
     shm = None
     if first:
         clean_stale(shm_dir, past.run_id)
@@ -113,6 +119,11 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
         fence=claim.check if claim else None,
     )
+    longest = config.rollout.max_prompt_tokens + response_limit(config)  # the actors' engines hold that much
+    prober = Prober(
+        policy, probe_tokens(model_dir, policy_vocab_size(model_dir), longest), every=config.publish.probe_every,
+        tolerance=config.publish.probe_tolerance, device=ranks.device,
+    )
     hub = HubLink(
         endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
@@ -120,15 +131,41 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
-        ranks=ranks, policy=policy, optimizer=optimizer,
+        ranks=ranks, policy=policy, optimizer=optimizer, critic=critic, proximal=proximal,
         schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
-        objective=objective, publisher=publisher, hub=hub, stop=stop, claim=claim, hub_process=hub_process, shm=shm,
+        objective=objective, publisher=publisher, prober=prober, hub=hub, stop=stop, claim=claim,
+        hub_process=hub_process, shm=shm,
         reader=TrajectoryReader(vocab_size=policy_vocab_size(model_dir)),
         saved_version=past.version if past.checkpoint is not None else -1,
     )
     if first:
         _finish_rank_zero(run, model_dir, past, dtype)
     return run
+
+
+def _load(config: Config, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Policy:
+    return load_policy(
+        model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
+        gradient_checkpointing=config.policy.gradient_checkpointing,
+    )
+
+
+def _make_critic(config: Config, policy: Policy, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Critic:
+    return build_critic(
+        config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
+        ranks=ranks,
+    )
+
+
+def _restore_beside(
+    checkpoint: Checkpoint, policy: Policy, critic: Critic | None, proximal: FrozenPolicy | None
+) -> None:
+    """The networks beside the policy; a run that gained one since the checkpoint starts it afresh, and says so."""
+    if critic is not None and not critic.restore(checkpoint.shards()):
+        log.warning("%s holds no critic: it starts untrained", checkpoint.path.name)
+    if proximal is not None and not proximal.restore(checkpoint.shards()):
+        log.warning("%s holds no averaged policy: the average starts at the present one", checkpoint.path.name)
+        proximal.sync(policy)
 
 
 def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype) -> None:

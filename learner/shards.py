@@ -144,28 +144,39 @@ class ShardReader:
         return {key: file.get_tensor(key) for key in file.keys() if key.startswith("rng/")}  # noqa: SIM118
 
 
-@torch.no_grad()
 def restore(reader: ShardReader, policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Weights, moments and generators as they were; into any sharding."""
-    keys = reader.keys()
-    persistent = policy.state_dict().keys()
-    for name, buffer in policy.named_buffers():
-        if name in persistent:
-            reader.read_into(f"model/{name}", buffer)
-    for name, parameter in policy.named_parameters():
-        reader.read_into(f"model/{name}", parameter.detach())
-        states = sorted(key.split("/")[1] for key in keys if key.startswith("optim/") and key.split("/", 2)[2] == name)
-        optimizer.state.pop(parameter, None)
-        for state in states:
-            optimizer.state[parameter][state] = _state_like(reader, f"optim/{state}/{name}", parameter)
+    read_training_tensors(reader, policy, optimizer)
     generators = reader.generator_states(rank)
     torch.set_rng_state(generators["rng/cpu"])
     if "rng/cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state(generators["rng/cuda"])
 
 
+@torch.no_grad()
+def read_training_tensors(
+    reader: ShardReader, module: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> None:
+    """Fill a module and its optimizer with what `training_tensors` gave, under keys that begin with `prefix`.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another shape.
+    """
+    keys = [key.removeprefix(prefix) for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118
+    persistent = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            reader.read_into(f"{prefix}model/{name}", buffer)
+    for name, parameter in module.named_parameters():
+        reader.read_into(f"{prefix}model/{name}", parameter.detach())
+        states = sorted(key.split("/")[1] for key in keys if key.startswith("optim/") and key.split("/", 2)[2] == name)
+        optimizer.state.pop(parameter, None)
+        for state in states:
+            optimizer.state[parameter][state] = _state_like(reader, f"{prefix}optim/{state}/{name}", parameter)
+
+
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
-    scalar = key.startswith("optim/step/")
+    scalar = "optim/step/" in key
     if scalar:
         return reader.read_scalar(key).to(parameter.device)
     moment = torch.zeros_like(parameter)

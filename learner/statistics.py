@@ -7,7 +7,7 @@ the same result. All scalars of one micro-batch go to the host in a single copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ class Measured:
     """What one micro-batch knows when its loss is computed; all [S, A] and detached."""
 
     mask: Tensor  # bool, action tokens
-    fresh: Tensor  # bool, action tokens that their lag does not exclude
-    vetoed: Tensor  # bool, action tokens in rows that the veto removed
+    keep: Tensor  # bool, action tokens that no guard removed
+    removed: Mapping[str, Tensor]  # cause -> bool, action tokens that this guard removed
     versions: Tensor  # int64
     lags: Tensor  # int64
     log_ratios: Tensor
@@ -38,6 +38,11 @@ class Measured:
     losses: Tensor
     clipped: Tensor  # bool
     entropy: Tensor
+
+    @property
+    def fresh(self) -> Tensor:
+        """bool, action tokens that their lag does not exclude."""
+        return self.mask & ~self.removed["lag"] if "lag" in self.removed else self.mask
 
 
 @torch.no_grad()
@@ -48,7 +53,8 @@ def measure(meter: Meter, seen: Measured, *, version: int, cap: float = RATIO_CA
     sums = dict(zip(names, torch.stack([groups[name].double() for name in names]).tolist(), strict=True))
     tokens, kept = sums["tokens"], sums["kept"]
     for key in ("ratio/mean_token", "ess/kept_fraction", "ratio/share_truncated", "ratio/share_at_bound", "drift/m2",
-                "drift/k1", "drift/k3", "keep/veto", "keep/lag", "policy/loss", "policy/clip_fraction", "entropy/mean"):
+                "drift/k1", "drift/k3", "policy/loss", "policy/clip_fraction", "entropy/mean",
+                *(f"keep/{cause}" for cause in seen.removed)):
         count = kept if key == "ratio/mean_token" else tokens
         meter.add(key, sums[key] / max(count, 1.0), count)
     meter.add("ratio/mean_sequence", sums["sequence"] / max(sums["rows"], 1.0), sums["rows"])
@@ -67,7 +73,7 @@ def measure(meter: Meter, seen: Measured, *, version: int, cap: float = RATIO_CA
 def _ratio_sums(seen: Measured, cap: float) -> dict[str, Tensor]:
     """Sums over kept tokens and rows (the ratios) and over all action tokens (the drift)."""
     mask, ell = seen.mask, seen.log_ratios
-    kept = seen.fresh & ~seen.vetoed
+    kept = seen.keep
     ratio = ell.double().exp() * mask
     weight = ratio * kept
     rows = kept.any(1)
@@ -92,8 +98,8 @@ def _loss_sums(seen: Measured) -> dict[str, Tensor]:
     advantages = seen.advantages.double()
     positive, negative = seen.mask & (advantages > 0), seen.mask & (advantages < 0)
     return {
-        "keep/veto": seen.vetoed.sum(), "keep/lag": (seen.mask & ~seen.fresh).sum(),
-        "policy/loss": (seen.losses.double() * (seen.fresh & ~seen.vetoed)).sum(),
+        **{f"keep/{cause}": tokens.sum() for cause, tokens in seen.removed.items()},
+        "policy/loss": (seen.losses.double() * seen.keep).sum(),
         "policy/clip_fraction": seen.clipped.sum(), "entropy/mean": seen.entropy.double().sum(),
         "advantage": advantages.sum(), "advantage_squares": advantages.square().sum(),
         "positive": positive.sum(), "negative": negative.sum(),

@@ -27,6 +27,7 @@ class Trajectory:
     mask: np.ndarray  # bool [T] True on action tokens
     versions: np.ndarray  # int64 [T] version that sampled the token, -1 off the mask
     rewards: np.ndarray  # float32 [T] each turn's reward on its last action token; sums to `reward`
+    turns: np.ndarray  # int64 [T] which turn an action token belongs to, counted from 0; 0 off the mask
     reward: float
     num_turns: int
     scores: Mapping[str, float]
@@ -105,6 +106,7 @@ class TrajectoryReader:
             mask=mask,
             versions=_token_versions(name, member, mask, version, learner_epoch),
             rewards=_token_rewards(name, member, mask),
+            turns=_token_turns(member, mask),
             reward=member.reward,
             num_turns=len(member.turns),
             scores=member.scores,
@@ -150,3 +152,10 @@ def _token_rewards(name: str, member: Member, mask: np.ndarray) -> np.ndarray:
         rewards[actions[max(last, 0)]] += reward
     rewards[actions[-1]] += member.reward - rewards.sum()
     return rewards.astype(np.float32)
+
+
+def _token_turns(member: Member, mask: np.ndarray) -> np.ndarray:
+    """Tokens after the last turn that was recorded belong to it."""
+    ends = np.array([end for _, end, _ in member.turns], dtype=np.int64)
+    turns = np.searchsorted(ends, np.arange(len(mask)), side="right")
+    return np.where(mask, np.minimum(turns, max(0, len(ends) - 1)), 0).astype(np.int64)

@@ -20,7 +20,7 @@ from learner.packing import pack
 from learner.ranks import Ranks
 from learner.recorder import Recorder
 from learner.setup import compute_dtype, model_directory, start_ranks
-from learner.step import optimizer_step
+from learner.gradients import optimizer_step
 from streamrl.errors import ConfigError
 from streamrl.run_dirs import choose_run_dir
 from tests.unit.learner.learner_samples import batch, plan_of, trajectory

@@ -52,7 +52,8 @@ def trajectory(
         prompt_ids=rng.integers(0, VOCAB, num_prompt).astype(np.int32),
         token_ids=rng.integers(0, VOCAB, len(mask)).astype(np.int32),
         logprobs=np.where(mask, rng.normal(-3.9, 0.4, len(mask)), 0.0).astype(np.float32),
-        mask=mask, versions=np.where(mask, versions, -1), rewards=rewards, reward=reward, num_turns=1 + (gap > 0),
+        mask=mask, versions=np.where(mask, versions, -1), rewards=rewards,
+        turns=np.where(mask & (np.arange(len(mask)) >= cut) & (gap > 0), 1, 0), reward=reward, num_turns=1 + (gap > 0),
         scores={"score": reward / 3}, temperature=temperature, truncated=bool(rng.random() < 0.2),
     )
 

@@ -17,6 +17,7 @@ from learner_samples import batch, plan_of
 from safetensors import safe_open
 
 from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.gradients import optimizer_step
 from learner.model import load_policy
 from learner.objective import Objective
 from learner.optimizer import Schedule, make_optimizer
@@ -24,7 +25,7 @@ from learner.packing import pack
 from learner.ranks import Ranks
 from learner.run_dir import claim_run_dir
 from learner.shards import Box
-from learner.step import forward_backward, optimizer_step
+from learner.step import forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from learner_samples import batch, plan_of
 
+from learner.gradients import optimizer_step
 from learner.model import load_policy
 from learner.objective import Objective
 from learner.optimizer import Schedule, make_optimizer, make_schedule
 from learner.packing import pack
 from learner.ranks import Ranks
-from learner.step import forward_backward, optimizer_step, prepare
+from learner.scoring import score_batch
+from learner.step import forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
 
@@ -28,7 +30,7 @@ def gradients(policy, rows, *, max_tokens=500, loss=None, advantage=None):
     )
     made.begin(rows, plan_of(rows), version=5)
     micro_batches = pack(rows, max_tokens)
-    prepare(policy, micro_batches, made)
+    score_batch(policy, micro_batches, made)
     total = sum(forward_backward(policy, micro, made) for micro in micro_batches)
     return total, [p.grad.clone() for p in policy.parameters()]
 
@@ -49,7 +51,7 @@ def test_a_surrogate_that_must_see_the_batch_first_leaves_no_gradient_while_it_l
     made = Objective(AdvantageConfig(), LossConfig(surrogate="m2po"), max_new_tokens=16, max_lag=4, ranks=ALONE)
     made.begin(rows, plan_of(rows), version=5)
     micro_batches = pack(rows, 60)
-    prepare(policy, micro_batches, made)
+    score_batch(policy, micro_batches, made)
 
     assert all(p.grad is None for p in policy.parameters())
     assert all(math.isfinite(forward_backward(policy, micro, made)) for micro in micro_batches)

@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from learner.checkpoint import find_checkpoint, save_checkpoint
 from learner.export import export_model
+from learner.gradients import optimizer_step
 from learner.model import load_policy
 from learner.objective import Objective
 from learner.optimizer import Schedule, make_optimizer
 from learner.packing import equalize, pack
 from learner.ranks import Ranks
-from learner.step import forward_backward, optimizer_step, prepare
+from learner.scoring import score_batch
+from learner.step import forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import CheckpointError
 
@@ -42,7 +44,7 @@ def train_step(policy, optimizer, ranks: Ranks, *, step: int) -> tuple[float, fl
     )
     objective.begin(mine, plan, version=5)
     micro_batches = equalize(pack(mine, 40), ranks)
-    prepare(policy, micro_batches, objective)
+    score_batch(policy, micro_batches, objective)
     loss = sum(forward_backward(policy, micro, objective) for micro in micro_batches)
     gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
     result = optimizer_step(policy, optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
