@@ -36,7 +36,8 @@ _KINDS: dict[type[Message], int] = {
     cls: kind
     for table in (
         messages.TO_HUB, messages.TO_ACTOR, messages.TO_WEIGHTS, messages.FROM_WEIGHTS,
-        messages.RANK_TO_HUB, messages.HUB_TO_RANK,
+        messages.RANK_TO_HUB, messages.HUB_TO_RANK, messages.HUB_TO_SENDER,
+        messages.SLOT_TO_SENDER, messages.SLOT_TO_ACTOR,
     )
     for kind, cls in table.items()
 }

@@ -139,8 +139,29 @@ class Manifest(Message):
     """Not covered by the root; there every so many versions, and at the first of a learner process."""
 
 
+class NcclTicket(Message):
+    """A place in a membership epoch: rank `rank` of `world` in the communicator that `unique_id` names."""
+
+    epoch: U32
+    unique_id: Annotated[bytes, Meta(max_length=256)]
+    world: U16
+    rank: U16
+    init_deadline_s: float
+    bucket_deadline_s: float
+
+
+class SlotTicket(Message):
+    """Staging slots on a GPU: who has the same device opens `handles` (CUDA IPC), each `slot_bytes` long."""
+
+    device: Id
+    handles: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=8)]
+    slot_bytes: U64
+    deadline_s: float
+
+
 class Offer(Message):
-    """One way to get a document. shm: a file to map, proven by `probe`, its first bytes. zmq: an endpoint to pull."""
+    """One way to get a document. shm: a file to map, proven by `probe`, its first bytes. zmq: an endpoint to pull.
+    nccl: a broadcast. ipc: slots on the same GPU, and the sender's local socket in `name`."""
 
     transport: Annotated[str, Meta(max_length=8)]
     name: Annotated[str, Meta(max_length=256)]
@@ -148,6 +169,10 @@ class Offer(Message):
     probe: bytes = b""
     parent: VersionRef | None = None
     """zmq: who holds this version may pull what changed since (`PullMode.DELTA`)."""
+    manifest: Manifest | None = None
+    """nccl, ipc: the same document in digest_kind 1, which a GPU can check."""
+    nccl: NcclTicket | None = None
+    slots: SlotTicket | None = None
 
 
 class DeltaIndex(Message):
@@ -348,6 +373,10 @@ class ActorBeat(Message):
     """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
     root: Annotated[bytes, Meta(max_length=16)] = b""
     """Of the version in `installed`; empty without one."""
+    nccl_epoch: U32 = 0
+    """Membership epoch whose communicator is formed and tested here; 0 is none."""
+    nccl_broken: bool = False
+    """No further communicator can be formed in this process."""
 
 
 class HubBeat(Message):
@@ -561,6 +590,8 @@ class Publish(Message):
     layout: Layout | None = None
     """With the first publication of a process only, together with the model's asset files."""
     assets_path: str = ""
+    device_manifest: Manifest | None = None
+    """The same document in digest_kind 1, for ways from GPU to GPU."""
 
 
 class Halt(Message):
@@ -615,6 +646,96 @@ class Shutdown(Message):
     finished: bool
 
 
+# --- hub <-> sender: the process that moves weights from GPU to GPU -----------------------------------------------
+
+
+class SenderUp(Message):
+    """Kind 46, sender -> hub: ready for commands; its slots and local socket, if there is `ipc`."""
+
+    device: Id
+    socket: Annotated[str, Meta(max_length=256)]
+    slots: SlotTicket | None
+
+
+class SenderDocument(Message):
+    """Kind 47, hub -> sender: the newest version, a host document in `path`."""
+
+    manifest: Manifest
+    device_manifest: Manifest
+    path: str
+    layout: Layout
+
+
+class SenderForm(Message):
+    """Kind 48, hub -> sender: as rank 0 of `world`, make a unique id, then form this epoch's communicator."""
+
+    epoch: U32
+    world: U16
+
+
+class SenderSend(Message):
+    """Kind 49, hub -> sender: broadcast this version by this epoch's communicator."""
+
+    epoch: U32
+    ref: VersionRef
+
+
+class SenderAbort(Message):
+    """Kind 50, hub -> sender: this epoch is over."""
+
+    epoch: U32
+
+
+class SenderStage(IntEnum):
+    NAMED = 0
+    FORMED = 1
+    PROGRESS = 2
+    SENT = 3
+    FAILED = 4
+
+
+class SenderReport(Message):
+    """Kind 51, sender -> hub: how far the epoch is. NAMED carries the unique id, FAILED the reason."""
+
+    epoch: U32
+    stage: Annotated[int, Meta(ge=0, le=4)]
+    unique_id: Annotated[bytes, Meta(max_length=256)] = b""
+    error: LongText = ""
+    seconds: float = 0.0
+
+
+# --- actor <-> sender: slots on one GPU, over a local socket ------------------------------------------------------
+
+
+class SlotOpen(Message):
+    """Kind 56, actor -> sender: I want this version, bucket by bucket."""
+
+    ref: VersionRef
+
+
+class SlotFilled(Message):
+    """Kind 57, sender -> actor: bucket `bucket` lies in slot `slot`; copy it and say so."""
+
+    ref: VersionRef
+    bucket: U32
+    slot: U16
+
+
+class SlotFree(Message):
+    """Kind 58, actor -> sender: I have this bucket."""
+
+    ref: VersionRef
+    bucket: U32
+
+
+class SlotEnd(Message):
+    """Kind 59, both ways: no more of this version, and why. A slot that was not freed may be written again."""
+
+    ref: VersionRef
+    reason: Text
+    gone: bool = False
+
+
 TO_HUB: dict[int, type[Message]] = {
     1: Hello, 4: Group, 6: ActorBeat, 10: Installed, 11: Drain, 12: Bye,
 }
@@ -625,8 +746,13 @@ TO_WEIGHTS: dict[int, type[Message]] = {8: Pull}
 FROM_WEIGHTS: dict[int, type[Message]] = {9: Chunk}
 RANK_TO_HUB: dict[int, type[Message]] = {
     32: RankReady, 33: Take, 35: Trained, 36: Freeze, 38: Saved, 39: Publish, 40: Halt, 41: EvalRequest,
-    45: Shutdown,
+    45: Shutdown, 46: SenderUp, 51: SenderReport,
 }
 HUB_TO_RANK: dict[int, type[Message]] = {
     34: BatchShare, 37: FrozenState, 40: Halt, 42: EvalResult, 43: RankWait, 44: HubStatus,
 }
+HUB_TO_SENDER: dict[int, type[Message]] = {
+    45: Shutdown, 47: SenderDocument, 48: SenderForm, 49: SenderSend, 50: SenderAbort,
+}
+SLOT_TO_SENDER: dict[int, type[Message]] = {56: SlotOpen, 58: SlotFree, 59: SlotEnd}
+SLOT_TO_ACTOR: dict[int, type[Message]] = {57: SlotFilled, 59: SlotEnd}

@@ -27,6 +27,8 @@ DTYPE_BYTES: dict[str, int] = {
 
 DIGEST_XXH3 = 0
 """digest_kind of documents on the host: xxh3-128 of the bucket's bytes."""
+DIGEST_FOLD128 = 1
+"""digest_kind of buckets in the memory of a GPU: `streamrl.weights.fold128`."""
 
 
 def make_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Layout:
@@ -114,20 +116,22 @@ def root_of(layout_id: bytes, ref: VersionRef, digest_kind: int, digests: Sequen
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(identity))
 
 
-def make_manifest(layout: Layout, ref: VersionRef, parent: VersionRef | None, digests: Sequence[bytes]) -> Manifest:
-    """The manifest of a document whose buckets have these digests (digest_kind 0)."""
+def make_manifest(
+    layout: Layout, ref: VersionRef, parent: VersionRef | None, digests: Sequence[bytes], kind: int = DIGEST_XXH3
+) -> Manifest:
+    """The manifest of a document whose buckets have these digests."""
     layout_id = layout_digest(layout)
-    root = root_of(layout_id, ref, DIGEST_XXH3, digests)
-    manifest = Manifest(ref, parent, layout_id, DIGEST_XXH3, tuple(digests), root)
-    check_manifest(manifest, layout)
+    root = root_of(layout_id, ref, kind, digests)
+    manifest = Manifest(ref, parent, layout_id, kind, tuple(digests), root)
+    check_manifest(manifest, layout, kind)
     return manifest
 
 
-def check_manifest(manifest: Manifest, layout: Layout) -> None:
-    """Does this manifest describe a document of this layout, and is it whole?
+def check_manifest(manifest: Manifest, layout: Layout, kind: int = DIGEST_XXH3) -> None:
+    """Does this manifest describe a document of this layout, with digests of this kind, and is it whole?
 
     Raises:
-        WeightsError: another layout, another number of buckets, an unknown digest kind, or a root that does not follow.
+        WeightsError: another layout, another number of buckets, another digest kind, or a root that does not follow.
     """
     check_layout(layout)
     ours = layout_digest(layout)
@@ -136,8 +140,9 @@ def check_manifest(manifest: Manifest, layout: Layout) -> None:
             f"version {manifest.ref} has layout {manifest.layout_digest.hex()[:8]}, this side has {ours.hex()[:8]}: "
             "learner and actor must load the same model with the same wire dtype"
         )
-    if manifest.digest_kind != DIGEST_XXH3:
-        raise WeightsError(f"version {manifest.ref} has digest kind {manifest.digest_kind}, a host document has kind 0")
+    if manifest.digest_kind != kind:
+        where = "a document on a host" if kind == DIGEST_XXH3 else "buckets on a GPU"
+        raise WeightsError(f"version {manifest.ref} has digest kind {manifest.digest_kind}, {where} need kind {kind}")
     if len(manifest.digests) != len(layout.bucket_bytes):
         raise WeightsError(
             f"version {manifest.ref} has {len(manifest.digests)} digests for {len(layout.bucket_bytes)} buckets"

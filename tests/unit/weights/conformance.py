@@ -30,6 +30,7 @@ import pytest
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
+from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.document import Document, Superseded
 from streamrl.weights.manifest import document_nbytes, make_layout, root_of
 
@@ -104,9 +105,11 @@ def changed(body: bytes, seed: int, *, every: int = 100) -> bytes:
     return bytes(new)
 
 
-def bytes_of(document: Document) -> bytes:
+def bytes_of(document: Document | DeviceDocument) -> bytes:
     """All bytes; raises if the document was not verified."""
     document.tensors()
+    if isinstance(document, DeviceDocument):
+        return document.host_bytes()
     return bytes(memoryview(document._body))
 
 

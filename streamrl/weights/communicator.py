@@ -1,0 +1,218 @@
+"""What broadcasts need of a communication library, and how to live with calls that may never return.
+
+Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each such
+call runs in a thread of its own, with a deadline. A call in progress is ended by `abort` from another thread; a thread
+that does not come back even then is abandoned, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from streamrl.errors import EngineError, WeightsError
+
+log = logging.getLogger(__name__)
+
+ABORT_DEADLINE_S = 5.0
+"""An abort that takes longer will not return."""
+_LOOK_UP_S = 0.05
+
+
+class Communicator(Protocol):
+    """One rank of one group that never changes. Methods block; after any failure only `abort` may be called."""
+
+    def test(self) -> None:
+        """A one-element all-reduce; raises WeightsError unless it counts every rank."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Rank 0's bytes (uint8, contiguous) into everybody's buffer; complete when this returns."""
+        ...
+
+    def abort(self) -> None:
+        """End whatever is in progress here; callable from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Let go of a healthy communicator."""
+        ...
+
+
+class CommunicatorLibrary(Protocol):
+    """Makes communicators: NCCL through cupy, or a stand-in of the tests."""
+
+    name: str
+    max_unique_id_bytes: int
+
+    def unique_id(self) -> bytes:
+        """Names a new group; called by its rank 0."""
+        ...
+
+    def connect(self, world: int, unique_id: bytes, rank: int) -> Communicator:
+        """Blocks until all ranks are there."""
+        ...
+
+
+class CommunicatorError(WeightsError):
+    """The communicator failed, was aborted, or was too slow; it is of no further use."""
+
+
+class CommunicatorStuck(EngineError):
+    """A call neither returns nor can be ended: this process must be."""
+
+
+class Threads:
+    """Runs blocking calls in threads that may be given up; counts those that never came back."""
+
+    def __init__(self) -> None:
+        self._abandoned: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def num_abandoned(self) -> int:
+        """Threads that were given up and still sit in their call."""
+        with self._lock:
+            self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+            return len(self._abandoned)
+
+    def run(self, work: Callable[[], Any], *, deadline_s: float, stop: threading.Event, what: str) -> Any:
+        """What `work` returns or raises.
+
+        Raises:
+            CommunicatorError: not done within `deadline_s`, or `stop` was set. The thread still runs: end its call and
+                `join` it, or `abandon` it. The error's `thread` is the one.
+        """
+        outcome: list[Any] = []
+        done = threading.Event()
+
+        def body() -> None:
+            try:
+                outcome.append((work(), None))
+            except BaseException as error:  # whatever a foreign library raises belongs to whoever waits
+                outcome.append((None, error))
+            finally:
+                done.set()
+
+        thread = threading.Thread(target=body, name=what, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + deadline_s
+        while not done.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic()))):
+            late = time.monotonic() >= deadline
+            if late or stop.is_set():
+                error = CommunicatorError(f"{what} was not done in {deadline_s:g} s" if late else f"{what} was stopped")
+                error.thread = thread  # type: ignore[attr-defined]
+                raise error
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+    def abandon(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._abandoned.add(thread)
+
+
+class GuardedCommunicator:
+    """One communicator whose every call has a deadline. Call its methods from one thread, `stop` from any.
+
+    Args:
+        threads: shared by all communicators of the process.
+        rank, world, unique_id: this rank's place in the group.
+    """
+
+    def __init__(
+        self, library: CommunicatorLibrary, threads: Threads, *, rank: int, world: int, unique_id: bytes, what: str
+    ) -> None:
+        self._library, self._threads, self._what = library, threads, what
+        self._rank, self._world, self._unique_id = rank, world, unique_id
+        self._inner: Communicator | None = None
+        self._stop = threading.Event()
+        self._dead = False
+
+    def form(self, deadline_s: float) -> None:
+        """Connect and test.
+
+        Raises:
+            CommunicatorError: not formed; a thread that still waits for the others is abandoned: nothing can end it.
+        """
+        deadline = time.monotonic() + deadline_s
+        try:
+            self._inner = self._threads.run(
+                lambda: self._library.connect(self._world, self._unique_id, self._rank),
+                deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: connecting",
+            )
+        except Exception as error:
+            self._dead = True
+            if (thread := getattr(error, "thread", None)) is not None:
+                self._threads.abandon(thread)
+            raise _as_ours(error, self._what) from error
+        inner = self._inner
+        self._call(inner.test, max(0.0, deadline - time.monotonic()), "its test")
+
+    def broadcast(self, buffer: torch.Tensor, deadline_s: float) -> None:
+        """As `Communicator.broadcast`.
+
+        Raises:
+            CommunicatorError: it failed or was too slow; the communicator was aborted and is dead.
+            CommunicatorStuck: not even the abort came back.
+        """
+        assert self._inner is not None, "form comes first"
+        inner = self._inner
+        self._call(lambda: inner.broadcast(buffer), deadline_s, "a broadcast")
+
+    def stop(self) -> None:
+        """Give up whatever is in progress, soon; the thread that waits for it does the rest. Returns at once."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def close(self) -> None:
+        """Leave the group; a healthy communicator is closed, a stopped one aborted."""
+        if self._inner is None or self._dead:
+            return
+        self._dead = True
+        # Closing waits for the other ranks in some versions of NCCL; aborting does not.
+        self._end(self._inner)
+
+    def _call(self, work: Callable[[], None], deadline_s: float, what: str) -> None:
+        if self._dead or self._stop.is_set():
+            raise CommunicatorError(f"{self._what} is over")
+        try:
+            self._threads.run(work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}")
+        except Exception as error:
+            self._dead = True
+            assert self._inner is not None
+            self._end(self._inner)
+            if (thread := getattr(error, "thread", None)) is not None:
+                thread.join(ABORT_DEADLINE_S)
+                if thread.is_alive():
+                    self._threads.abandon(thread)
+                    raise CommunicatorStuck(
+                        f"{self._what}: {what} did not end {ABORT_DEADLINE_S:g} s after its abort: restart this process"
+                    ) from error
+            raise _as_ours(error, self._what) from error
+
+    def _end(self, inner: Communicator) -> None:
+        try:
+            self._threads.run(
+                inner.abort, deadline_s=ABORT_DEADLINE_S, stop=threading.Event(), what=f"{self._what}: its abort"
+            )
+        except CommunicatorError as error:
+            if (thread := getattr(error, "thread", None)) is None:
+                raise
+            self._threads.abandon(thread)
+            raise CommunicatorStuck(f"{error}: restart this process") from error
+        except Exception as error:  # it is gone already, and that is what was wanted
+            log.info("%s: its abort said %r", self._what, error)
+
+
+def _as_ours(error: Exception, what: str) -> CommunicatorError:
+    return error if isinstance(error, CommunicatorError) else CommunicatorError(f"{what} failed: {error!r}")

@@ -1,0 +1,162 @@
+"""Wires for the conformance suite of the ways from GPU to GPU, with stand-ins where a GPU would be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.messages import InstallSource, Layout, Manifest, NcclTicket, Offer, VersionRef
+from streamrl.weights.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
+from streamrl.weights.device_document import DeviceDocument
+from streamrl.weights.fold128 import fold128_numpy
+from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_manifest
+from tests.fake_communicator import FakeLibrary
+
+torch.set_num_threads(1)
+
+
+def device_manifest(layout: Layout, ref: VersionRef, parent: VersionRef | None, body: bytes) -> Manifest:
+    digests = [fold128_numpy(body[start:end]) for start, end in bucket_ranges(layout)]
+    return make_manifest(layout, ref, parent, digests, DIGEST_FOLD128)
+
+
+class Memory:
+    """A document's buckets out of plain bytes; `upto` cuts it off, as a writer that dies would."""
+
+    def __init__(self, layout: Layout, body: bytes, upto: int | None = None) -> None:
+        self.layout, self.body, self.upto = layout, bytearray(body), upto
+
+    def fill(self, index: int, out: torch.Tensor) -> None:
+        start, end = bucket_ranges(self.layout)[index]
+        if self.upto is not None and end > self.upto:
+            raise WeightsError("the writer died")
+        out[: end - start].numpy()[:] = np.frombuffer(bytes(self.body[start:end]), dtype=np.uint8)
+
+
+class Shelf:
+    """What both wires share: the newest two documents."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.source: InstallSource | None = None
+        self.patience_s = 8.0
+        self.documents: dict[VersionRef, Memory] = {}
+        self._newest: VersionRef | None = None
+
+    def publish(self, ref: VersionRef, body: bytes) -> Manifest:
+        assert len(body) == document_nbytes(self.layout)
+        manifest = device_manifest(self.layout, ref, self._newest, body)
+        self.documents[ref] = Memory(self.layout, body)
+        self._newest = ref
+        for old in sorted(self.documents)[:-2]:
+            del self.documents[old]
+        return manifest
+
+    def flip(self, offset: int) -> None:
+        assert self._newest is not None
+        self.documents[self._newest].body[offset] ^= 0x40
+
+    def tear(self, ref: VersionRef, body: bytes) -> Manifest:
+        self.documents[ref] = Memory(self.layout, body, upto=len(body) // 2)
+        return device_manifest(self.layout, ref, self._newest, body)
+
+
+class FakeBroadcastWire(Shelf):
+    """Sender and member as they are, over FakeCommunicators; this class plays the hub."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._senders_library, self._members_library = FakeLibrary(), FakeLibrary()
+        self._sender = Broadcaster(self._senders_library, "cpu")
+        self._epoch, self._formed = 0, False
+        self._sent: set[VersionRef] = set()
+        self._ticket: NcclTicket | None = None
+        self._thread: threading.Thread | None = None
+        self._member = self._new_member()
+
+    def _new_member(self) -> BroadcastMember:
+        return BroadcastMember(self._members_library, "cpu", self._reported)
+
+    def _reported(self, epoch: int, broken: bool) -> None:
+        self._formed = epoch == self._epoch
+
+    def _invitation(self) -> NcclTicket:
+        if not self._formed or self._ticket is None:
+            self._epoch += 1
+            self._sent = set()
+            unique_id = self._sender.name()
+            self._ticket = NcclTicket(self._epoch, unique_id, 2, 1, 5.0, 1.5)
+            self._sender.stop()
+        return self._ticket
+
+    def _serve(self, ref: VersionRef, ticket: NcclTicket, form: bool) -> None:
+        try:
+            if form:
+                self._sender.form(ticket.epoch, 2, ticket.unique_id, 5.0)
+            if ref in self.documents:
+                self._sent.add(ref)
+                self._sender.send(ref, self.documents[ref], deadline_s=3.0)
+        except WeightsError:
+            self._formed = False
+            self._sender.close()
+
+    def receive(
+        self, manifest: Manifest, *, layout: Layout | None = None, cancelled: threading.Event | None = None,
+        deadline_s: float = 20.0,
+    ) -> DeviceDocument:
+        import time
+
+        if self._thread is not None:  # the hub sends one version after the other
+            self._thread.join()
+        form = not self._formed
+        ticket = self._invitation()
+        if form or manifest.ref not in self._sent:
+            self._thread = threading.Thread(target=self._serve, args=(manifest.ref, ticket, form), daemon=True)
+            self._thread.start()
+        offer = Offer("nccl", "", document_nbytes(self.layout), manifest=manifest, nccl=ticket)
+        receiver = BroadcastReceiver(offer, self._member)
+        try:
+            document, _, _ = receiver.receive(
+                manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
+                deadline=time.monotonic() + deadline_s,
+            )
+        except WeightsError:
+            if cancelled is None:
+                self._sender.stop()
+                self._formed = False
+            raise
+        self.source = receiver.source
+        return document
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._member.close()
+        self._member, self._formed = self._new_member(), False
+
+    def midway(self, action: Callable[[], None]) -> None:
+        count = [0]
+
+        def look(rank: int, nbytes: int) -> None:
+            count[0] += 1
+            if count[0] == 3:  # the header, the first bucket, and now
+                self._members_library.on_broadcast = lambda rank, nbytes: None
+                action()
+
+        self._members_library.on_broadcast = look
+
+    def die(self) -> None:
+        guard = self._sender._guard
+        assert guard is not None and guard._inner is not None
+        guard._inner.abort()  # what the system does with the sockets of a dead process
+
+    def close(self) -> None:
+        self._sender.stop()
+        self._member.close()
+        self._sender.close()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
