@@ -120,7 +120,8 @@ class Installer:
                 return None  # a newer one was verified sooner
             times = await self._load(fetched.document, manifest.ref)
             self._document = fetched.document
-            probed = await self._probe(fetched.document)
+            # Comparing takes as long as loading: not after every install, only with the versions that bring a probe.
+            probed = await self._probe(fetched.document) if manifest.probe is not None else None
         log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 

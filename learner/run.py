@@ -56,7 +56,6 @@ class Run:
     schedule: Schedule
     objective: Objective
     publisher: Publisher
-    prober: Prober
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
@@ -67,6 +66,7 @@ class Run:
     hub_process: HubProcess | None = None
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
+    prober: Prober | None = None
     assets_path: str = ""
     saved_version: int = -1
     num_failed_publishes: int = 0
@@ -122,7 +122,7 @@ class Run:
     def publish(self) -> None:
         """Make the present weights available to every actor under the present version; a collective call."""
         with self.timed("publish"):
-            probe = self.prober.probe_if_due(self.version)
+            probe = self.prober.probe_if_due(self.version) if self.prober is not None else None
             try:
                 published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
             except WeightsError as error:

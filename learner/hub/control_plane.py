@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from learner.hub.links import Link, Links
+from learner.hub.weight_checks import WeightChecks
 from streamrl.codec import Decoder, encode
 from streamrl.errors import WireError
 from streamrl.messages import (
@@ -46,6 +47,7 @@ class ControlPlane:
     def __init__(self, hub: HubServer) -> None:
         self.hub = hub
         self.links = Links()
+        self.checks = WeightChecks(hub.weights.root_of, hub.settings.probe_tolerance)
         self.num_actor_restarts = 0
         self.tokens_generated = 0
         self._decoder = Decoder(TO_HUB, hub.settings.limits.max_message_bytes)
@@ -94,6 +96,7 @@ class ControlPlane:
                 ledger.drain(link.actor_id, now)
             case Bye():
                 ledger.bye(link.actor_id, now)
+                self.checks.forget(link.actor_id)
                 self._send(link.routing_id, Bye(message.last_seq, "bye"))
                 self.links.drop(link.actor_id)
                 log.info("%s left: %s", link.actor_id, message.note)
@@ -114,6 +117,8 @@ class ControlPlane:
         if weights.manifest is None:
             self._stop(routing_id, StopReason.BUSY, "version 0 is not published yet", rejoin=True, retry_after_s=0.5)
             return
+        if hello.installed is not None and not self.checks.usable(hello.actor_id, hello.incarnation, *hello.installed):
+            hello = msgspec.structs.replace(hello, installed=None)
         verdict = self.hub.ledger.hello(hello.actor_id, hello, now)
         if verdict.stop is not None:
             self._send(routing_id, verdict.stop)
@@ -142,11 +147,14 @@ class ControlPlane:
         self.links.bind(Link(routing_id, hello.actor_id, hello.incarnation, heard_at=now))
 
     def _beat(self, link: Link, beat: ActorBeat, now: float) -> None:
-        if link.refused is not None and beat.installed == link.refused:
+        link.version = str(beat.installed) if beat.installed else "-"
+        if beat.installed is not None and not self.checks.usable(
+            link.actor_id, link.incarnation, beat.installed, beat.root
+        ):
             beat = msgspec.structs.replace(beat, installed=None)  # whatever it serves, it is not ours
         self.hub.ledger.beat(link.actor_id, beat, now)
-        link.state = ActorState(beat.state).name.lower()
-        link.version = str(beat.installed) if beat.installed else "-"
+        quarantined = self.checks.quarantined(link.actor_id, link.incarnation)
+        link.state = "quarantined" if quarantined else ActorState(beat.state).name.lower()
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
         self._announce_again(link, beat, now)
@@ -167,21 +175,24 @@ class ControlPlane:
             self._send(link.routing_id, Announce(manifest, self.hub.weights.offers()))
 
     def _installed(self, link: Link, message: Installed, now: float) -> None:
-        root = self.hub.weights.root_of(message.target)
-        ok = message.ok
-        if ok and root is not None and root != message.root:
-            ok = False
-            link.refused = message.target
-            log.error("%s says it serves %s with root %s, published was %s: it gets no leases until it installs again",
-                      link.actor_id, message.target, message.root.hex()[:8], root.hex()[:8])
-            self._strike(link, "wrong root", now)
+        who, ledger = (link.actor_id, link.incarnation), self.hub.ledger
         if not message.ok:
             self.hub.counters["num_install_failures"] += 1
             log.warning("%s refused version %s: %s", link.actor_id, message.target, message.error)
-        if ok:
-            self.hub.counters["num_installs"] += 1
-            self.hub.weights.count_install(message, now)
-        self.hub.ledger.installed(link.actor_id, message.target, ok, now)
+            ledger.installed(link.actor_id, message.target, False, now)
+            return
+        if self.checks.wrong_root(*who, message.target, message.root):
+            ledger.installed(link.actor_id, message.target, False, now)
+            self._strike(link, "wrong root", now)
+            return
+        self.hub.counters["num_installs"] += 1
+        self.hub.weights.count_install(message, now)
+        if message.probe is not None:
+            self.checks.probed(*who, message.target, message.probe)
+        if self.checks.quarantined(*who):
+            ledger.suspend(link.actor_id, now)
+        else:
+            ledger.installed(link.actor_id, message.target, True, now)
 
     # --- outgoing ---------------------------------------------------------------------------------------------------
 

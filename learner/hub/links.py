@@ -23,8 +23,6 @@ class Link:
     rate_at: float = 0.0
     strikes: deque[float] = field(default_factory=deque)
     stats: dict[str, float] = field(default_factory=dict)
-    refused: object = None
-    """The version it claims to serve with bytes that were never published."""
     announced_at: float = 0.0
 
     def strike(self, now: float) -> bool:

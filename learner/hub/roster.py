@@ -99,6 +99,15 @@ class Roster(Books):
         if ok:
             self._set_installed(self.actors[actor_id], ref)
 
+    def suspend(self, actor_id: str, now: float) -> None:
+        """Its weights are not to be trusted: its leases go to others, and it gets none until `installed` says so."""
+        if not self.heard(actor_id, now):
+            return
+        actor = self.actors[actor_id]
+        self._set_installed(actor, None)
+        for group_id, _ in self._open_leases(actor):
+            self._release(group_id, now, failed=False, revoke=True)
+
     def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
         """Cut an actor off; its leases go back to the pool, each group at its old place."""
         actor = self.actors.get(actor_id)

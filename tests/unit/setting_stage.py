@@ -117,6 +117,13 @@ class Peer:
             if isinstance(message, kind):
                 return message
 
+    def heard_before(self, end: type[Message], kind: type[Message]) -> list[Any]:
+        """Every message of this kind that comes before the next one of kind `end`."""
+        found = []
+        while not isinstance(message := self.hear(Message), end):
+            found += [message] if isinstance(message, kind) else []
+        return found
+
     def join(self) -> Welcome:
         self.say(Hello(
             protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",

@@ -178,6 +178,8 @@ SHOWN_BY = {
     "publish.num_keep_versions": f"{HUB}::test_so_many_published_versions_stay_available",
     "publish.max_bytes_per_s": f"{HUB}::test_a_bandwidth_cap_makes_actors_wait",
     "publish.delta_max_ratio": f"{HUB}::test_a_remote_actor_gets_what_changed_if_that_is_little_enough",
+    "publish.probe_every": "learner/test_probe.py::test_versions_are_probed_as_often_as_set_and_first_of_all",
+    "publish.probe_tolerance": f"{HUB}::test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases",
     "checkpoint.every_steps": f"{HUB}::test_checkpoints_come_as_often_as_said_and_never_with_zero",
     "checkpoint.resume": "test_config.py::test_run_directories_count_up_and_resume_takes_the_newest",
     "checkpoint.num_keep": "learner/test_checkpoint.py::test_only_the_newest_few_stay_and_drafts_go",

@@ -29,8 +29,10 @@ from streamrl.messages import (
     ChunkStatus,
     EvalRequest,
     Halt,
+    HubBeat,
     Installed,
     Leases,
+    Probed,
     Pull,
     PullMode,
     RankWait,
@@ -174,6 +176,24 @@ def test_weights_travel_in_the_type_and_the_units_that_are_set():
     assert [sum(layout.bucket_bytes) for layout in (auto, single, half)] == [4000, 4000, 2000]
     assert {spec.dtype for spec in half.tensors} == {"bfloat16"}
     assert list(auto.bucket_bytes) == [4000] and list(buckets.bucket_bytes) == [1024, 1024, 1024, 928]
+
+
+@pytest.mark.parametrize(("tolerance", "leased"), [(0.5, True), (0.25, False)])
+def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, model_dir, tolerance, leased):
+    with LiveHub(tmp_path, config_of(f"publish.probe_tolerance={tolerance}")) as hub:
+        manifest = hub.publish(0, model_dir)
+        peer = hub.dial()
+        peer.join()
+        probed = Probed(0.3, 0.4, "", 0.0)
+        peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, "", probed))
+        peer.say(ActorBeat(11, 1, int(ActorState.RUNNING), 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        peer.hear(HubBeat)  # whatever is granted is granted before the next beat is answered
+        peer.say(ActorBeat(11, 2, int(ActorState.RUNNING), 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        if leased:
+            assert peer.hear(Leases).grants
+        else:
+            assert not peer.heard_before(HubBeat, Leases)
+            assert hub.server.control.checks.metrics()["num_quarantined"] == 1
 
 
 # --- waiting and evaluating ------------------------------------------------------------------------------------------

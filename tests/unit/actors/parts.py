@@ -194,6 +194,7 @@ class FakeClient:
         self.events: asyncio.Queue[Deliver | Gone] = asyncio.Queue()
         self.groups: list[Group] = []
         self.installed: list[VersionRef] = []
+        self.reports: list[Installed] = []
         self.progress = Progress()
         self.drained_with: tuple[int, tuple[Any, ...]] | None = None
         self.closed = False
@@ -208,6 +209,7 @@ class FakeClient:
     def report_installed(self, message: Installed) -> None:
         assert message.ok, message.error
         self.installed.append(message.target)
+        self.reports.append(message)
 
     def update(self, progress: Progress) -> None:
         self.progress = progress
