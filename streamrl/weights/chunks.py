@@ -24,7 +24,7 @@ from streamrl.messages import Chunk, ChunkStatus, Limits, Manifest, Pull, PullMo
 from streamrl.weights.budget import ByteBudget
 from streamrl.weights.delta_store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, Gone, NotAvailable, unpack_header
-from streamrl.weights.manifest import bucket_digest
+from streamrl.weights.running_digest import RunningDigest
 
 EMPTY = memoryview(b"")
 
@@ -187,6 +187,7 @@ class PullPlan:
         self._waiting: deque[Ask] = deque()
         self._in_flight: OrderedDict[tuple[int, int], Ask] = OrderedDict()
         self._missing = [0] * len(buckets)  # chunks
+        self._running = [RunningDigest(bucket) for bucket in buckets]
         self._refusals: dict[tuple[int, int], int] = {}
         self._not_before, self._heard_at, self._silences = now, now, 0
         self.stats = PullStats()
@@ -270,7 +271,7 @@ class PullPlan:
             self._refuse(key, f"the chunk at {ask.offset} of bucket {ask.bucket} came damaged")
             self._waiting.appendleft(ask)
             return
-        self._buckets[ask.bucket][ask.offset : ask.offset + ask.length] = payload
+        self.verify_s += self._running[ask.bucket].copy(ask.offset, payload)
         self._missing[ask.bucket] -= 1
         if self._missing[ask.bucket] == 0:
             self._close_bucket(ask.bucket)
@@ -285,9 +286,8 @@ class PullPlan:
             self.stats.repeated_pulls += 1
 
     def _close_bucket(self, index: int) -> None:
-        started = time.perf_counter()
-        digest = bucket_digest(self._buckets[index])
-        self.verify_s += time.perf_counter() - started
+        digest, seconds = self._running[index].finish()
+        self.verify_s += seconds
         if digest != self._digests[index]:
             self.stats.refused_buckets += 1
             self._refuse(
