@@ -86,7 +86,7 @@ def credit_tokens(
         return Credited(broadcast_rows(row_credit, mask))
     if name == "reinforce_pp":
         if settings.baseline == "none":
-            return Credited(reinforce_pp_advantages(rewards, mask, gamma=_gamma(settings, batch), moments=moments))
+            return Credited(reinforce_pp_advantages(rewards, mask, gamma=discounts(settings, batch), moments=moments))
         return Credited(whiten(broadcast_rows(row_credit, mask), mask, moments=moments))
     knobs = _knobs(settings, batch)
     if rho_bar is not None:
@@ -136,13 +136,13 @@ def _knobs(settings: AdvantageConfig, batch: MicroBatch) -> dict[str, Any]:
     takes = accepted(settings.estimator)
     knobs = {name: getattr(settings, name) for name in SETTINGS if name in takes}
     if "gamma" in knobs:
-        knobs["gamma"] = _gamma(settings, batch)
+        knobs["gamma"] = discounts(settings, batch)
     if "target_rho_bar" in takes:  # the critic is one of states: the estimator's own None is meant for action values
         knobs["target_rho_bar"] = 1.0
     return {**knobs, **settings.options}
 
 
-def _gamma(settings: AdvantageConfig, batch: MicroBatch) -> float | Tensor:
+def discounts(settings: AdvantageConfig, batch: MicroBatch) -> float | Tensor:
     """The discount of every token, or of the last action token of every turn only."""
     if settings.discount == "token" or settings.gamma == 1.0 or settings.estimator == "vtrace_segments":
         return settings.gamma

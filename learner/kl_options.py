@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from streamrl.algorithms import (
+    CORRECTION_PRESETS,
     clip_high_update,
     constraint_penalty,
     entropy_coef_update,
@@ -103,6 +104,11 @@ def needs_reference(kl: KlConfig, constraint: ConstraintConfig) -> bool:
     return kl.mode != "off" or constraint.kl_limit is not None
 
 
+def brings_no_ratio(loss: LossConfig) -> bool:
+    """Nothing multiplies the advantages by pi/mu: a KL among them must bring its own."""
+    return loss.surrogate == "reinforce" and CORRECTION_PRESETS[loss.correction].weight == "none"
+
+
 def check_regularisers(
     kl: KlConfig, reference: ReferenceConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
     max_lag: int,
@@ -152,8 +158,7 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
 
 def _check_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) -> None:
     reads = (
-        kl.mode == "k2_is" or constraint.kl_limit is not None
-        or (kl.mode == "advantage" and loss.surrogate == "reinforce")
+        kl.mode == "k2_is" or constraint.kl_limit is not None or (kl.mode == "advantage" and brings_no_ratio(loss))
     )
     _need(kl.cap > 0.0, f"kl.cap={kl.cap} must be positive.")
     if not reads:

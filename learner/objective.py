@@ -13,7 +13,8 @@ functions in `streamrl.algorithms`; this class chooses between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,12 +28,13 @@ from learner.batch_facts import (
     row_credit,
     sum_moments,
 )
-from learner.credit import CRITIC_FREE, Credited, credit_tokens
+from learner.credit import CRITIC_FREE, Credited, credit_tokens, discounts
 from learner.critic import Targets
 from learner.guards import Guarded, guard
 from learner.loss_options import check_settings, surrogate_options
 from learner.packing import MicroBatch
 from learner.ranks import Ranks
+from learner.regularisers import Regularisers
 from learner.scoring import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, Scored
 from learner.statistics import RATIO_CAP, Measured, add_plan, add_trajectories, measure, measure_traces
 from learner.trajectories import Trajectory
@@ -40,15 +42,15 @@ from learner.trust_region import EWMA, anchor_of, proximal_logprobs, surrogate_l
 from streamrl.algorithms import (
     CORRECTION_PRESETS,
     aggregate,
-    behavior_penalty,
     clip_from_budget,
     log_ratios,
+    reward_to_go,
     rho_bar_for_ess,
     seq_tis_weights,
     token_lags,
     whiten,
 )
-from streamrl.algorithms.types import ClipBounds
+from streamrl.algorithms.types import ClipBounds, Moments
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.messages import PlanRow
 from streamrl.metrics.meter import Meter
@@ -63,6 +65,7 @@ class Objective:
         max_lag: the bound on the lag; 0 permits losses without any ratio.
         ranks: who shares the batch; `Ranks()` for a lone process.
         mask_old_tokens: leave tokens beyond `max_lag` out of the loss.
+        regularisers: KL, entropy and constraints; None is what `loss` alone asks for.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
     Example:
@@ -76,12 +79,13 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        ranks: Ranks, mask_old_tokens: bool = False,
+        ranks: Ranks, mask_old_tokens: bool = False, regularisers: Regularisers | None = None,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
         self._max_new_tokens, self._max_lag, self._mask_old_tokens = max_new_tokens, max_lag, mask_old_tokens
         self._options = surrogate_options(loss)
+        self._regularisers = regularisers or Regularisers.of_loss(loss)
         self._anchor = anchor_of(loss.surrogate, loss.anchor)
         self._facts: BatchFacts | None = None
         self._credit: RowCredit | None = None
@@ -103,7 +107,7 @@ class Objective:
     @property
     def needs(self) -> frozenset[str]:
         """What must be measured on the whole batch before the first gradient; nothing for most losses."""
-        advantage, needs = self._advantage, set()
+        advantage, needs = self._advantage, set(self._regularisers.needs)
         if self.has_critic:
             needs |= {POLICY, VALUES}
         if advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES:
@@ -126,18 +130,15 @@ class Objective:
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        advantage, self._version = self._advantage, version
+        self._version = version
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._scored, self._observed, self._credited = {}, {}, {}
+        self._options = surrogate_options(replace(self._loss, clip_high=self._regularisers.controls.clip_high))
         self._facts = batch_facts(
             trajectories, plan, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
             rank=self.ranks.rank,
         )
-        plain = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
-        credit = row_credit(self._facts, self._facts.scores, baseline=plain, scale=advantage.scale)
-        if advantage.estimator == "reinforce_pp" and advantage.baseline == "none":
-            credit = RowCredit(credit.credit, credit.baseline, return_moments(trajectories, self.ranks))
-        self._credit = credit
+        self._credit = self._row_credit(self._facts, lambda: return_moments(trajectories, self.ranks))
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
         add_trajectories(self._meter, trajectories)
@@ -154,6 +155,8 @@ class Objective:
         advantage = self._advantage
         if POLICY not in self.needs:
             return
+        if self._regularisers.shapes_rewards:
+            self._shape_rewards()
         if advantage.baseline in WEIGHTED_BASELINES:
             self._weigh_baseline()
         if advantage.rho_bar_ess_target is not None:
@@ -171,6 +174,29 @@ class Objective:
         credited, scored = self._credited[batch.rows], self._scored[batch.rows]
         old = scored.values if scored.action_values is None else scored.action_values
         return Targets(credited.targets, credited.trained, old)
+
+    def _row_credit(self, facts: BatchFacts, moments: Callable[[], Moments]) -> RowCredit:
+        """Credit of whole trajectories by a baseline that needs no ratios; `moments` of returns, if they are read."""
+        advantage = self._advantage
+        plain = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
+        credit = row_credit(facts, facts.scores, baseline=plain, scale=advantage.scale)
+        if advantage.estimator == "reinforce_pp" and advantage.baseline == "none":
+            credit = RowCredit(credit.credit, credit.baseline, moments())
+        return credit
+
+    def _shape_rewards(self) -> None:
+        """Take the KL off scores and returns, before any baseline looks at them."""
+        assert self._facts is not None
+        penalties = torch.zeros(len(self._facts.places), dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for rows, batch in self._observed.items():
+            if rows:
+                scored = self._scored[rows]
+                penalties[list(rows)] = self._regularisers.row_penalties(batch, scored).cpu()
+                shaped = self._regularisers.shaped_rewards(batch, scored)
+                sums += _sums(reward_to_go(shaped, batch.mask, gamma=discounts(self._advantage, batch)), batch.mask)
+        self._facts = replace(self._facts, scores=self._facts.scores - self._facts.gather(penalties, self.ranks))
+        self._credit = self._row_credit(self._facts, lambda: sum_moments(sums.tolist(), self.ranks))
 
     def _weigh_baseline(self) -> None:
         """Replace the plain baseline by one that weighs siblings by their ratio to the current policy."""
@@ -205,8 +231,7 @@ class Objective:
     def _whiten(self) -> None:
         sums = torch.zeros(3, dtype=torch.float64)
         for rows, credited in self._credited.items():
-            chosen = credited.advantages[self._observed[rows].mask].double().cpu()
-            sums += torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
+            sums += _sums(credited.advantages, self._observed[rows].mask)
         moments = sum_moments(sums.tolist(), self.ranks)
         for rows, credited in self._credited.items():
             even = whiten(credited.advantages, self._observed[rows].mask, moments=moments)
@@ -217,7 +242,8 @@ class Objective:
         mine = [torch.zeros(2, 0, dtype=torch.float64)]
         for rows, batch in self._observed.items():
             if rows:
-                ell, advantages = self._ell(batch, self._scored[rows].policy), self._credited[rows].advantages
+                policy = self._scored[rows].policy
+                ell, advantages = self._ell(batch, policy), self._advantages(batch, policy)
                 chosen = self._guard(batch, ell, advantages, None).keep
                 mine.append(torch.stack([ell[chosen], advantages[chosen]]).double().cpu())
         gathered = self.ranks.gather(torch.cat(mine, dim=1).flatten().tolist())
@@ -241,7 +267,7 @@ class Objective:
         mask, policy = batch.mask, batch.padded(logprobs)
         ell, lags = self._ell(batch, policy), token_lags(batch.versions, self._version, mask)
         scored = self._scored.get(batch.rows, Scored())
-        advantages = (self._credited.get(batch.rows) or self._credit_of(batch, policy.detach())).advantages
+        advantages = self._advantages(batch, policy.detach())
         proximal = proximal_logprobs(
             self._anchor, batch, policy, lags, before=scored.policy, average=scored.proximal
         )
@@ -251,7 +277,8 @@ class Objective:
         )
         losses = token_loss.losses if guarded.weights is None else guarded.weights * token_loss.losses
         spread = batch.padded(entropy)
-        losses = self._with_regularisers(losses, batch, policy, spread)
+        losses = self._regularisers.added_to(losses, batch, policy, spread, scored)
+        self._regularisers.measure(self._meter, batch, policy.detach(), scored)
         self._measure(Measured(
             mask, guarded.keep, guarded.removed, batch.versions, lags, ell, advantages, losses.detach(),
             token_loss.clipped, spread.detach(),
@@ -282,22 +309,21 @@ class Objective:
             over_budget=self.over_budget,
         )
 
+    def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
+        """[S, A], detached, as the surrogate multiplies them."""
+        credited = self._credited.get(batch.rows) or self._credit_of(batch, policy)
+        scored = self._scored.get(batch.rows, Scored())
+        return self._regularisers.shaped_advantages(credited.advantages, batch, policy, scored)
+
     def _credit_of(self, batch: MicroBatch, policy: Tensor) -> Credited:
         """Advantages [S, A], detached, without the token's own ratio, and the critic's targets."""
         assert self._credit is not None
+        scored = self._scored.get(batch.rows, Scored())
         return credit_tokens(
             self._advantage, batch, policy, self._of_rows(self._credit.credit.float(), batch),
-            row_baseline=self._of_rows(self._credit.baseline.float(), batch), rewards=batch.rewards,
-            moments=self._credit.moments, scored=self._scored.get(batch.rows), rho_bar=self._rho_bar,
+            row_baseline=self._of_rows(self._credit.baseline.float(), batch), rho_bar=self._rho_bar,
+            rewards=self._regularisers.shaped_rewards(batch, scored), moments=self._credit.moments, scored=scored,
         )
-
-    def _with_regularisers(self, losses: Tensor, batch: MicroBatch, policy: Tensor, entropy: Tensor) -> Tensor:
-        if self._loss.behavior_penalty:
-            tau = self._loss.behavior_penalty
-            losses = losses + behavior_penalty(batch.behavior_logprobs, policy, batch.mask, tau=tau)
-        if self._loss.entropy_coef:
-            losses = losses - self._loss.entropy_coef * entropy
-        return losses
 
     def _of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
         return per_trajectory[torch.tensor(batch.rows)].to(batch.mask.device)
@@ -307,3 +333,9 @@ class Objective:
         measure(self._meter, seen, version=self._version, cap=self._loss.cap or RATIO_CAP)
         if self._advantage.estimator in ("vtrace_critic_free", "vtrace"):
             measure_traces(self._meter, seen, lam=self._advantage.lam, c_bar=self._advantage.c_bar)
+
+
+def _sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares over action tokens, float64 [3]."""
+    chosen = values[mask].double().cpu()
+    return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])

@@ -5,6 +5,7 @@
     in the loss        regularised_losses: added to the surrogate's token losses after all its weights, so that no
                        importance weight meant for the policy term ever multiplies them
 
+`Regularisers` is what the objective calls; it holds settings and present weights, the functions below it are pure.
 Every term is a mean over tokens from mu; each brings what makes its gradient right there. Shapes: S rows, A action
 tokens of the longest, of one micro-batch.
 """
@@ -17,12 +18,97 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from streamrl.algorithms import behavior_penalty, kl_estimate, kl_loss, log_ratios
+from learner.kl_control import LossControls
+from learner.kl_options import brings_no_ratio, constraint_limits, needs_reference
+from learner.packing import MicroBatch
+from learner.scoring import POLICY, REFERENCE, Scored
+from streamrl.algorithms import (
+    behavior_penalty,
+    kl_estimate,
+    kl_loss,
+    kl_shaped_rewards,
+    log_ratios,
+)
 from streamrl.algorithms.contract import LOG_BOUND
 from streamrl.algorithms.kl import LOSS_KINDS
+from streamrl.config.schema import ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
 
 _K3_BOUND = 10.0  # where kl_estimate clamps k3
+
+
+class Regularisers:
+    """The pulls of one run: what must be scored for them, and where each enters.
+
+    Args:
+        kl, constraint, loss: settings, checked by `learner.kl_options.check_regularisers`.
+        controls: the present weights; read anew in every call, moved only between steps.
+    """
+
+    def __init__(self, kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig, controls: LossControls) -> None:
+        self._kl, self._loss, self.controls = kl, loss, controls
+        self._limits = constraint_limits(constraint)
+        self._measures_kl = needs_reference(kl, constraint)
+        self._own_cap = kl.cap if brings_no_ratio(loss) else None
+
+    @classmethod
+    def of_loss(cls, loss: LossConfig) -> Regularisers:
+        """Only what the loss settings themselves ask for: entropy bonus and behaviour penalty."""
+        kl, constraint = KlConfig(), ConstraintConfig()
+        return cls(kl, constraint, loss, LossControls(kl, EntropyConfig(), constraint, loss))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a scoring pass must bring."""
+        if not self._measures_kl:
+            return frozenset()
+        return frozenset({REFERENCE, POLICY} if self.shapes_rewards else {REFERENCE})
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Scores and rewards are not what the environment said: the KL comes off first."""
+        return self._kl.mode == "reward_k1"
+
+    def row_penalties(self, batch: MicroBatch, scored: Scored) -> Tensor:
+        """What comes off each trajectory's score, float64 [S]."""
+        return self.controls.kl_coef * row_kl(*_both(scored), batch.mask)
+
+    def shaped_rewards(self, batch: MicroBatch, scored: Scored) -> Tensor:
+        """Rewards per token with the KL of each token off, [S, A]."""
+        if not self.shapes_rewards:
+            return batch.rewards
+        return kl_shaped_rewards(batch.rewards, *_both(scored), batch.mask, beta=self.controls.kl_coef)
+
+    def shaped_advantages(self, advantages: Tensor, batch: MicroBatch, policy: Tensor, scored: Scored) -> Tensor:
+        """The advantages, less the KL of each token under kl.mode=advantage."""
+        if self._kl.mode != "advantage":
+            return advantages
+        assert scored.reference is not None
+        return kl_advantages(
+            advantages, batch.behavior_logprobs, policy, scored.reference, batch.mask, coef=self.controls.kl_coef,
+            own_cap=self._own_cap,
+        )
+
+    def added_to(self, losses: Tensor, batch: MicroBatch, policy: Tensor, entropy: Tensor, scored: Scored) -> Tensor:
+        """The token losses with every term that acts in the loss, [S, A]."""
+        controls = self.controls
+        pulls = Pulls(
+            kl_kind=self._kl.mode, kl=controls.kl_coef, kl_cap=self._kl.cap, entropy=controls.entropy_coef,
+            behavior=self._loss.behavior_penalty, multipliers=controls.multipliers, limits=self._limits,
+        )
+        return regularised_losses(
+            losses, batch.behavior_logprobs, policy, entropy, scored.reference, batch.mask, pulls
+        )
+
+    def measure(self, meter: Meter, batch: MicroBatch, policy: Tensor, scored: Scored) -> None:
+        """Add this micro-batch's KL, if there is a reference."""
+        if scored.reference is not None:
+            measure_kl(meter, batch.behavior_logprobs, policy, scored.reference, batch.mask)
+
+
+def _both(scored: Scored) -> tuple[Tensor, Tensor]:
+    assert scored.policy is not None and scored.reference is not None, "a KL in the reward needs the scoring pass"
+    return scored.policy, scored.reference
 
 
 @dataclass(frozen=True, slots=True)
