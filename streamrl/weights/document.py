@@ -29,7 +29,6 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
-    bucket_digest,
     bucket_ranges,
     check_manifest,
     document_nbytes,
@@ -37,6 +36,7 @@ from streamrl.weights.manifest import (
     tensor_nbytes,
     tensor_offsets,
 )
+from streamrl.weights.running_digest import digest_all
 
 if TYPE_CHECKING:
     import torch
@@ -136,20 +136,20 @@ class Document:
         """
         if self._verified:
             return self
-        view = memoryview(self._body)
-        num_buckets = len(self.layout.bucket_bytes)
-        for index, (start, end) in enumerate(bucket_ranges(self.layout)):
+        view, ranges = memoryview(self._body), bucket_ranges(self.layout)
+        for index, (_, end) in enumerate(ranges):
             if end > len(view):
                 raise WeightsError(
-                    f"bucket {index} of {num_buckets} of version {self.manifest.ref} is cut: it ends at byte {end}, "
+                    f"bucket {index} of {len(ranges)} of version {self.manifest.ref} is cut: it ends at byte {end}, "
                     f"the document has {len(view)}"
                 )
-            check_bucket(index, view[start:end], self.manifest)
         if len(view) != document_nbytes(self.layout):
             raise WeightsError(
-                f"version {self.manifest.ref} has {len(view)} bytes, {num_buckets} buckets of the layout hold "
+                f"version {self.manifest.ref} has {len(view)} bytes, {len(ranges)} buckets of the layout hold "
                 f"{document_nbytes(self.layout)}"
             )
+        for index, digest in enumerate(digest_all([view[start:end] for start, end in ranges])):
+            _check_digest(index, digest, self.manifest)
         self._verified = True
         return self
 
@@ -188,9 +188,8 @@ class Document:
         return {spec.name: _tensor(self._body, offset, spec) for spec, offset in tensor_offsets(self.layout)}
 
 
-def check_bucket(index: int, view: memoryview, manifest: Manifest) -> None:
-    """Raise WeightsError unless these bytes are bucket `index` of the manifest."""
-    digest, expected = bucket_digest(view), manifest.digests[index]
+def _check_digest(index: int, digest: bytes, manifest: Manifest) -> None:
+    expected = manifest.digests[index]
     if digest != expected:
         raise WeightsError(
             f"bucket {index} of {len(manifest.digests)} of version {manifest.ref} has digest {digest.hex()[:8]}, "

@@ -1,8 +1,11 @@
-"""Copying into a bucket and digesting it in one go, while each piece is still in the cache."""
+"""Digesting a lot of memory in little time: while it is copied and still in the cache, or in two threads at once."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -10,6 +13,18 @@ from streamrl.weights.manifest import bucket_digest
 
 PIECE_BYTES = 256 << 10
 """Copied, then digested, before the next piece is touched."""
+
+
+NUM_THREADS = min(2, os.cpu_count() or 1)
+_WORTH_A_THREAD = 8 << 20
+
+
+def digest_all(buckets: Sequence[memoryview]) -> list[bytes]:
+    """The digest of every bucket; large ones in two threads, because one core cannot read as fast as memory gives."""
+    if NUM_THREADS == 1 or len(buckets) < 2 or sum(map(len, buckets)) < _WORTH_A_THREAD:
+        return list(map(bucket_digest, buckets))
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
+        return list(threads.map(bucket_digest, buckets))
 
 
 class RunningDigest:
