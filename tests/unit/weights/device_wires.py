@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, NcclTicket, Offer, VersionRef
 from streamrl.weights.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
 from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.fold128 import fold128_numpy
+from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_manifest
 from tests.fake_communicator import FakeLibrary
+from tests.fake_slots import FakeSlotMemory
 
 torch.set_num_threads(1)
 
@@ -29,8 +35,10 @@ class Memory:
 
     def __init__(self, layout: Layout, body: bytes, upto: int | None = None) -> None:
         self.layout, self.body, self.upto = layout, bytearray(body), upto
+        self.before_fill: Callable[[int], None] = lambda index: None
 
     def fill(self, index: int, out: torch.Tensor) -> None:
+        self.before_fill(index)
         start, end = bucket_ranges(self.layout)[index]
         if self.upto is not None and end > self.upto:
             raise WeightsError("the writer died")
@@ -108,8 +116,6 @@ class FakeBroadcastWire(Shelf):
         self, manifest: Manifest, *, layout: Layout | None = None, cancelled: threading.Event | None = None,
         deadline_s: float = 20.0,
     ) -> DeviceDocument:
-        import time
-
         if self._thread is not None:  # the hub sends one version after the other
             self._thread.join()
         form = not self._formed
@@ -160,3 +166,78 @@ class FakeBroadcastWire(Shelf):
         self._sender.close()
         if self._thread is not None:
             self._thread.join(timeout=10)
+
+
+class FakeSlotWire(Shelf):
+    """Server and reader as they are, over slots in a file; two buckets at a time, as on a GPU."""
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        super().__init__(layout)
+        self._folder, self._home = folder, tempfile.TemporaryDirectory(prefix="slots-")
+        self._context = zmq.Context()
+        self.server = SlotServer(
+            FakeSlotMemory(folder), self._context, f"ipc://{self._home.name}/slots",
+            slot_bytes=max(layout.bucket_bytes), deadline_s=2.0,
+        )
+        self._midway: Callable[[], None] | None = None
+        self.join()
+
+    def publish(self, ref: VersionRef, body: bytes) -> Manifest:
+        manifest = super().publish(ref, body)
+        self._pass_on(ref)
+        return manifest
+
+    def tear(self, ref: VersionRef, body: bytes) -> Manifest:
+        manifest = super().tear(ref, body)
+        self._pass_on(ref)
+        return manifest
+
+    def _pass_on(self, ref: VersionRef) -> None:
+        self.documents[ref].before_fill = self._look
+        self.server.publish(ref, self.documents[ref])
+
+    def _look(self, index: int) -> None:
+        if index == 2 and (action := self._midway) is not None:
+            self._midway = None
+            action()
+
+    def offer(self, manifest: Manifest) -> Offer:
+        nbytes = document_nbytes(self.layout)
+        return Offer("ipc", self.server.endpoint, nbytes, manifest=manifest, slots=self.server.ticket)
+
+    def receive(
+        self, manifest: Manifest, *, layout: Layout | None = None, cancelled: threading.Event | None = None,
+        deadline_s: float = 20.0,
+    ) -> DeviceDocument:
+        if manifest.ref in self.documents and manifest.ref != max(self.documents):  # the hub has forgotten the torn one
+            del self.documents[max(self.documents)]
+            self._restart()
+            self._pass_on(manifest.ref)
+        receiver = SlotReceiver(self.offer(manifest), self.reader)
+        document, _, _ = receiver.receive(
+            manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
+            deadline=time.monotonic() + deadline_s,
+        )
+        self.source = receiver.source
+        return document
+
+    def _restart(self) -> None:
+        self.server.close()
+        self.server = SlotServer(
+            FakeSlotMemory(self._folder), self._context, f"ipc://{self._home.name}/{time.monotonic_ns()}",
+            slot_bytes=max(self.layout.bucket_bytes), deadline_s=2.0,
+        )
+
+    def join(self) -> None:
+        self.reader = SlotReader(FakeSlotMemory(self._folder), self._context)
+
+    def midway(self, action: Callable[[], None]) -> None:
+        self._midway = action
+
+    def die(self) -> None:
+        self.server._stopping.set()
+
+    def close(self) -> None:
+        self.server.close()
+        self._context.destroy(linger=0)
+        self._home.cleanup()

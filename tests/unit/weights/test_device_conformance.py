@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.messages import InstallSource
 from tests.unit.weights.conformance import TransportConformance
-from tests.unit.weights.device_wires import FakeBroadcastWire
+from tests.unit.weights.device_wires import FakeBroadcastWire, FakeSlotWire
 
 
 class TestBroadcastOverFakeCommunicators(TransportConformance):
@@ -15,5 +15,15 @@ class TestBroadcastOverFakeCommunicators(TransportConformance):
     @pytest.fixture
     def wire(self, layout):
         wire = FakeBroadcastWire(layout)
+        yield wire
+        wire.close()
+
+
+class TestSlotsOverFakeMemory(TransportConformance):
+    sources = {InstallSource.IPC}
+
+    @pytest.fixture
+    def wire(self, layout, tmp_path):
+        wire = FakeSlotWire(layout, tmp_path)
         yield wire
         wire.close()

@@ -1,0 +1,378 @@
+"""Weights between two processes on one GPU: two slots of device memory that both have open, and a local socket.
+
+The sender fills a slot and says so, the reader copies it and says so (`streamrl.weights.slots`); no byte of a weight
+leaves the GPU on the way. Slots are made and opened once, because opening is the expensive part. They are plain
+allocations of the driver, never parts of torch's pool: only those can be handed to another process at any setting of
+torch's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import zmq
+
+from streamrl.codec import Decoder, encode
+from streamrl.errors import ConfigError, WeightsError, WireError
+from streamrl.messages import (
+    SLOT_TO_ACTOR,
+    SLOT_TO_SENDER,
+    InstallSource,
+    Layout,
+    Manifest,
+    Message,
+    Offer,
+    SlotEnd,
+    SlotFilled,
+    SlotFree,
+    SlotOpen,
+    SlotTicket,
+    VersionRef,
+)
+from streamrl.weights.device_document import BucketSource, DeviceDocument, check_device_bucket
+from streamrl.weights.document import Gone, NotAvailable, Superseded
+from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
+from streamrl.weights.slots import NUM_SLOTS, Effect, End, Fill, SlotRing, Tell
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.05
+_MAX_MESSAGE_BYTES = 4096
+
+
+class SlotMemory(Protocol):
+    """Memory that two processes can have open at once: of a GPU, or a stand-in of the tests."""
+
+    device: torch.device
+    device_id: str
+
+    def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """uint8 [nbytes], and the handle (64 bytes at most) that opens it elsewhere."""
+        ...
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """The same memory in another process. Raises WeightsError."""
+        ...
+
+
+# --- the GPU's memory ---------------------------------------------------------------------------------------------
+
+
+def require_ipc(device: str) -> None:
+    """Refuse at start-up what could not work later. Raises ConfigError."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        visible = "" if torch.cuda.is_available() else " and no CUDA device is visible"
+        raise ConfigError(
+            f"the transport ipc moves weights inside one GPU, and the device here is {device}{visible}: take ipc "
+            "off the list of transports"
+        )
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+class _Span:
+    """Memory of the driver as torch wants to see it; freed (or closed) with the last tensor on it."""
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[int], object]) -> None:
+        self._address, self._release = address, release
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }
+
+    def __del__(self) -> None:
+        self._release(self._address)
+
+
+class CudaMemory:
+    """Slots on a GPU, by the driver's own interface.
+
+    Args:
+        device: "cuda" or "cuda:N".
+    Raises:
+        ConfigError: no GPU.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        require_ipc(str(device))
+        self.device = torch.device("cuda", torch.device(device).index or 0)
+        self.device_id = str(torch.cuda.get_device_properties(self.device).uuid)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        self._driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
+        self._driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
+        for name in ("cuMemFree_v2", "cuIpcCloseMemHandle"):
+            getattr(self._driver, name).argtypes = [ctypes.c_uint64]
+
+    def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
+            address, handle = ctypes.c_uint64(), _Handle()
+            self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+            span = _Span(address.value, nbytes, self._driver.cuMemFree_v2)
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address.value)
+            return torch.as_tensor(span, device=self.device), ctypes.string_at(ctypes.byref(handle), 64)
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        if len(handle) != 64:
+            raise WeightsError(f"a CUDA IPC handle has 64 bytes, this one {len(handle)}")
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()
+            address = ctypes.c_uint64()
+            lazy_peer_access = 1
+            self._call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access
+            )
+            span = _Span(address.value, nbytes, self._driver.cuIpcCloseMemHandle)
+            return torch.as_tensor(span, device=self.device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorName(code, ctypes.byref(text))
+            said = text.value.decode() if text.value else "an unknown error"
+            raise WeightsError(f"{name} failed with {said} ({code})")
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Until what this thread asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+# --- the sender ---------------------------------------------------------------------------------------------------
+
+
+class SlotServer:
+    """Passes documents on to the readers on this GPU; a thread of its own. Close it.
+
+    Args:
+        endpoint: ipc:// path of the local socket, in a folder that only this user may enter.
+        slot_bytes: of each slot; at least a bucket.
+        deadline_s: see `SlotRing`.
+    """
+
+    def __init__(
+        self, memory: SlotMemory, context: zmq.Context, endpoint: str, *, slot_bytes: int, deadline_s: float = 10.0
+    ) -> None:
+        self.endpoint = endpoint
+        made = [memory.create(slot_bytes) for _ in range(NUM_SLOTS)]
+        self._slots = [tensor for tensor, _ in made]
+        self.ticket = SlotTicket(memory.device_id, tuple(handle for _, handle in made), slot_bytes, deadline_s)
+        self._ring = SlotRing(deadline_s=deadline_s)
+        self._sources: dict[VersionRef, BucketSource] = {}
+        self._inbox: deque[tuple[VersionRef, BucketSource]] = deque()
+        self._decoder = Decoder(SLOT_TO_SENDER, max_bytes=_MAX_MESSAGE_BYTES)
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._wake_read, self._wake_write = os.pipe()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
+        self._thread.start()
+
+    def publish(self, ref: VersionRef, source: BucketSource) -> None:
+        """From now on this version is passed on to who asks for it; returns at once.
+
+        Raises:
+            WeightsError: a bucket is larger than a slot.
+        """
+        if (largest := max(source.layout.bucket_bytes)) > self.ticket.slot_bytes:
+            raise WeightsError(f"a bucket of {largest} bytes does not fit into a slot of {self.ticket.slot_bytes}")
+        self._inbox.append((ref, source))
+        os.write(self._wake_write, b"x")
+
+    def close(self) -> None:
+        if not self._stopping.is_set():
+            self._stopping.set()
+            os.write(self._wake_write, b"x")
+            self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._stopping.is_set():
+            ready = dict(poller.poll(int(1000 * _LOOK_UP_S)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._inbox:
+                ref, source = self._inbox.popleft()
+                self._sources = {r: s for r, s in self._sources.items() if r == max(self._sources)} | {ref: source}
+                self._do(self._ring.published(ref, len(source.layout.bucket_bytes), time.monotonic()))
+            if self._socket in ready:
+                self._hear()
+            self._do(self._ring.tick(time.monotonic()))
+        self._socket.close(linger=0)
+        for end in (self._wake_read, self._wake_write):
+            os.close(end)
+
+    def _hear(self) -> None:
+        for _ in range(256):
+            try:
+                reader, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = self._decoder.decode(frame)
+            except zmq.Again:
+                return
+            except (WireError, ValueError) as error:
+                log.warning("refused a word at the slots: %s", error)
+                continue
+            now = time.monotonic()
+            match message:
+                case SlotOpen(ref):
+                    self._do(self._ring.opened(reader, ref, now))
+                case SlotFree(ref, bucket):
+                    self._do(self._ring.freed(reader, ref, bucket, now))
+                case SlotEnd():
+                    self._do(self._ring.left(reader, now))
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        """Words first, copies after: readers copy one slot while the next is filled."""
+        todo = deque(effects)
+        while todo:
+            effect = todo.popleft()
+            if isinstance(effect, Fill) and any(not isinstance(other, Fill) for other in todo):
+                todo.append(effect)
+                continue
+            match effect:
+                case Fill(ref, bucket, slot):
+                    todo.extend(self._fill(ref, bucket, slot))
+                case Tell(reader, ref, bucket, slot):
+                    todo.extend(self._send(reader, SlotFilled(ref, bucket, slot)))
+                case End(reader, ref, reason, gone):
+                    todo.extend(self._send(reader, SlotEnd(ref, reason[:512], gone)))
+
+    def _fill(self, ref: VersionRef, bucket: int, slot: int) -> list[Effect]:
+        try:
+            self._sources[ref].fill(bucket, self._slots[slot])
+        except Exception as error:  # a document that cannot be read any more ends its pass, not this thread
+            log.warning("bucket %d of version %s cannot be passed on: %r", bucket, ref, error)
+            return self._ring.fill_failed(ref, slot, f"it cannot be read: {error!r}", time.monotonic())
+        return self._ring.filled(ref, bucket, slot, time.monotonic())
+
+    def _send(self, reader: bytes, message: Message) -> list[Effect]:
+        try:
+            self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it is gone, or takes nothing: its place must not block the others
+            log.debug("a reader of the slots is gone: %s", error)
+            return self._ring.left(reader, time.monotonic())
+        return []
+
+
+# --- a reader -----------------------------------------------------------------------------------------------------
+
+
+class SlotReader:
+    """An actor's open slots; lives as long as the process, one fetch at a time uses a pair of them."""
+
+    def __init__(self, memory: SlotMemory, context: zmq.Context) -> None:
+        self.memory, self.context = memory, context
+        self._open: tuple[SlotTicket, list[torch.Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def slots(self, ticket: SlotTicket) -> list[torch.Tensor]:
+        """The sender's slots here; opened at the first call, and again when the sender is a new one.
+
+        Raises:
+            NotAvailable: they are on another device, or cannot be opened.
+        """
+        if ticket.device != self.memory.device_id:
+            raise NotAvailable(f"the slots are on device {ticket.device}, this actor is on {self.memory.device_id}")
+        with self._lock:
+            if self._open is None or self._open[0] != ticket:
+                self._open = None  # closes those of a sender that is gone
+                try:
+                    opened = [self.memory.open(handle, ticket.slot_bytes) for handle in ticket.handles]
+                except WeightsError as error:
+                    raise NotAvailable(f"the sender's slots cannot be opened here: {error}") from error
+                self._open = (ticket, opened)
+            return self._open[1]
+
+
+class SlotReceiver:
+    """The way `ipc` to one document; see `streamrl.weights.source.Receiver`."""
+
+    source = InstallSource.IPC
+
+    def __init__(self, offer: Offer, reader: SlotReader) -> None:
+        self._offer, self._reader = offer, reader
+        self._decoder = Decoder(SLOT_TO_ACTOR, max_bytes=_MAX_MESSAGE_BYTES)
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[DeviceDocument, float, float]:
+        """(verified document on this device, transfer_s, verify_s).
+
+        Raises:
+            Superseded, Gone, NotAvailable; WeightsError when a bucket is not what the manifest says.
+        """
+        device_manifest, ticket = self._offer.manifest, self._offer.slots
+        if device_manifest is None or ticket is None:
+            raise NotAvailable("the offer names no digests or no slots")
+        check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        slots = self._reader.slots(ticket)
+        started = time.monotonic()
+        device = self._reader.memory.device
+        body = torch.empty(document_nbytes(layout), dtype=torch.uint8, device=device)
+        socket = self._reader.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        verify_s = 0.0
+        try:
+            socket.connect(self._offer.name)
+            socket.send(encode(SlotOpen(manifest.ref)))
+            for index, (start, end) in enumerate(bucket_ranges(layout)):
+                slot = self._await(socket, manifest.ref, index, len(slots), cancelled, deadline, ticket.deadline_s)
+                body[start:end].copy_(slots[slot][: end - start])
+                wait_for_device(device)
+                socket.send(encode(SlotFree(manifest.ref, index)))
+                copied = time.monotonic()
+                check_device_bucket(index, body[start:end], device_manifest)
+                verify_s += time.monotonic() - copied
+        except WeightsError:
+            with contextlib.suppress(zmq.ZMQError):
+                socket.setsockopt(zmq.LINGER, 100)
+                socket.send(encode(SlotEnd(manifest.ref, "given up")), zmq.NOBLOCK)
+            raise
+        except zmq.ZMQError as error:
+            raise NotAvailable(f"the slots' socket {self._offer.name!r} failed: {error}") from error
+        finally:
+            socket.close()
+        document = DeviceDocument(body, manifest, device_manifest, layout, verified=True)
+        return document, time.monotonic() - started - verify_s, verify_s
+
+    def _await(
+        self, socket: zmq.Socket, ref: VersionRef, bucket: int, num_slots: int, cancelled: threading.Event,
+        deadline: float, patience_s: float,
+    ) -> int:
+        """The slot that holds the bucket."""
+        # The first bucket may have to wait for another pass to end.
+        until = min(deadline, time.monotonic() + (2 * patience_s if bucket == 0 else patience_s))
+        while True:
+            if cancelled.is_set():
+                raise Superseded(f"version {ref}: abandoned for a newer version")
+            left = until - time.monotonic()
+            if left <= 0:
+                raise NotAvailable(f"bucket {bucket} of version {ref} did not come to its slot in time")
+            if not socket.poll(int(1000 * min(left, _LOOK_UP_S)) + 1):
+                continue
+            try:
+                message = self._decoder.decode(socket.recv())
+            except WireError as error:
+                raise NotAvailable(f"the sender of the slots said something else: {error}") from error
+            match message:
+                case SlotEnd(about, reason, gone) if about == ref:
+                    raise (Gone if gone else NotAvailable)(f"version {ref}: {reason}")
+                case SlotFilled(about, which, slot) if (about, which) == (ref, bucket) and slot < num_slots:
+                    return slot
