@@ -17,14 +17,18 @@ The keys are `frozen/<name>/<parameter>`, so several copies with different names
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from learner.model import Policy
+from learner.kl_options import needs_reference
+from learner.model import Policy, load_policy
 from learner.packing import MicroBatch
+from learner.ranks import Ranks
 from learner.shards import ShardReader, local_part
+from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
 
@@ -42,7 +46,7 @@ class FrozenPolicy:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._policy.model.get_output_embeddings().weight.shape[0])
+        return self._policy.vocab_size
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> Tensor:
@@ -112,6 +116,43 @@ class FrozenPolicy:
             mine, other = local_part(parameter.detach()), local_part(theirs[name].detach())
             if mine.numel():
                 yield mine, other
+
+
+def load_reference(
+    config: Config, start: Path | str, policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32
+) -> FrozenPolicy | None:
+    """The reference model that the settings ask for, or None if nothing would read it.
+
+    Args:
+        start: where the run's first weights are; the reference unless `reference.model_path` names another.
+        policy: what it will be compared with, and perhaps follow.
+    Raises:
+        ConfigError: no such checkpoint, another vocabulary, or another architecture where it is to be synced.
+    """
+    if not needs_reference(config.kl, config.constraint):
+        return None
+    path = config.reference.model_path or start
+    try:
+        model = load_policy(
+            path, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens
+        )
+    except ConfigError as error:
+        raise ConfigError(f"reference.model_path={path}: {error}") from error
+    reference = FrozenPolicy(model, name="reference")
+    if reference.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"reference.model_path={path} has {reference.vocab_size} tokens and the policy has {policy.vocab_size}: "
+            "log-probs of the same tokens are compared, so both need one tokenizer."
+        )
+    if config.reference.sync_every_steps:
+        reference.check_alike(policy)
+    return reference
+
+
+def sync_if_due(reference: FrozenPolicy | None, policy: nn.Module, *, every: int, version: int) -> None:
+    """Let the reference follow after every so many optimizer steps; 0 never."""
+    if reference is not None and every and version % every == 0:
+        reference.sync(policy)
 
 
 def _reshard(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from learner.gradients import StepResult
 from learner.hub_config import steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess
+from learner.kl_control import LossControls
 from learner.model import Policy
 from learner.objective import Objective
 from learner.optimizer import Schedule
@@ -26,9 +27,10 @@ from learner.probe import Prober
 from learner.publish import Publisher
 from learner.ranks import Ranks
 from learner.recorder import Recorder
-from learner.reference import FrozenPolicy
+from learner.reference import FrozenPolicy, sync_if_due
 from learner.run_dir import RunClaim
 from learner.scoring import score_batch
+from learner.staleness_control import StalenessControl
 from learner.stop_flag import StopFlag
 from learner.trajectories import Trajectory, TrajectoryReader
 from streamrl.config.schema import Config
@@ -59,6 +61,9 @@ class Run:
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
+    controls: LossControls
+    staleness: StalenessControl
+    reference: FrozenPolicy | None = None
     critic: Critic | None = None
     proximal: FrozenPolicy | None = None
     critic_result: CriticResult | None = None
@@ -72,6 +77,7 @@ class Run:
     num_failed_publishes: int = 0
     times: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
+    _regulated_at: float = 0.0
     _published_before: bool = False
 
     @property
@@ -111,7 +117,7 @@ class Run:
     def score(self, batch: Sequence[MicroBatch]) -> None:
         """What the objective must know of the whole batch before its first gradient; a collective call."""
         score_batch(
-            self.policy, batch, self.objective, critic=self.critic, proximal=self.proximal
+            self.policy, batch, self.objective, critic=self.critic, reference=self.reference, proximal=self.proximal
         )
 
     def fit_critic(self, batch: Sequence[MicroBatch]) -> None:
@@ -119,8 +125,20 @@ class Run:
         if self.critic is not None:
             self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.version)
 
+    def publish_if_due(self) -> None:
+        """Publish, unless actors do as well with the version they have; a collective call."""
+        last = self.version == self.config.trainer.num_steps
+        if last or self._eval_due or self.staleness.publish_due(self.version):
+            self.publish()
+
     def publish(self) -> None:
         """Make the present weights available to every actor under the present version; a collective call."""
+        succeeded = self._try_to_publish()
+        if self.ranks.maximum(float(succeeded)) > 0.0:
+            self.staleness.published(self.version)
+
+    def _try_to_publish(self) -> bool:
+        """Whether it worked, on rank 0; False elsewhere."""
         with self.timed("publish"):
             probe = self.prober.probe_if_due(self.version) if self.prober is not None else None
             try:
@@ -130,15 +148,16 @@ class Run:
                     raise  # a path that never worked is a broken set-up, not bad luck
                 log.error("version %d is skipped, actors keep the one before: %s", self.version, error)
                 self.num_failed_publishes += 1
-                return
+                return False
             if published is None:
-                return
+                return False
             layout: Layout | None = None if self._published_before else self.publisher.layout
             self.hub.publish(
                 msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes, layout,
                 "" if self._published_before else self.assets_path,
             )
             self._published_before = True
+            return True
 
     def advance(self, share: BatchShare, result: StepResult) -> None:
         """Book the optimizer step: one version up, or the batch set aside if its gradients were not finite."""
@@ -148,6 +167,8 @@ class Run:
             self.version += 1
             if self.proximal is not None:
                 self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
+            every = self.config.reference.sync_every_steps
+            sync_if_due(self.reference, self.policy, every=every, version=self.version)
             self.lineage = (*self.lineage[:-1], _extended(self.lineage[-1], self.version))
 
     def _quarantine(self, share: BatchShare) -> None:
@@ -160,7 +181,7 @@ class Run:
         """Rank 0 tells the ledger: capacity for the next batch is free."""
         if self.ranks.rank == 0:
             reason = "gradients are not finite" if result.skipped else ""
-            self.hub.trained(self.version, skipped=result.skipped, reason=reason)
+            self.hub.trained(self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -175,10 +196,14 @@ class Run:
                 self.hub.wait_for_eval(self.version)
         self._take_evals()
 
+    @property
+    def _eval_due(self) -> bool:
+        every = self.config.eval.every_steps
+        return every > 0 and self.version % every == 0 and self.version < self.config.trainer.num_steps
+
     def evaluate_if_due(self) -> None:
         """Ask in passing; training does not wait for the answer."""
-        every = self.config.eval.every_steps
-        if every and self.version % every == 0 and self.version < self.config.trainer.num_steps:
+        if self._eval_due:
             self.evaluate(wait=False)
 
     def _take_evals(self) -> None:
@@ -186,6 +211,18 @@ class Run:
             for result in self.hub.evals:
                 self.recorder.evaluated(result)
         self.hub.evals.clear()
+
+    def regulate(self, meter: Meter, result: StepResult) -> None:
+        """Log what steered this step, and let what it measured steer the next: the lead and the bound on the lag, the
+        weights of KL, entropy and constraints. A collective call."""
+        now = time.monotonic()
+        seconds = self.ranks.maximum(now - (self._regulated_at or self._step_began))
+        self._regulated_at = now
+        self.staleness.update(meter, grad_norm=result.grad_norm, step_s=seconds)
+        self.staleness.add_metrics(meter)
+        self.controls.record(meter)
+        if not result.skipped and result.lr > 0.0:
+            self.controls.update(meter, version=self.version, frozen=self.staleness.frozen)
 
     # --- checkpoints and records --------------------------------------------------------------------------------
 
@@ -206,6 +243,7 @@ class Run:
                 "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
                 "wall_s": recorder.wall_s if recorder else 0.0,
                 "trained_tokens": recorder.trained_tokens if recorder else 0,
+                "controls": {"loss": self.controls.to_plain(), "staleness": self.staleness.to_json()},
             }
             save_checkpoint(
                 self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,
@@ -217,7 +255,8 @@ class Run:
 
     def _beside_the_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the other networks, for a checkpoint."""
-        for part in (self.critic, self.proximal):
+        moving = self.reference if self.config.reference.sync_every_steps else None
+        for part in (self.critic, self.proximal, moving):
             if part is not None:
                 yield from part.tensors()
 

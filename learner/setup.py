@@ -22,6 +22,8 @@ from learner.critic_network import build_critic
 from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
+from learner.kl_control import LossControls
+from learner.kl_options import check_regularisers
 from learner.model import Policy, load_policy
 from learner.objective import Objective
 from learner.optimizer import make_optimizer, make_schedule
@@ -29,14 +31,16 @@ from learner.probe import Prober, probe_tokens
 from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
 from learner.recorder import Recorder
-from learner.reference import FrozenPolicy
+from learner.reference import FrozenPolicy, load_reference
+from learner.regularisers import Regularisers
 from learner.run import Run
 from learner.run_dir import claim_run_dir
+from learner.staleness_control import StalenessControl
 from learner.stop_flag import StopFlag
 from learner.tiny_model import prepare_tiny_model
 from learner.trajectories import TrajectoryReader
-from streamrl.config.checks import lookahead, max_lag
-from streamrl.config.schema import Config, StalenessMode, WireDtype
+from streamrl.config.checks import largest_max_lag, lookahead
+from streamrl.config.schema import Config, WireDtype
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
@@ -85,28 +89,35 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     check_task(task)  # a broken task fails here by name, not in an actor an hour later
     model_dir = model_directory(config, task, ranks)
     past = find_past(config, run_dir, ranks)
+    controls = _make_controls(config, past)
     lineage = surviving(past, epoch)
     first = ranks.rank == 0
     endpoint = _agree_on_endpoint(run_dir, ranks)
     shm_dir = document_directory(past.run_id, run_dir)
+    staleness = _make_staleness(config, past)
     hub_process = None
     if first:
-        hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir)
+        hub_process = _start_hub(
+            config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir, staleness.bounds
+        )
         undo.callback(hub_process.abandon)
     objective = Objective(
-        config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=max_lag(config),
-        ranks=ranks, mask_old_tokens=config.staleness.mode is StalenessMode.mask_old_tokens,
+        config.advantage, config.loss, regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
+        max_new_tokens=response_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
     )
     dtype = compute_dtype(config.policy.dtype, ranks.device)
     policy = _load(config, model_dir, dtype, ranks)
     optimizer = make_optimizer(policy, config.policy.optimizer)
     critic = _make_critic(config, policy, model_dir, dtype, ranks) if objective.has_critic else None
+    reference = load_reference(config, model_dir, policy, ranks, dtype=dtype)
     proximal = None
     if config.loss.anchor == "ewma":
         proximal = FrozenPolicy(_load(config, model_dir, dtype, ranks), name="ewma")
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, optimizer, ranks)
         _restore_beside(past.checkpoint, policy, critic, proximal)
+        if reference is not None and config.reference.sync_every_steps:
+            reference.restore(past.checkpoint.shards())  # not in the checkpoint of a run that only now lets it move
     shm = None
     if first:
         clean_stale(shm_dir, past.run_id)
@@ -131,7 +142,9 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
-        ranks=ranks, policy=policy, optimizer=optimizer, critic=critic, proximal=proximal,
+        ranks=ranks, policy=policy, optimizer=optimizer, critic=critic, proximal=proximal, controls=controls,
+        staleness=staleness,
+        reference=reference,
         schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
         objective=objective, publisher=publisher, prober=prober, hub=hub, stop=stop, claim=claim,
         hub_process=hub_process, shm=shm,
@@ -148,6 +161,25 @@ def _load(config: Config, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> 
         model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
         gradient_checkpointing=config.policy.gradient_checkpointing,
     )
+
+
+def _make_staleness(config: Config, past: Past) -> StalenessControl:
+    """Lead, bound and drift, as the predecessor left them."""
+    staleness = StalenessControl(config)
+    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
+        staleness.restore(past.checkpoint.extra["controls"]["staleness"])
+    return staleness
+
+
+def _make_controls(config: Config, past: Past) -> LossControls:
+    """Weights of KL, entropy and constraints, as the predecessor left them."""
+    check_regularisers(
+        config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=largest_max_lag(config)
+    )
+    controls = LossControls(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
+    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
+        controls.restore(past.checkpoint.extra["controls"]["loss"])
+    return controls
 
 
 def _make_critic(config: Config, policy: Policy, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Critic:
@@ -185,15 +217,16 @@ def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype)
         log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
                  "outbox", every, run.config.checkpoint.every_steps)
     log.info(
-        "run %s, epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d, window=%d: head lag is at most %d",
+        "run %s, epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d%s, window=%d: head lag is at most %d",
         run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps, rollout.num_prompts_per_step,
-        rollout.num_responses_per_prompt, staleness.eta, lookahead(run.config), max_lag(run.config),
+        rollout.num_responses_per_prompt, staleness.eta,
+        " at first" if staleness.adaptive.enabled else "", lookahead(run.config), largest_max_lag(run.config),
     )
 
 
 def _start_hub(
     config: Config, run_dir: Path, ranks: Ranks, past: Past, epoch: int, lineage: tuple[Lineage, ...], endpoint: str,
-    shm_dir: Path, model_dir: Path,
+    shm_dir: Path, model_dir: Path, bounds: tuple[int, int] | None,
 ) -> HubProcess:
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
@@ -201,6 +234,7 @@ def _start_hub(
         lineage=lineage[:-1], world=ranks.world,
         bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
         rank_endpoint=endpoint, shm_dir=shm_dir, vocab_size=policy_vocab_size(model_dir), restore_path=ledger,
+        bounds=bounds,
     ))
 
 
