@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.ranks import Ranks
 from learner.trajectories import Trajectory
-from streamrl.algorithms import aggregation_weights, group_advantages, group_mean, leave_one_out, opob
+from streamrl.algorithms import aggregation_weights, group_advantages, group_mean, leave_one_out, opob, split_by_lag
 from streamrl.algorithms.types import Moments
 from streamrl.errors import ContentError
 from streamrl.messages import PlanRow
@@ -33,7 +33,7 @@ class BatchFacts:
 
     Attributes:
         scores: float64 [P] total reward.
-        group_ids: int64 [P].
+        group_ids: int64 [P]; equal numbers share a baseline.
         num_tokens: int64 [P] action tokens.
         places: int64 [R] of this rank's trajectories among the P.
         weights: float32 [R] factor of each token loss of the trajectory in the batch's loss.
@@ -68,10 +68,13 @@ class RowCredit:
 
 
 def batch_facts(
-    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, avg_level: str, max_new_tokens: int, rank: int
+    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, avg_level: str, max_new_tokens: int, rank: int,
+    spread_budget: int | None = None,
 ) -> BatchFacts:
     """The plan as tensors.
 
+    Args:
+        spread_budget: groups whose head lags differ by more are split for the baseline; None keeps all whole.
     Raises:
         ContentError: the plan and this rank's share disagree: every count would be wrong.
     """
@@ -80,6 +83,9 @@ def batch_facts(
     counts = torch.tensor([row.num_action_tokens for row in plan], dtype=torch.int64)
     weights = aggregation_weights(counts, mode=avg_level, group_ids=group_ids, max_tokens=max_new_tokens)
     scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
+    if spread_budget is not None:
+        head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
+        group_ids = split_by_lag(group_ids, head_lags, budget=spread_budget)
     return BatchFacts(scores, group_ids, counts, places, weights[places])
 
 

@@ -25,8 +25,13 @@ WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
 def hub_settings(
     config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
     world: int, bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
+    bounds: tuple[int, int] | None = None,
 ) -> HubSettings:
-    """Everything the hub process is told."""
+    """Everything the hub process is told.
+
+    Args:
+        bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
+    """
     zero_std = config.filter.min_std if config.filter.zero_std else None
     accuracy = config.filter.accuracy_range
     return HubSettings(
@@ -39,7 +44,7 @@ def hub_settings(
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(config.rollout.test.sampling),
-        ledger=ledger_settings(config),
+        ledger=ledger_settings(config, bounds),
         zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
         dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
         num_keep_versions=config.publish.num_keep_versions,
@@ -84,13 +89,14 @@ def limits(config: Config, vocab_size: int) -> Limits:
     )
 
 
-def ledger_settings(config: Config) -> dict[str, object]:
+def ledger_settings(config: Config, bounds: tuple[int, int] | None = None) -> dict[str, object]:
     """Arguments of `LedgerSettings`."""
+    eta, refused_beyond = bounds or (config.staleness.eta, max_lag(config))
     batch = config.rollout.num_prompts_per_step
     steps = 0 if config.trainer.eval_only else config.trainer.num_steps
     return {
         "groups_per_batch": batch, "group_size": config.rollout.num_responses_per_prompt,
-        "eta": config.staleness.eta, "window": lookahead(config), "max_lag": max_lag(config),
+        "eta": eta, "window": lookahead(config), "max_lag": refused_beyond,
         "num_groups_total": steps * batch, "lease_ttl_s": config.hub.lease_ttl_s,
         "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
         "on_stale": config.staleness.on_stale.name, "mode": config.staleness.mode.name,

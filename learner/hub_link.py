@@ -108,11 +108,17 @@ class HubLink:
                 f"(learner.stall_fail_s={self._stall_fail_s:g}): {wait.waiting_for}"
             )
 
-    def trained(self, version: int, *, skipped: bool, reason: str = "") -> None:
-        self._send(Trained(version, skipped, reason))
+    def trained(
+        self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None
+    ) -> None:
+        """The batch is trained or set aside; `bounds` are the eta and max_lag from now on, None leaves them."""
+        self._send(Trained(version, skipped, reason, bounds))
 
-    def publish(self, manifest: Manifest, path: str, nbytes: int, layout: Layout | None, assets_path: str) -> None:
-        self._send(Publish(manifest, path, nbytes, layout, assets_path))
+    def publish(
+        self, manifest: Manifest, path: str, nbytes: int, layout: Layout | None, assets_path: str,
+        device_manifest: Manifest | None = None,
+    ) -> None:
+        self._send(Publish(manifest, path, nbytes, layout, assets_path, device_manifest))
 
     def freeze(self, version: int) -> bytes:
         """The ledger as of this version, for the checkpoint."""

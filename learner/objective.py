@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from learner.age_rules import AgeRules
 from learner.batch_facts import (
     WEIGHTED_BASELINES,
     BatchFacts,
@@ -62,9 +63,8 @@ class Objective:
     Args:
         advantage, loss: settings; checked here, so that a bad pair fails before anything is generated.
         max_new_tokens: constant normaliser of `seq-mean-token-sum-norm`.
-        max_lag: the bound on the lag; 0 permits losses without any ratio.
+        max_lag: the largest bound on the lag that the run may have; 0 permits losses without any ratio.
         ranks: who shares the batch; `Ranks()` for a lone process.
-        mask_old_tokens: leave tokens beyond `max_lag` out of the loss.
         regularisers: KL, entropy and constraints; None is what `loss` alone asks for.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
@@ -79,11 +79,11 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        ranks: Ranks, mask_old_tokens: bool = False, regularisers: Regularisers | None = None,
+        ranks: Ranks, regularisers: Regularisers | None = None,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
-        self._max_new_tokens, self._max_lag, self._mask_old_tokens = max_new_tokens, max_lag, mask_old_tokens
+        self._max_new_tokens, self._age = max_new_tokens, AgeRules()
         self._options = surrogate_options(loss)
         self._regularisers = regularisers or Regularisers.of_loss(loss)
         self._anchor = anchor_of(loss.surrogate, loss.anchor)
@@ -97,7 +97,6 @@ class Objective:
         self._version = 0
         self._meter = Meter()
         self.ranks = ranks
-        self.over_budget = True  # the staleness control says each step whether drift exceeds its target
 
     @property
     def has_critic(self) -> bool:
@@ -120,23 +119,26 @@ class Objective:
             needs.add(PROXIMAL)
         return frozenset(needs)
 
-    def begin(self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int) -> None:
+    def begin(
+        self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int, age: AgeRules | None = None
+    ) -> None:
         """Fix what must be the same for the whole batch; a collective call.
 
         Args:
             trajectories: of this rank, in the order that was or will be packed.
             plan: every trajectory of the batch, on any rank.
             version: optimizer steps done before this one; lags count from it.
+            age: what becomes of old tokens in this step; None treats all ages alike.
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        self._version = version
+        self._version, self._age = version, age or AgeRules()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._scored, self._observed, self._credited = {}, {}, {}
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularisers.controls.clip_high))
         self._facts = batch_facts(
             trajectories, plan, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
-            rank=self.ranks.rank,
+            rank=self.ranks.rank, spread_budget=self._age.spread_budget,
         )
         self._credit = self._row_credit(self._facts, lambda: return_moments(trajectories, self.ranks))
         if self.ranks.rank == 0:
@@ -276,6 +278,11 @@ class Objective:
             self._loss.surrogate, self._options, batch, policy, advantages, proximal=proximal, bounds=self._bounds
         )
         losses = token_loss.losses if guarded.weights is None else guarded.weights * token_loss.losses
+        discounts_of_age = self._age.weights(lags, mask)
+        if discounts_of_age is not None:
+            losses = losses * discounts_of_age
+            tokens = float(mask.sum())
+            self._meter.add("lag/weight", float(discounts_of_age.sum()) / max(1.0, tokens), tokens)
         spread = batch.padded(entropy)
         losses = self._regularisers.added_to(losses, batch, policy, spread, scored)
         self._regularisers.measure(self._meter, batch, policy.detach(), scored)
@@ -291,7 +298,6 @@ class Objective:
 
     def finish(self) -> Meter:
         """Statistics of the step over all ranks, on every rank; a collective call."""
-        self._scored, self._observed, self._credited = {}, {}, {}
         total = Meter()
         for totals in self.ranks.gather(self._meter.totals_for_ranks()):
             total.merge(totals)
@@ -304,9 +310,9 @@ class Objective:
         decoupled = CORRECTION_PRESETS[self._loss.correction].mode == "decoupled"
         return guard(
             self._loss, ell, advantages, token_lags(batch.versions, self._version, batch.mask), batch.mask,
-            oldest=self._max_lag if self._mask_old_tokens else None,
+            oldest=self._age.mask_beyond,
             proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
-            over_budget=self.over_budget,
+            over_budget=self._age.over_budget,
         )
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:

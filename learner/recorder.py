@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streamrl.config.checks import max_lag
+from streamrl.config.checks import largest_max_lag
 from streamrl.config.load import to_plain, to_yaml
 from streamrl.config.schema import Config
 from streamrl.messages import EvalResult, HubStatus
@@ -96,8 +96,9 @@ class Recorder:
         self.write(step, {**self._run_keys(version, epoch), **hub_keys(status)})
         counters = status.counters
         summary = summarise(
-            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, max_lag_bound=max_lag(self._config),
-            device=self._device, dtype=self._dtype, seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
+            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id,
+            max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
+            seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)),
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )

@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from learner.age_rules import AgeRules
 from learner.drift_tracking import DriftTracker
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
 from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
 from streamrl.config.checks import max_lag, soft_max_lag
-from streamrl.config.schema import AdaptiveRule, Config, EssRule, PublishWhen
+from streamrl.config.schema import AdaptiveRule, Config, EssRule, PublishWhen, StalenessMode
 from streamrl.metrics.meter import Meter
 
 log = logging.getLogger("streamrl.learner")
@@ -46,7 +47,7 @@ class StalenessControl:
     def __init__(self, config: Config) -> None:
         self._adaptive, self._scheduler = config.staleness.adaptive, config.policy.scheduler
         self._publish_on_drift = config.publish.when is PublishWhen.drift
-        self._eta = config.staleness.eta
+        self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
         self._hard_slack = max_lag(config) - self._eta
         self._soft_slack = soft_max_lag(config) - self._eta
         # The lag bound is steered as a number of at least 1; its distance to eta never changes.
@@ -96,6 +97,15 @@ class StalenessControl:
     def opsm_on(self) -> bool:
         """Whether off-policy sequence masking is due: the drift at the mean lag is over its budget."""
         return self.tracker.m2_at(self._mean_lag) > self._adaptive.m2_target
+
+    @property
+    def age_rules(self) -> AgeRules:
+        """What the next batch's objective goes by."""
+        return AgeRules(
+            mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
+            discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
+            decay=self._decay, over_budget=self.opsm_on, spread_budget=self.spread_budget,
+        )
 
     @property
     def spread_budget(self) -> int | None:

@@ -95,6 +95,7 @@ _LAG = [
         ("lag/queue", "steps", "Part of the head lag that passed after the trajectory was finished."),
         ("lag/flight", "steps", "Part of the head lag that passed while it was generated."),
         ("lag/group_spread", "steps", "Largest minus smallest head lag within one group."),
+        ("lag/weight", "factor", "Factor on the token losses for their lag; only under staleness.mode=reweight."),
         ("lag/head_groups", "groups", "Head lag counted in groups consumed since the oldest token."),
     ),
     *_rows(
@@ -150,6 +151,7 @@ _OFF_POLICY = [
         ("lr/scale", "factor", "Factor on the learning rate from the staleness control."),
         ("control/eta", "batches", "Current allowed lead of generation over training."),
         ("control/max_lag", "steps", "Current bound on the head lag."),
+        ("control/rho_bar", "ratio", "Cap of V-trace's ratio, when it follows the effective sample size."),
         ("control/mode", "state", "Circuit breaker: 0 normal, 1 cautious, 2 drain."),
     ),
 ]

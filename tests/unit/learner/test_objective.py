@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from learner_samples import batch, plan_of
 
+from learner.age_rules import AgeRules
 from learner.objective import Objective
 from learner.packing import pack
 from learner.ranks import Ranks
@@ -38,11 +40,11 @@ def policy_outputs(rows, drift=0.3, seed=0):
     return logprobs, entropies
 
 
-def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, **options):
+def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, age=None, **options):
     """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics)."""
     made = objective(advantage, loss, **options)
     logprobs, entropies = policy_outputs(rows, drift)
-    made.begin(rows, plan or plan_of(rows), version=VERSION)
+    made.begin(rows, plan or plan_of(rows), version=VERSION, age=age)
     micro_batches = pack(rows, max_tokens)
     if made.needs:
         for micro in micro_batches:
@@ -251,13 +253,52 @@ def test_the_entropy_bonus_rewards_every_token_alike():
 
 def test_old_tokens_are_masked_only_when_asked_and_stay_in_the_denominator():
     rows = batch()
-    _, plain, _, _ = run(rows, max_lag=1)
-    _, grads, _, stats = run(rows, max_lag=1, mask_old_tokens=True)
+    _, plain, _, _ = run(rows)
+    _, grads, _, stats = run(rows, age=AgeRules(mask_beyond=1))
 
     for row, grad, reference in zip(rows, grads, plain, strict=True):
         old = torch.from_numpy(VERSION - row.versions[row.mask] > 1)
         torch.testing.assert_close(grad, torch.where(old, 0.0, reference))
     assert 0 < stats["keep/lag"] < 1 and stats["lag/token_max"] == 1 and stats["lag/head_max"] == 1
+
+
+def test_old_tokens_are_discounted_by_their_lag_and_stay_in_the_denominator():
+    rows = batch()
+    loss = LossConfig(surrogate="tis", behavior_penalty=0.0)
+    _, plain, _, even = run(rows, loss=loss)
+    _, grads, _, stats = run(rows, loss=loss, age=AgeRules(discount_beyond=1, decay=0.5))
+
+    factors = []
+    for row, grad, reference in zip(rows, grads, plain, strict=True):
+        factor = torch.from_numpy(0.5 ** (VERSION - row.versions[row.mask] - 1).clip(min=0)).float()
+        torch.testing.assert_close(grad, factor * reference)
+        factors.append(factor)
+    assert stats["lag/weight"] == pytest.approx(float(torch.cat(factors).mean())) and 0.0 < stats["lag/weight"] < 1.0
+    assert "lag/weight" not in even and stats["lag/token_max"] == even["lag/token_max"] > 1
+
+
+def test_the_discount_spares_the_pull_back_to_the_data():
+    rows = batch()
+    grads = [
+        run(rows, loss=LossConfig(surrogate="tis", behavior_penalty=tau), age=AgeRules(discount_beyond=0, decay=0.01))[1]
+        for tau in (0.0, 0.1)
+    ]
+    undiscounted = [run(rows, loss=LossConfig(surrogate="tis", behavior_penalty=tau))[1] for tau in (0.0, 0.1)]
+
+    for without, with_pull, plain, pulled in zip(*grads, *undiscounted, strict=True):
+        torch.testing.assert_close(with_pull - without, pulled - plain)
+
+
+def test_members_of_a_group_with_a_wide_spread_of_lags_are_compared_with_their_like_only():
+    rows = batch()
+    plan = [msgspec.structs.replace(row, head_lag=9 * (row.index % 2)) for row in plan_of(rows)]
+    _, together, _, _ = run(rows, plan=plan)
+    _, apart, _, _ = run(rows, plan=plan, age=AgeRules(spread_budget=4))
+    _, within, _, _ = run(rows, plan=plan, age=AgeRules(spread_budget=9))
+
+    assert any(not torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    for a, b in zip(together, within, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("surrogate", sorted(SURROGATES))

@@ -1,0 +1,33 @@
+"""How one step treats data for its age; the staleness control gives it to the objective with every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from streamrl.algorithms import lag_weights
+
+
+@dataclass(frozen=True, slots=True)
+class AgeRules:
+    """The rules of one step; the defaults treat all ages alike.
+
+    Attributes:
+        mask_beyond: tokens of a larger lag are left out of the loss; None trains every age.
+        discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
+        over_budget: drift exceeds its target, which is when some guards come on.
+        spread_budget: head lags of one group that differ by more get baselines of their own; None never splits.
+    """
+
+    mask_beyond: int | None = None
+    discount_beyond: int | None = None
+    decay: float = 1.0
+    over_budget: bool = True
+    spread_budget: int | None = None
+
+    def weights(self, lags: Tensor, mask: Tensor) -> Tensor | None:
+        """Factors on the token losses [S, A], None if all are 1."""
+        if self.discount_beyond is None:
+            return None
+        return lag_weights(lags, mask, max_lag=self.discount_beyond, decay=self.decay)
