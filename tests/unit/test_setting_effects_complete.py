@@ -31,6 +31,9 @@ DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are
 TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
 EVALS = f"{HUB}::test_evaluations_are_asked_for_as_often_and_as_large_as_set"
 TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
+CREDIT, GUARDS = "learner/test_credit.py", "learner/test_guards.py"
+CRITIC = "learner/test_critic.py::test_each_setting_of_the_critic_moves_its_values"
+SIBLINGS = f"{CREDIT}::test_a_weighted_baseline_listens_to_siblings_that_the_policy_still_would_say"
 VTRACE = f"{OBJECTIVE}::test_vtrace_reads_its_decay_and_both_caps"
 CLIP = f"{OBJECTIVE}::test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side"
 VETO = f"{OBJECTIVE}::test_the_veto_removes_whole_trajectories_and_leaves_the_denominator"
@@ -86,6 +89,31 @@ SHOWN_BY = {
     "advantage.lam": VTRACE,
     "advantage.rho_bar": VTRACE,
     "advantage.c_bar": VTRACE,
+    "advantage.whiten": f"{CREDIT}::test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one",
+    "advantage.gamma": f"{CREDIT}::test_gamma_discounts_tokens_or_only_the_ends_of_turns",
+    "advantage.discount": f"{CREDIT}::test_gamma_discounts_tokens_or_only_the_ends_of_turns",
+    "advantage.rho_bar_ess_target": f"{CREDIT}::test_rho_bar_can_follow_the_effective_sample_size",
+    "advantage.rho_bar_pg": f"{CREDIT}::test_rho_bar_pg_multiplies_the_own_ratio_into_the_advantage",
+    "advantage.segment": f"{CREDIT}::test_segment_length_changes_the_credit",
+    "advantage.segment_tokens": f"{CREDIT}::test_segment_length_changes_the_credit",
+    "advantage.weight_cap": SIBLINGS,
+    "advantage.min_ess": SIBLINGS,
+    "advantage.options": f"{CREDIT}::test_an_estimators_own_constants_reach_it",
+    "critic.kind": CRITIC,
+    "critic.model_path": "learner/test_critic.py::test_a_critic_model_may_start_from_another_checkpoint",
+    "critic.num_steps": CRITIC,
+    "critic.num_warmup_steps": (
+        "../flow/test_critic.py::test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back"
+    ),
+    "critic.clip": "learner/test_critic.py::test_the_clip_bounds_how_far_a_value_is_pulled",
+    **{f"critic.optimizer.{name}": CRITIC for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")},
+    "loss.options": f"{GUARDS}::test_a_surrogates_own_constants_reach_it",
+    "loss.anchor": f"{GUARDS}::test_an_averaged_anchor_clips_against_the_average_and_not_against_mu",
+    "loss.ewma_decay": f"{GUARDS}::test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it",
+    "loss.correction": f"{GUARDS}::test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token",
+    "loss.opsm_delta": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",
+    "loss.opsm_when": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",
+    "loss.zscore_bound": f"{GUARDS}::test_each_guard_removes_its_tokens_and_says_so",
     "loss.surrogate": f"{OBJECTIVE}::test_truncated_importance_sampling_by_hand",
     "loss.clip_low": CLIP,
     "loss.clip_high": CLIP,

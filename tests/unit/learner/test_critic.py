@@ -1,0 +1,175 @@
+"""The critic: what it learns, what it must not touch, and that it survives a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from learner_samples import VOCAB, batch, plan_of
+
+from learner.checkpoint import find_checkpoint, save_checkpoint
+from learner.critic_network import build_critic
+from learner.model import load_policy
+from learner.objective import Objective
+from learner.optimizer import make_optimizer
+from learner.packing import pack
+from learner.ranks import Ranks
+from learner.scoring import score_batch
+from streamrl.config.schema import AdvantageConfig, CriticConfig, CriticKind, LossConfig, OptimizerConfig
+from streamrl.errors import ConfigError
+
+ALONE = Ranks()
+FAST = CriticConfig(optimizer=OptimizerConfig(lr=3e-3))
+
+
+class Scene:
+    """A tiny policy, its critic, and a batch that both have looked at."""
+
+    def __init__(self, model_dir, config=FAST, estimator="vtrace", *, max_tokens=60, rows=None):
+        self.policy = load_policy(model_dir)
+        self.rows = rows or batch(3, 4)
+        self.objective = Objective(
+            AdvantageConfig(estimator=estimator, baseline="none"), LossConfig(veto_low=None, veto_high=None),
+            max_new_tokens=16, max_lag=4, ranks=ALONE,
+        )
+        torch.manual_seed(0)
+        self.critic = build_critic(
+            config, estimator, self.policy, model_dir, num_steps=50, dtype=torch.float32, ranks=ALONE
+        )
+        self.micros = pack(self.rows, max_tokens, bootstrap=True)
+        self.look()
+
+    def look(self):
+        self.objective.begin(self.rows, plan_of(self.rows), version=5)
+        score_batch(self.policy, self.micros, self.objective, critic=self.critic)
+
+    def values(self):
+        return torch.cat([self.objective._scored[m.rows].values[m.mask] for m in self.micros])
+
+    def fit(self, step=0):
+        return self.critic.fit(self.micros, self.objective.critic_targets, step=step)
+
+
+@pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])
+def test_values_start_at_zero_and_come_to_explain_the_rewards(checkpoints, kind, estimator):
+    config = replace(FAST, kind=CriticKind(kind))
+    scene = Scene(checkpoints["qwen3-tied"], config, estimator, rows=[replace(r, truncated=False) for r in batch(3, 4)])
+    assert torch.count_nonzero(scene.values()) == 0
+    first = scene.fit()
+    for step in range(1, 25):
+        scene.look()
+        last = scene.fit(step)
+
+    assert first.explained_variance == pytest.approx(0.0, abs=1e-6)
+    assert last.explained_variance > 0.3
+    assert last.loss < 0.7 * first.loss
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_fitting_the_critic_leaves_the_policy_alone(checkpoints, kind):
+    scene = Scene(checkpoints["qwen3-tied"], replace(FAST, kind=CriticKind(kind)))
+    before = [p.detach().clone() for p in scene.policy.parameters()]
+    scene.fit()
+
+    assert all(p.grad is None for p in scene.policy.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, scene.policy.parameters(), strict=True))
+
+
+def test_the_number_of_micro_batches_changes_nothing(checkpoints):
+    found = []
+    for max_tokens in (500, 40):
+        scene = Scene(checkpoints["qwen3-tied"], max_tokens=max_tokens)
+        result = scene.fit()
+        scene.look()
+        found.append((result.loss, result.explained_variance, result.grad_norm, float(scene.values().square().sum())))
+
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+
+
+def test_only_truncated_trajectories_have_a_value_after_their_end(checkpoints):
+    rows = [replace(row, truncated=i % 2 == 0) for i, row in enumerate(batch(3, 4))]
+    scene = Scene(checkpoints["qwen3-tied"], rows=rows)
+    scene.fit()
+    scene.look()
+
+    for micro in scene.micros:
+        ends = scene.objective._scored[micro.rows].bootstrap
+        assert [bool(end != 0) for end in ends] == [rows[i].truncated for i in micro.rows]
+
+
+def moved(checkpoint, config, rounds=1):
+    scene = Scene(checkpoint, config)
+    for step in range(rounds):
+        scene.look()
+        scene.fit(step)
+    scene.look()
+    return scene.values()
+
+
+def test_each_setting_of_the_critic_moves_its_values(checkpoints):
+    path = checkpoints["qwen3-tied"]
+    plain = moved(path, FAST, rounds=3)
+    changes = [
+        {"num_steps": 3}, {"kind": CriticKind.model},
+        {"optimizer": replace(FAST.optimizer, lr=1e-4)},
+        {"optimizer": replace(FAST.optimizer, beta1=0.0)},
+        {"optimizer": replace(FAST.optimizer, beta2=0.5)},
+        {"optimizer": replace(FAST.optimizer, eps=1e-1)},
+        {"optimizer": replace(FAST.optimizer, weight_decay=10.0)},
+        {"optimizer": replace(FAST.optimizer, max_grad_norm=1e-9)},
+    ]
+    for change in changes:
+        other = moved(path, replace(FAST, **change), rounds=3)
+        assert not torch.allclose(other, plain, rtol=1e-4, atol=1e-7), change
+
+
+def test_a_critic_model_may_start_from_another_checkpoint(checkpoints):
+    own = replace(FAST, kind=CriticKind.model)
+    other = replace(own, model_path=str(checkpoints["llama-tied"]))
+
+    assert not torch.allclose(moved(checkpoints["qwen3-tied"], own), moved(checkpoints["qwen3-tied"], other))
+
+
+def test_the_clip_bounds_how_far_a_value_is_pulled(checkpoints):
+    """Every value is farther from its target than the clip: the clipped loss has no gradient once a value moved."""
+    loose, tight = (
+        moved(checkpoints["qwen3-tied"], replace(FAST, num_steps=20, clip=clip)).abs().mean() for clip in (None, 1e-3)
+    )
+    assert tight < loose
+
+
+def test_a_critic_comes_back_from_a_checkpoint_with_its_moments(checkpoints, tmp_path):
+    path = checkpoints["qwen3-tied"]
+    scene = Scene(path)
+    scene.fit()
+    optimizer = make_optimizer(scene.policy, OptimizerConfig())
+    save_checkpoint(tmp_path, 1, scene.policy, optimizer, ALONE, extra={}, blobs={}, num_keep=1,
+                    also=scene.critic.tensors())
+    other = Scene(path)
+    assert other.critic.restore(find_checkpoint(tmp_path).shards())
+    for each in (scene, other):
+        each.look()
+        each.fit(1)
+        each.look()
+
+    assert torch.equal(scene.values(), other.values())
+
+
+def test_a_checkpoint_without_a_critic_says_so(checkpoints, tmp_path):
+    scene = Scene(checkpoints["qwen3-tied"])
+    optimizer = make_optimizer(scene.policy, OptimizerConfig())
+    save_checkpoint(tmp_path, 1, scene.policy, optimizer, ALONE, extra={}, blobs={}, num_keep=1)
+
+    assert not scene.critic.restore(find_checkpoint(tmp_path).shards())
+
+
+def test_action_values_need_the_policys_own_distribution(checkpoints):
+    path = checkpoints["qwen3-tied"]
+    policy = load_policy(path)
+    assert policy.vocab_size == VOCAB
+    with pytest.raises(ConfigError, match="set critic.kind=head"):
+        build_critic(
+            replace(FAST, kind=CriticKind.model), "retrace_q", policy, path, num_steps=1, dtype=torch.float32,
+            ranks=ALONE,
+        )
