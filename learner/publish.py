@@ -21,9 +21,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from streamrl.errors import StreamrlError, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
-from streamrl.weights.manifest import document_nbytes, make_layout, make_manifest
+from streamrl.weights.fold128 import DocumentFold
+from streamrl.weights.manifest import DIGEST_FOLD128, document_nbytes, make_layout, make_manifest
 from streamrl.weights.shm import ShmPublisher
 from streamrl.weights.writer import PIECE_BYTES, DocumentWriter
 
@@ -38,6 +39,8 @@ class PublishedVersion:
     path: Path
     nbytes: int
     seconds: float
+    device_manifest: Manifest | None = None
+    """The same document in digest_kind 1, if the publisher makes one."""
 
 
 def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
@@ -73,17 +76,22 @@ class Publisher:
         shm: owner of the documents' directory; rank 0 needs it, the others leave it None.
         rank, world: of the group that `full_tensor` gathers over.
         fence: called right before the document becomes visible; raises if this learner no longer owns the run.
+        slot_wait_s: longest that rank 0 waits for room, which is local work on this machine; then the version is
+            skipped. The other ranks are in their first gather meanwhile, so it must be far below their time-out.
+        fold: also digest every tensor where it lies, for ways from GPU to GPU (digest_kind 1).
     """
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.Tensor]], *, wire_dtype: torch.dtype, bucket_bytes: int,
         shm: ShmPublisher | None, rank: int = 0, world: int = 1, fence: Callable[[], None] | None = None,
+        slot_wait_s: float = 15.0, fold: bool = False,
     ) -> None:
         if rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
         self._parameters = _without_ties(parameters)
         self._wire_dtype, self._rank, self._world, self._shm = wire_dtype, rank, world, shm
-        self._fence = fence or (lambda: None)
+        self._fence, self._fold = fence or (lambda: None), fold
+        self._slot_wait_s = slot_wait_s
         self._last_tried: VersionRef | None = None
         self._last_staged: VersionRef | None = None
         dtype = str(wire_dtype).removeprefix("torch.")
@@ -100,15 +108,21 @@ class Publisher:
             raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
         started = time.monotonic()
         self._last_tried = ref
-        writing = _Writing(self._shm, ref, self.layout) if self._shm is not None and self._rank == 0 else None
+        writing = None
+        if self._shm is not None and self._rank == 0:
+            fold = DocumentFold(self.layout, self._parameters[0][1].device) if self._fold else None
+            writing = _Writing(self._shm, ref, self.layout, self._slot_wait_s, fold)
         with torch.no_grad():
             for _, parameter in self._parameters:
                 self._gather_one(parameter, writing)
         if writing is None:
             return None
-        manifest, path = writing.finish(self._last_staged, self._fence)
+        parent = self._last_staged
+        manifest, path = writing.finish(parent, self._fence)
         self._last_staged = ref
-        return PublishedVersion(manifest, path, document_nbytes(self.layout), time.monotonic() - started)
+        device_manifest = writing.device_manifest(parent)
+        seconds = time.monotonic() - started
+        return PublishedVersion(manifest, path, document_nbytes(self.layout), seconds, device_manifest)
 
     def _gather_one(self, parameter: torch.Tensor, writing: _Writing | None) -> None:
         """Its own function, so that the gathered tensor is freed before the next one is gathered."""
@@ -120,22 +134,33 @@ class Publisher:
 class _Writing:
     """The document of one publish; the first failure is kept for `finish`, and later tensors are passed over."""
 
-    def __init__(self, shm: ShmPublisher, ref: VersionRef, layout: Layout) -> None:
-        self._ref, self._layout = ref, layout
+    def __init__(
+        self, shm: ShmPublisher, ref: VersionRef, layout: Layout, slot_wait_s: float, fold: DocumentFold | None
+    ) -> None:
+        self._ref, self._layout, self._fold = ref, layout, fold
         self._failure: Exception | None = None
         self._writer: DocumentWriter | None = None
         try:
-            self._writer = shm.begin(ref, layout)
-        except (StreamrlError, OSError) as error:
+            self._writer = shm.begin(ref, layout, wait_s=slot_wait_s)
+        except Exception as error:  # whatever it is: the other ranks are on their way into the first gather
             self._failure = error
 
     def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
         if self._writer is None or self._failure is not None:
             return
         try:
+            if self._fold is not None:
+                tensor = tensor.detach().to(wire_dtype).reshape(-1)
+                self._fold.append(tensor.view(torch.uint8))
             _write(tensor, wire_dtype, self._writer)
-        except (StreamrlError, OSError) as error:
+        except Exception as error:
             self._failure = error
+
+    def device_manifest(self, parent: VersionRef | None) -> Manifest | None:
+        """Of a finished document."""
+        if self._fold is None:
+            return None
+        return make_manifest(self._layout, self._ref, parent, self._fold.digests(), DIGEST_FOLD128)
 
     def finish(self, parent: VersionRef | None, fence: Callable[[], None]) -> tuple[Manifest, Path]:
         try:

@@ -154,7 +154,7 @@ class Run:
             layout: Layout | None = None if self._published_before else self.publisher.layout
             self.hub.publish(
                 msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes, layout,
-                "" if self._published_before else self.assets_path,
+                "" if self._published_before else self.assets_path, published.device_manifest,
             )
             self._published_before = True
             return True

@@ -203,6 +203,8 @@ class Hello(Message):
     held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)]
     outbox: Annotated[tuple[SeqRange, ...], Meta(max_length=1024)]
     next_seq: U64
+    device: Id = ""
+    """UUID of the GPU that the engine is on; empty on a CPU."""
 
 
 class Welcome(Message):

@@ -123,17 +123,17 @@ class ControlPlane:
         if verdict.stop is not None:
             self._send(routing_id, verdict.stop)
             return
-        self._bind(routing_id, hello, now)
+        link = self._bind(routing_id, hello, now)
         self._send(routing_id, Welcome(
             protocol=PROTOCOL, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
             version=weights.manifest.ref.version, lineage=self.hub.ledger.lineage, limits=settings.limits,
             task=settings.welcome_task.encode(), layout=weights.layout, manifest=weights.manifest,
-            offers=weights.offers(), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
+            offers=self.hub.devices.offers(link), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
             assets_digest=weights.assets_digest, settled_upto=verdict.settled_upto, settled=tuple(verdict.settled),
             durable_upto=verdict.durable_upto, durable=tuple(verdict.durable), held=tuple(verdict.held),
         ))
 
-    def _bind(self, routing_id: bytes, hello: Hello, now: float) -> None:
+    def _bind(self, routing_id: bytes, hello: Hello, now: float) -> Link:
         old = self.links.of_actor(hello.actor_id)
         if old is not None and old.incarnation != hello.incarnation:
             self._stop(old.routing_id, StopReason.FENCED, "a newer process with this actor_id has taken over")
@@ -144,7 +144,12 @@ class ControlPlane:
             self.num_actor_restarts += 1
             log.info("actor %s was restarted and joined again", hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
-        self.links.bind(Link(routing_id, hello.actor_id, hello.incarnation, heard_at=now))
+        link = Link(
+            routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
+            device=hello.device,
+        )
+        self.links.bind(link)
+        return link
 
     def _beat(self, link: Link, beat: ActorBeat, now: float) -> None:
         link.version = str(beat.installed) if beat.installed else "-"
@@ -157,6 +162,7 @@ class ControlPlane:
         link.state = "quarantined" if quarantined else ActorState(beat.state).name.lower()
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
+        self.hub.devices.beat(link, beat, now)
         self._announce_again(link, beat, now)
         self._beats += 1
         ledger = self.hub.ledger
@@ -170,9 +176,9 @@ class ControlPlane:
         manifest = self.hub.weights.manifest
         if manifest is None or (beat.installed is not None and beat.installed >= manifest.ref):
             link.announced_at = now
-        elif now - link.announced_at > REANNOUNCE_S:
+        elif now - link.announced_at > REANNOUNCE_S and not self.hub.devices.expects(link, manifest):
             link.announced_at = now
-            self._send(link.routing_id, Announce(manifest, self.hub.weights.offers()))
+            self.hub.devices.announce(link)
 
     def _installed(self, link: Link, message: Installed, now: float) -> None:
         who, ledger = (link.actor_id, link.incarnation), self.hub.ledger
@@ -242,11 +248,6 @@ class ControlPlane:
         if not self.hub.settings.keep_until_durable:  # no checkpoints before the end: nothing to wait for
             ack = msgspec.structs.replace(ack, durable_upto=ack.settled_upto, durable=ack.accepted)
         self._send(link.routing_id, ack)
-
-    def announce(self, manifest: Manifest) -> None:
-        message = encode(Announce(manifest, self.hub.weights.offers()))
-        for link in self.links.all():
-            self.hub.send_control(link.routing_id, message)
 
     def stop_all(self, reason: str, *, finished: bool) -> None:
         for link in self.links.all():

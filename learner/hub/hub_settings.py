@@ -49,6 +49,23 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     delta_max_ratio: float
     probe_tolerance: float
     restore_path: str | None
+    transports: tuple[str, ...] = ("shm", "zmq")
+    nccl_init_deadline_s: float = 20.0
+    nccl_bucket_deadline_s: float = 10.0
+    bucket_bytes: int = 0
+    device: str = "cpu"
+    """Of the learner's rank 0; the sender of weights uses the same."""
+
+
+class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the hub tells its sender process."""
+
+    rank_endpoint: str
+    device: str
+    transports: tuple[str, ...]
+    slot_bytes: int
+    init_deadline_s: float
+    bucket_deadline_s: float
 
 
 def write_settings(settings: HubSettings, path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from streamrl.messages import VersionRef
+
 MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
 
 
@@ -23,6 +25,11 @@ class Link:
     rate_at: float = 0.0
     strikes: deque[float] = field(default_factory=deque)
     stats: dict[str, float] = field(default_factory=dict)
+    transports: tuple[str, ...] = ()
+    device: str = ""
+    installed: VersionRef | None = None
+    nccl_epoch: int = 0
+    nccl_broken: bool = False
     announced_at: float = 0.0
 
     def strike(self, now: float) -> bool:

@@ -21,6 +21,8 @@ from streamrl.messages import (
     RankReady,
     RankWait,
     Saved,
+    SenderReport,
+    SenderUp,
     Shutdown,
     Take,
     Trained,
@@ -62,7 +64,9 @@ class RankPlane:
             case Publish():
                 self.hub.weights.publish(message, now)
                 ledger.publish(message.manifest.ref)
-                self.hub.control.announce(message.manifest)
+                self.hub.devices.published(message, now)
+            case SenderUp() | SenderReport():
+                self.hub.devices.sender_said(routing_id, message, now)
             case EvalRequest():
                 ledger.eval_request(message.eval_id, message.version, message.num_prompts, now)
                 self._evals.add(message.eval_id)
@@ -143,6 +147,7 @@ class RankPlane:
             **self.hub.ledger.counters(),
             **{key: float(value) for key, value in self.hub.counters.items()},
             **self.hub.weights.metrics(),
+            **self.hub.devices.metrics(),
             **control.checks.metrics(),
             "num_actors": float(len(control.links)),
             "num_actor_restarts": float(control.num_actor_restarts),

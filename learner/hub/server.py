@@ -20,8 +20,10 @@ from collections.abc import Callable
 import zmq
 
 from learner.hub.control_plane import ControlPlane
+from learner.hub.device_plane import DEVICE_TRANSPORTS, DevicePlane, Sender
 from learner.hub.hub_settings import HubSettings
 from learner.hub.rank_plane import RankPlane
+from learner.hub.sender_process import SenderProcess
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
@@ -36,7 +38,7 @@ TICK_S = 0.1
 class HubServer:
     """Owns the sockets and the loop; see the drawing above."""
 
-    def __init__(self, settings: HubSettings) -> None:
+    def __init__(self, settings: HubSettings, *, start_sender: Callable[[HubSettings], Sender] = SenderProcess) -> None:
         self.settings = settings
         self.counters: Counter[str] = Counter()
         self.ledger = build_ledger(settings)
@@ -53,6 +55,8 @@ class HubServer:
         self._ranks.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._ranks.setsockopt(zmq.LINGER, 1000)
         self._ranks.bind(settings.rank_endpoint)
+        uses_device = set(settings.transports) & set(DEVICE_TRANSPORTS)
+        self.devices = DevicePlane(self, (lambda: start_sender(settings)) if uses_device else None)
         self.control = ControlPlane(self)
         self.ranks = RankPlane(self)
         self.stopped = False
@@ -79,6 +83,7 @@ class HubServer:
                 busy |= self._drain(self._ranks, self.ranks.received, now)
             if now >= next_tick:
                 self.control.tick(now)
+                self.devices.tick(now)
                 next_tick = now + TICK_S
                 busy = True
             if busy:
@@ -127,6 +132,7 @@ class HubServer:
         self.control.stop_all(reason, finished=finished)
 
     def close(self) -> None:
+        self.devices.close()
         self.weights.close()
         self._control.close(linger=1000)
         self._ranks.close(linger=1000)

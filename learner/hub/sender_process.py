@@ -1,0 +1,40 @@
+"""The hub's sender process: started with a pipe as its lifeline, ended without asking."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from learner.hub.hub_settings import HubSettings, SenderSettings
+from streamrl.lifeline import child_environment
+
+
+class SenderProcess:
+    """The child; it ends with the hub, however the hub goes."""
+
+    def __init__(self, settings: HubSettings) -> None:
+        path = Path(settings.run_dir) / "sender_settings.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(sender_settings(settings)), indent=2))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "learner.sender", str(path)], stdin=subprocess.PIPE, env=child_environment(),
+            start_new_session=True, cwd=os.getcwd(),
+        )
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def sender_settings(settings: HubSettings) -> SenderSettings:
+    return SenderSettings(
+        rank_endpoint=settings.rank_endpoint, device=settings.device, transports=settings.transports,
+        slot_bytes=settings.bucket_bytes, init_deadline_s=settings.nccl_init_deadline_s,
+        bucket_deadline_s=settings.nccl_bucket_deadline_s,
+    )
