@@ -279,13 +279,11 @@ def test_old_tokens_are_discounted_by_their_lag_and_stay_in_the_denominator():
 
 def test_the_discount_spares_the_pull_back_to_the_data():
     rows = batch()
-    grads = [
-        run(rows, loss=LossConfig(surrogate="tis", behavior_penalty=tau), age=AgeRules(discount_beyond=0, decay=0.01))[1]
-        for tau in (0.0, 0.1)
-    ]
-    undiscounted = [run(rows, loss=LossConfig(surrogate="tis", behavior_penalty=tau))[1] for tau in (0.0, 0.1)]
+    losses = [LossConfig(surrogate="tis", behavior_penalty=tau) for tau in (0.0, 0.1)]
+    discounted = [run(rows, loss=loss, age=AgeRules(discount_beyond=0, decay=0.01))[1] for loss in losses]
+    undiscounted = [run(rows, loss=loss)[1] for loss in losses]
 
-    for without, with_pull, plain, pulled in zip(*grads, *undiscounted, strict=True):
+    for without, with_pull, plain, pulled in zip(*discounted, *undiscounted, strict=True):
         torch.testing.assert_close(with_pull - without, pulled - plain)
 
 

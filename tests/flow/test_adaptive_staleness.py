@@ -1,0 +1,51 @@
+"""The staleness control in real runs: the learner measures, decides and tells; the hub obeys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.flow.processes import Stage
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+
+ADAPTIVE = (
+    "staleness.adaptive.enabled=true", "staleness.adaptive.half_life_steps=5", "policy.scheduler.ess_rule=sqrt",
+    "eval.num_samples=0", "checkpoint.every_steps=0", "launch.num_actors=1",
+)
+
+
+def steps_of(stage: Stage) -> list[dict[str, Any]]:
+    return [row for row in stage.metrics() if "policy/loss" in row]
+
+
+def test_without_drift_the_lead_grows_and_the_hub_grants_it(stage: Stage):
+    launch = stage.launch(
+        *ADAPTIVE, "trainer.num_steps=14", "staleness.eta=1", "staleness.adaptive.max_eta=5",
+        "policy.optimizer.lr=1e-9", "actors.num_concurrent=192",
+    )
+
+    assert stage.finish(launch, 150) == 0, stage.logs()
+    rows = steps_of(stage)
+    assert rows[0]["control/eta"] <= 2 and rows[-1]["control/eta"] == 5 and rows[-1]["control/max_lag"] == 6
+    assert rows[-1]["hub/eta"] >= 4  # the row's counters may be a step old
+    most_out = max(row["hub/num_groups_drawn"] - row["hub/num_groups_trained"] for row in rows)
+    assert 3 * 8 <= most_out <= 6 * 8, "an eta of 1 permits 16 groups, an eta of 5 permits 48"
+    assert stage.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
+
+
+def test_a_step_that_is_far_too_large_shrinks_itself_and_the_lead_and_nothing_is_thrown_away(stage: Stage):
+    launch = stage.launch(
+        *ADAPTIVE, "trainer.num_steps=14", "staleness.eta=4", "policy.optimizer.lr=3e-2", "loss.veto_low=null",
+        "loss.veto_high=null",
+    )
+
+    assert stage.finish(launch, 150) == 0, stage.logs()
+    rows = steps_of(stage)
+    assert max(row["control/mode"] for row in rows) >= 1 and min(row["control/eta"] for row in rows) <= 2
+    assert min(row["lr/scale"] for row in rows) < 0.9
+    assert all(row["policy/lr"] == pytest.approx(3e-2 * row["lr/scale"]) for row in rows)
+    assert min(row["hub/eta"] for row in rows) <= 2
+    assert "staleness control: normal -> cautious" in (stage.run_dir / "logs" / "learner.log").read_text()
+    assert stage.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
