@@ -70,15 +70,22 @@ class ShmPublisher:
     def directory(self) -> Path:
         return self._directory.path
 
-    def begin(self, ref: VersionRef, layout: Layout) -> DocumentWriter:
+    def begin(self, ref: VersionRef, layout: Layout, *, wait_s: float | None = None) -> DocumentWriter:
         """Start the document of `ref`; nobody sees it before `DocumentWriter.commit`.
 
+        Args:
+            wait_s: longest wait for the work after the last commit; None waits for its end.
         Raises:
-            WeightsError: closed, the version exists, or there is no room here nor in the fallback.
+            WeightsError: closed, the version exists, that work takes longer than `wait_s`, or there is no room here
+                nor in the fallback.
         """
         if self._closed:
             raise WeightsError(f"the publisher of {self.directory} is closed")
-        self.settle()
+        if not self.settle(wait_s):
+            raise WeightsError(
+                f"no slot for version {ref} after {wait_s:g} s: unlinking old versions and making room for the next "
+                "takes that long; look at the memory and the load of this machine"
+            )
         nbytes = document_nbytes(layout)
         name = f"w.{ref.learner_epoch}.{ref.version}"
         if name in [path.name for path in self._kept]:
@@ -139,12 +146,19 @@ class ShmPublisher:
             except OSError as error:
                 log.debug("no spare slot: %s", error)  # the next `begin` finds out, and says it loudly
 
-    def settle(self) -> None:
-        """Do the work after the last commit now, and wait for it; local work in memory, milliseconds."""
+    def settle(self, wait_s: float | None = None) -> bool:
+        """Do the work after the last commit now, and wait for it; local work in memory, milliseconds.
+
+        Returns:
+            False if it goes on after `wait_s` seconds.
+        """
         self._hurry.set()
         if self._housekeeping is not None:
-            self._housekeeping.join()
+            self._housekeeping.join(wait_s)
+            if self._housekeeping.is_alive():
+                return False
             self._housekeeping = None
+        return True
 
     def close(self) -> None:
         """Unlink every document and the directory; may be called twice."""

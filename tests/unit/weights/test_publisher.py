@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -139,6 +141,44 @@ def test_two_fsdp_ranks_publish_what_one_rank_would_and_a_failing_rank_0_blocks_
     assert abandoned == "abandoned"
     manifests = [msgspec.msgpack.decode(bytes.fromhex(line), type=Manifest) for line in published]
     assert manifests == single_rank_manifests(tmp_path / "single")
+
+
+def test_no_rank_holds_more_than_a_bucket_and_a_tensor_and_all_run_the_same_collectives_in_one_thread(
+    tmp_path: Path, python_env
+):
+    """24 tensors of 4 MiB, buckets of 8 MiB: 96 MiB pass through, at most 12 are held."""
+    script = Path(__file__).with_name("fsdp_budget.py")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
+        "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), str(tmp_path / "docs"),
+    ]
+    env = {**python_env, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # freed memory goes back at once, so that it counts
+
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ranks) == 2 and all(rank["extra_mib"] <= 12 for rank in ranks), [rank["extra_mib"] for rank in ranks]
+    assert ranks[0]["seen"] == ranks[1]["seen"] and sum("all_gather" in name for name in ranks[0]["seen"]) == 24
+    assert all(rank["threads"] == ["MainThread"] for rank in ranks)
+
+
+def test_a_publish_that_gets_no_slot_in_time_is_skipped_and_the_next_one_comes(shm):
+    publisher = Publisher(
+        [("w", torch.ones(3))], wire_dtype=torch.float32, bucket_bytes=8, shm=shm, slot_wait_s=0.05
+    )
+    publisher.publish(VersionRef(1, 0))
+    shm.settle()
+    may_end = threading.Event()
+    shm._housekeeping = threading.Thread(target=may_end.wait)
+    shm._housekeeping.start()
+
+    with pytest.raises(WeightsError, match="version 1:1 was not published.*no slot for version 1:1 after 0.05 s"):
+        publisher.publish(VersionRef(1, 1))
+    may_end.set()
+    later = publisher.publish(VersionRef(1, 2))
+
+    assert later is not None and later.manifest.parent == VersionRef(1, 0)
 
 
 def single_rank_manifests(folder: Path) -> list[Manifest]:
