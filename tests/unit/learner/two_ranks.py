@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,36 +20,62 @@ from torch.distributed.tensor import DTensor
 from learner.checkpoint import find_checkpoint, save_checkpoint
 from learner.export import export_model
 from learner.gradients import optimizer_step
-from learner.model import load_policy
+from learner.kl_control import LossControls
+from learner.model import Policy, load_policy
 from learner.objective import Objective
 from learner.optimizer import Schedule, make_optimizer
 from learner.packing import equalize, pack
 from learner.ranks import Ranks
+from learner.reference import FrozenPolicy, sync_if_due
+from learner.regularisers import Regularisers
 from learner.scoring import score_batch
 from learner.step import forward_backward
-from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
+from streamrl.config.schema import (
+    AdvantageConfig,
+    ConstraintConfig,
+    EntropyConfig,
+    KlConfig,
+    LossConfig,
+    OptimizerConfig,
+)
 from streamrl.errors import CheckpointError
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
+LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01)
+KL = KlConfig(mode="reward_k1", coef=0.5, controller="doubling")
+CONSTRAINT = ConstraintConfig(kl_limit=1e-6, options={"lr": 100})
+SYNC_EVERY = 2
 
 
-def train_step(policy, optimizer, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
+@dataclass
+class Kit:
+    """What a learner carries from step to step."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: FrozenPolicy
+    controls: LossControls
+
+
+def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
     """(loss, gradient norm, whole gradients, statistics) of one step on a batch that depends on the step alone."""
-    rows = batch(5, 3, seed=step)
+    policy, rows = kit.policy, batch(5, 3, seed=step)
     plan = plan_of(rows, world=ranks.world)
     mine = [row for row in rows if row.group_id % ranks.world == ranks.rank]
     objective = Objective(
-        AdvantageConfig(scale="batch_std"),
-        LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01),
-        max_new_tokens=16, max_lag=4, ranks=ranks,
+        AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4, ranks=ranks,
+        regularisers=Regularisers(KL, CONSTRAINT, LOSS, kit.controls),
     )
     objective.begin(mine, plan, version=5)
     micro_batches = equalize(pack(mine, 40), ranks)
-    score_batch(policy, micro_batches, objective)
+    score_batch(policy, micro_batches, objective, reference=kit.reference)
     loss = sum(forward_backward(policy, micro, objective) for micro in micro_batches)
     gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
-    result = optimizer_step(policy, optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
-    return ranks.all_reduce([loss])[0], result.grad_norm, gradients, objective.finish().flush(step)
+    result = optimizer_step(policy, kit.optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
+    meter = objective.finish()
+    kit.controls.update(meter, version=step + 1)
+    sync_if_due(kit.reference, policy, every=SYNC_EVERY, version=step + 1)
+    return ranks.all_reduce([loss])[0], result.grad_norm, gradients, meter.flush(step)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,30 +90,35 @@ def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
         (folder / "result.json").write_text(json.dumps({"loss": loss, "norm": norm, "stats": stats}))
 
 
-def start(work: Path, ranks: Ranks):
+def start(work: Path, ranks: Ranks) -> Kit:
     # Two ranks also recompute activations: the results must not know.
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.world > 1)
-    return policy, make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
+    return Kit(policy, optimizer, reference, LossControls(KL, EntropyConfig(), CONSTRAINT, LOSS))
 
 
 def train(work: Path, folder: Path, ranks: Ranks) -> None:
-    policy, optimizer = start(work, ranks)
-    first = train_step(policy, optimizer, ranks, step=0)
-    train_step(policy, optimizer, ranks, step=1)
+    kit = start(work, ranks)
+    first = train_step(kit, ranks, step=0)
+    train_step(kit, ranks, step=1)
     save_checkpoint(
-        folder / "run", 2, policy, optimizer, ranks, extra={"note": "x"}, blobs={"ledger": b"state"}, num_keep=2
+        folder / "run", 2, kit.policy, kit.optimizer, ranks, extra={"note": "x", "controls": kit.controls.to_plain()},
+        blobs={"ledger": b"state"}, num_keep=2, also=kit.reference.tensors(),
     )
-    train_step(policy, optimizer, ranks, step=2)
-    write(folder, policy, ranks, first)
-    export_model(policy, work / "model", folder / "exported", ranks)
+    train_step(kit, ranks, step=2)
+    write(folder, kit.policy, ranks, first)
+    export_model(kit.policy, work / "model", folder / "exported", ranks)
 
 
 def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path) -> None:
-    policy, optimizer = start(work, ranks)
+    kit = start(work, ranks)
     found = find_checkpoint(run, ranks)
-    found.restore(policy, optimizer, ranks)
+    found.restore(kit.policy, kit.optimizer, ranks)
+    assert kit.reference.restore(found.shards())
+    kit.controls.restore(found.extra["controls"])
     assert (found.version, found.blobs["ledger"], found.extra["note"]) == (2, b"state", "x")
-    write(folder, policy, ranks, train_step(policy, optimizer, ranks, step=2))
+    write(folder, kit.policy, ranks, train_step(kit, ranks, step=2))
 
 
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -99,7 +131,8 @@ def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     written = module.write_shards
     module.write_shards = no_room if ranks.rank == 1 else written
     try:
-        save_checkpoint(folder / "broken", 1, *start(work, ranks), ranks, extra={}, blobs={}, num_keep=1)
+        kit = start(work, ranks)
+        save_checkpoint(folder / "broken", 1, kit.policy, kit.optimizer, ranks, extra={}, blobs={}, num_keep=1)
     except CheckpointError as error:
         (folder / f"refused-{ranks.rank}").write_text(str(error))
     finally:
