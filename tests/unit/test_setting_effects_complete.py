@@ -40,6 +40,20 @@ VETO = f"{OBJECTIVE}::test_the_veto_removes_whole_trajectories_and_leaves_the_de
 BONUS = f"{KL_CONTROL}::test_low_entropy_raises_the_bonus_and_high_entropy_lowers_it_and_lets_it_rest"
 WIDER = f"{KL_CONTROL}::test_low_entropy_widens_the_upper_clip_within_its_bounds"
 
+CONTROL = "learner/test_staleness_control.py"
+ADAPTIVE = {
+    "enabled": "test_disabled_it_measures_and_changes_nothing",
+    "rule": "test_goodput_climbs_to_the_lead_with_the_most_effective_groups_a_second",
+    "min_eta": "test_a_stricter_target_gives_a_shorter_lead_inside_the_bounds_that_are_set",
+    "max_eta": "test_a_stricter_target_gives_a_shorter_lead_inside_the_bounds_that_are_set",
+    "ess_target": "test_a_stricter_target_gives_a_shorter_lead_inside_the_bounds_that_are_set",
+    "m2_target": "test_off_policy_masking_goes_on_while_drift_at_the_mean_lag_is_over_its_budget",
+    "half_life_steps": "test_a_short_memory_follows_a_change_of_drift_sooner",
+    "num_trial_steps": "test_the_length_of_a_trial_is_the_one_that_is_set",
+    "breaker": "test_without_the_breaker_trouble_changes_nothing",
+    "group_spread": "test_the_spread_of_a_group_is_limited_by_drift_only_if_asked_for",
+}
+
 SHOWN_BY = {
     "trainer.num_steps": LEAD,
     "trainer.eval_only": f"{HUB}::test_an_evaluation_only_run_has_no_steps",
@@ -81,6 +95,8 @@ SHOWN_BY = {
     "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_says_how_many_groups_may_overtake_an_unfinished_one",
     "staleness.max_lag": f"{LEDGER}::test_max_lag_decides_whether_an_old_group_is_trained",
     "staleness.mode": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
+    "staleness.decay": f"{CONTROL}::test_the_decay_says_how_fast_old_tokens_lose_their_say",
+    **{f"staleness.adaptive.{name}": f"{CONTROL}::{shown_by}" for name, shown_by in ADAPTIVE.items()},
     "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
     "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
     "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch",
@@ -161,6 +177,8 @@ SHOWN_BY = {
     "policy.scheduler.name": OPTIMIZER,
     "policy.scheduler.warmup_ratio": OPTIMIZER,
     "policy.scheduler.min_lr": OPTIMIZER,
+    "policy.scheduler.ess_rule": f"{CONTROL}::test_the_rate_is_scaled_by_the_ess_of_the_batch",
+    "policy.scheduler.ess_floor": f"{CONTROL}::test_the_floor_of_the_rate_is_the_one_that_is_set",
     "policy.tiny.enabled": (
         f"{LEARNER}::test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for"
     ),
@@ -202,6 +220,9 @@ SHOWN_BY = {
     "hub.num_max_attempts": f"{LEDGER}::test_a_group_is_dropped_after_so_many_failures",
     "hub.group_deadline_s": f"{LEDGER}::test_before_its_deadline_a_partial_group_waits_for_its_missing_members",
     "publish.dtype": TRAVEL,
+    "publish.when": (
+        f"{CONTROL}::test_on_drift_a_version_is_published_once_a_quarter_of_the_budget_is_spent_or_half_the_lead"
+    ),
     "publish.bucket_bytes": TRAVEL,
     "publish.num_keep_versions": f"{HUB}::test_so_many_published_versions_stay_available",
     "publish.max_bytes_per_s": f"{HUB}::test_a_bandwidth_cap_makes_actors_wait",

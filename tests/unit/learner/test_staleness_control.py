@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from random import Random
 
 import pytest
+import torch
 
 from learner.drift_tracking import DriftTracker, to_bins
 from learner.staleness_control import StalenessControl
@@ -132,6 +133,27 @@ def test_under_reweight_the_discount_begins_where_the_rule_says_and_the_hard_bou
 
     assert 17 <= control.soft_max_lag <= 22
     assert control.max_lag - control.eta == 3 and control.eta - control.soft_max_lag == 2
+
+
+def test_the_decay_says_how_fast_old_tokens_lose_their_say():
+    lags, mask = torch.tensor([[0, 2, 3, 5]]), torch.ones(1, 4, dtype=torch.bool)
+    words = ("staleness.mode=reweight", "staleness.max_lag=2")
+    seen = {
+        decay: control_of(*words, f"staleness.decay={decay}").age_rules.weights(lags, mask).tolist()[0]
+        for decay in (0.5, 0.1)
+    }
+
+    assert seen[0.5] == pytest.approx([1, 1, 0.5, 0.125]) and seen[0.1] == pytest.approx([1, 1, 0.1, 0.001])
+
+
+def test_each_mode_has_its_own_rule_of_age():
+    masked = control_of("staleness.mode=mask_old_tokens", "staleness.max_lag=4").age_rules
+    waits, drops = control_of("staleness.mode=wait"), control_of()
+
+    assert (masked.mask_beyond, masked.discount_beyond) == (4, None)
+    assert (waits.eta, waits.max_lag, drops.max_lag) == (4, 4, 5)
+    for control in (waits, drops):
+        assert (control.age_rules.mask_beyond, control.age_rules.discount_beyond) == (None, None)
 
 
 def test_disabled_it_measures_and_changes_nothing():
