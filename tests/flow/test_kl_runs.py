@@ -1,0 +1,38 @@
+"""KL, entropy and constraints in real runs: two ranks, a moving reference, weights that move on after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.flow.processes import Stage
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+
+PULLED = (
+    "kl.mode=reward_k1", "kl.coef=0.01", "kl.controller=doubling", "kl.options.target=1e-6", "kl.options.high=0.5",
+    "reference.sync_every_steps=3", "entropy.adapt=clip_high", "entropy.target=9", "entropy.step=0.01",
+    "constraint.entropy_min=9", "constraint.options.lr=1e-4", "launch.num_learner_ranks=2", "launch.num_actors=1",
+    "checkpoint.every_steps=2", "eval.num_samples=0", "policy.optimizer.lr=1e-3",
+)
+
+
+def test_two_ranks_pull_towards_a_reference_that_follows_and_go_on_with_it_after_a_restart(stage: Stage):
+    first = stage.launch(*PULLED, "trainer.num_steps=4")
+    assert stage.finish(first, 120) == 0, stage.logs()
+    second = stage.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")
+    assert stage.finish(second, 120) == 0, stage.logs()
+
+    rows = [row for row in stage.metrics() if "policy/loss" in row]
+    assert [row["run/version"] for row in rows] == list(range(1, 8))
+    at_reference = [abs(row["kl/value"]) < 1e-7 for row in rows]
+    assert at_reference == [True, False, False] * 2 + [True], "zero at the start and right after each sync"
+    one_step, two_steps = rows[4]["kl/value"], rows[2]["kl/value"]
+    assert one_step < two_steps / 2, "after the restart the reference is the synced one, not the start of the run"
+    coefs, moved = [row["kl/coef"] for row in rows], [0.01]
+    for row in rows[:-1]:
+        factor = 2.0 if row["kl/value"] > 1.5e-6 else 0.5
+        moved.append(min(0.5, max(1e-3, moved[-1] * factor)))
+    assert coefs == pytest.approx(moved), "the second process takes up the weight where the first left it"
+    assert [row["clip/high"] for row in rows] == pytest.approx([0.28 + 0.01 * step for step in range(7)])
+    multipliers = [row["constraint/entropy"] for row in rows]
+    assert multipliers[0] == 0.0 and multipliers == sorted(multipliers) and len(set(multipliers)) == 7
