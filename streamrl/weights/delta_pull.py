@@ -108,7 +108,7 @@ class IndexPlan:
             raise NotAvailable(f"{self.what}: nothing came for {silence}, {self.progress()}")
 
     def accept(self, chunk: Chunk, payload: memoryview, now: float) -> None:
-        """Raises NoDelta: there is none. NotAvailable: the pull token is wrong. DeltaError: a piece came damaged."""
+        """Raises NoDelta: there is none. NotAvailable: the pull token is wrong. DeltaError: damaged again and again."""
         self._heard_at, self._silences = now, 0
         if self._in_flight is None or (chunk.bucket, chunk.offset) != (INDEX_BUCKET, len(self._data)):
             self.stats.surplus_chunks += 1
@@ -124,7 +124,10 @@ class IndexPlan:
             return
         fits = 0 < len(payload) <= self._limits.chunk_bytes and chunk.total <= MAX_INDEX_BYTES
         if not fits or xxhash.xxh3_64_intdigest(payload) != chunk.digest:
-            raise DeltaError(f"{self.what}: a piece of the index came damaged")
+            self.stats.refused_chunks += 1
+            if self.stats.refused_chunks >= PullPlan.MAX_REFUSALS:
+                raise DeltaError(f"{self.what}: the index came damaged {self.stats.refused_chunks} times")
+            return
         self._data += payload
         self._total = chunk.total
 
