@@ -54,12 +54,15 @@ class Installer:
         fetch: `WeightSource.fetch` or anything with its signature.
         fetch_deadline_s: for bringing one document, over all offers.
         install_deadline_s: an engine that takes longer is presumed wedged.
+        on_close: called by `close`, after which nothing is fetched any more.
     """
 
     def __init__(
         self, engine: Engine, fetch: Callable[..., Fetched], *,
         fetch_deadline_s: float = 120.0, install_deadline_s: float = 120.0,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_close = on_close
         self._engine, self._fetch = engine, fetch
         self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
         # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
@@ -219,6 +222,7 @@ class Installer:
         if self._cancelled is not None:
             self._cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._on_close()
 
 
 def _report(

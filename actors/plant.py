@@ -31,6 +31,7 @@ from streamrl.config.schema import Engine as EngineName
 from streamrl.errors import StreamrlError
 from streamrl.messages import Welcome
 from streamrl.weights.assets import unpack_assets
+from streamrl.weights.host_share import HostShare
 from streamrl.weights.source import WeightSource
 
 log = logging.getLogger("streamrl.actor")
@@ -62,6 +63,8 @@ class PlantBuilder:
     def __call__(self, welcome: Welcome) -> Plant:
         self._set_welcome(welcome)
         config = from_plain(json.loads(welcome.task), self._overrides)
+        self._source.relay = config.actors.relay
+        self._source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
         task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
         with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
             self._fetch_assets(welcome, model_dir)
@@ -74,7 +77,9 @@ class PlantBuilder:
             EpisodeRunner(task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads)
             for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
         ]
-        installer = Installer(engine, self._source.fetch, fetch_deadline_s=FETCH_DEADLINE_S)
+        installer = Installer(
+            engine, self._source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=self._source.close
+        )
         return Plant(
             engine, installer, *runners, set_welcome=self._set_welcome,
             slots=lease_slots(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),

@@ -14,6 +14,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl launch experiment=quickstart           a learner and its actors, watched over, stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
   streamrl settings [WORD]                        every setting with type, default and meaning
+  streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
 
 By hand, in terminals of their own or on other machines:
@@ -26,7 +27,7 @@ def main() -> int:
     """Entry point of the console script."""
     logging.basicConfig(level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S")
     command, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    commands = {"launch": launch, "settings": settings, "report": report}
+    commands = {"launch": launch, "settings": settings, "report": report, "relay": relay}
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
         return 0 if command else 2
@@ -107,6 +108,13 @@ def settings(words: list[str]) -> int:
         if all(word.lower() in line.lower() for word in words):
             print(line)
     return 0
+
+
+def relay(words: list[str]) -> int:
+    """Pass weights on from a learner to many actors."""
+    from streamrl.relay import relay as run_relay
+
+    return run_relay(words)
 
 
 def report(words: list[str]) -> int:

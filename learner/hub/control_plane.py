@@ -138,7 +138,9 @@ class ControlPlane:
         if old is not None and old.incarnation != hello.incarnation:
             self._stop(old.routing_id, StopReason.FENCED, "a newer process with this actor_id has taken over")
         known = self._incarnations.get(hello.actor_id)
-        if known is None:
+        if known is None and not hello.slots:
+            log.info("%s joined: it passes weights on and takes no leases", hello.actor_id)
+        elif known is None:
             log.info("actor %s joined (%s, %d slots)", hello.actor_id, hello.engine, hello.slots)
         elif known != hello.incarnation:
             self.num_actor_restarts += 1
@@ -146,7 +148,7 @@ class ControlPlane:
         self._incarnations[hello.actor_id] = hello.incarnation
         link = Link(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
-            device=hello.device,
+            device=hello.device, slots=hello.slots,
         )
         self.links.bind(link)
         return link
@@ -160,6 +162,8 @@ class ControlPlane:
         self.hub.ledger.beat(link.actor_id, beat, now)
         quarantined = self.checks.quarantined(link.actor_id, link.incarnation)
         link.state = "quarantined" if quarantined else ActorState(beat.state).name.lower()
+        if not link.slots:
+            link.state = "relay"
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
         self.hub.devices.beat(link, beat, now)

@@ -31,6 +31,8 @@ class Link:
     nccl_epoch: int = 0
     nccl_broken: bool = False
     announced_at: float = 0.0
+    slots: int = 1
+    """0 for a relay, which never generates."""
 
     def strike(self, now: float) -> bool:
         """Count a misdeed; True if it was one too many."""
@@ -85,4 +87,5 @@ class Links:
         return list(self._by_actor.values())
 
     def __len__(self) -> int:
-        return len(self._by_actor)
+        """Actors that may generate; relays do not count."""
+        return sum(link.slots > 0 for link in self._by_actor.values())

@@ -1,27 +1,20 @@
-"""The weight socket: one thread, one ROUTER, chunks out of the mapped documents. It shares only the document table."""
+"""The hub's weight socket: which documents it serves, what is offered to actors, and how their installs go."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 from pathlib import Path
 
 import xxhash
 import zmq
 
 from learner.hub.hub_settings import HubSettings
-from streamrl.codec import Decoder, encode
-from streamrl.errors import WireError
-from streamrl.messages import TO_WEIGHTS, Installed, InstallSource, Layout, Manifest, Offer, Publish, Pull, VersionRef
+from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Publish, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
+from streamrl.weights.chunk_socket import MAX_PULL_BYTES, ChunkSocket
 from streamrl.weights.chunks import ChunkServer
 from streamrl.weights.delta import word_bytes_of
 from streamrl.weights.shm import shm_offer
-
-log = logging.getLogger("streamrl.hub")
-
-POLL_MS = 100
 
 
 class WeightServer:
@@ -40,21 +33,19 @@ class WeightServer:
         self._sums: dict[str, float] = {}
         self._num_installs = 0
         self._chunks: ChunkServer | None = None
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._socket = hub_router(context, max_message_bytes=4096, receive_hwm=64)
+        router = hub_router(context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=64)
         bind_host = settings.bind.removeprefix("tcp://").rpartition(":")[0]
-        bind(self._socket, f"tcp://{bind_host}:{settings.weights_port}", "hub.weights_port")
-        port = bound_endpoint(self._socket).rpartition(":")[2]
+        bind(router, f"tcp://{bind_host}:{settings.weights_port}", "hub.weights_port")
+        port = bound_endpoint(router).rpartition(":")[2]
         self.endpoint = f"tcp://{host}:{port}"
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self.socket = ChunkSocket(router)
 
     def start(self) -> None:
-        self._thread.start()
+        self.socket.start()
 
     def publish(self, message: Publish, now: float) -> None:
         """A new version is complete on disk: serve it; old ones retire."""
-        with self._lock:
+        with self.socket.held():
             if message.layout is not None:
                 self.layout = message.layout
                 self.assets = Path(message.assets_path).read_bytes()
@@ -74,6 +65,7 @@ class WeightServer:
             self._roots[message.manifest.ref] = message.manifest.root
             while len(self._roots) > 64:
                 self._roots.pop(next(iter(self._roots)))
+        self.socket.serve(self._chunks)
 
     def root_of(self, ref: VersionRef) -> bytes | None:
         """The root published for this version; None if it is too old to be known."""
@@ -100,44 +92,14 @@ class WeightServer:
             self._sums["num_visible"] = self._sums.get("num_visible", 0.0) + 1
 
     def metrics(self) -> dict[str, float]:
-        """Means over all installs of the run so far."""
+        """Bytes that were pulled, and means over all installs of the run so far."""
+        served = {"num_bytes_pulled": float(self.socket.num_bytes_served)}
         if not self._num_installs:
-            return {}
+            return served
         sums = dict(self._sums)
         num_visible, visible_s = sums.pop("num_visible", 0.0), sums.pop("visible_s", 0.0)
-        found = {f"mean_{name}": total / self._num_installs for name, total in sums.items()}
+        found = served | {f"mean_{name}": total / self._num_installs for name, total in sums.items()}
         return {**found, "mean_visible_s": visible_s / num_visible} if num_visible else found
 
     def close(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self._socket.close(linger=0)
-
-    def _run(self) -> None:
-        """Answers come first; a delta is encoded bucket by bucket, while nobody waits for an answer."""
-        decoder = Decoder(TO_WEIGHTS, max_bytes=4096)
-        while not self._stopping.is_set():
-            with self._lock:
-                job = self._chunks.next_job() if self._chunks is not None else None
-            if self._socket.poll(POLL_MS if job is None else 0):
-                self._answer_one(decoder)
-            elif job is not None:
-                job.step()  # outside the lock: `publish` must not wait for it
-
-    def _answer_one(self, decoder: Decoder) -> None:
-        routing_id, *frames = self._socket.recv_multipart()
-        try:
-            pull = decoder.decode(frames[0])
-            assert isinstance(pull, Pull)
-            with self._lock:
-                if self._chunks is None:
-                    return
-                chunk, payload = self._chunks.answer(pull)
-        except (WireError, IndexError) as error:
-            log.warning("refused a pull: %s", error)
-            return
-        try:
-            self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # the puller is gone or slow: it asks again
-            log.debug("a chunk was not sent: %s", error)
+        self.socket.close()

@@ -138,6 +138,10 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
+    _need(
+        config.actors.relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", config.actors.relay) is not None,
+        f"actors.relay={config.actors.relay} is no address: give tcp://HOST:PORT, as `streamrl relay` prints it",
+    )
     for name, value in (("run.name", config.run.name), ("actors.actor_id", config.actors.actor_id)):
         _need(
             value is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", value) is not None,

@@ -510,6 +510,10 @@ class ActorsConfig:
     """Exit after this long without a hub; 0 retries for ever."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
     """Weight transports this actor may use, best first."""
+    relay: str | None = None
+    """A `streamrl relay` that this actor pulls weights from, tcp://HOST:PORT; the learner if it does not answer."""
+    share_weights: bool = True
+    """Leave pulled weights in shared memory for the other actors of this host, and take what they left."""
 
 
 @dataclass

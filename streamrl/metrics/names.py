@@ -242,6 +242,7 @@ _HUB = [
         ("hub/num_actor_restarts", "actors", "Actors that came back under a new incarnation since the hub began."),
         ("hub/num_installs", "installs", "Versions that actors made live since the hub began."),
         ("hub/num_install_failures", "installs", "Versions that actors refused since the hub began."),
+        ("hub/num_bytes_pulled", "bytes", "Bytes of weights and model files that the hub's weight socket served."),
         ("hub/num_probes", "probes", "Comparisons of an actor's engine with what was published, since the hub began."),
         ("hub/num_probe_failures", "probes", "Comparisons that failed and put the actor in quarantine."),
         ("hub/num_quarantined", "actors", "Actors that get no leases because their engine failed its last probe."),

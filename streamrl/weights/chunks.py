@@ -70,7 +70,13 @@ class ChunkServer:
             if ref != manifest.ref or nbytes != sum(bucket_bytes):
                 raise WeightsError(f"{path} holds version {ref} of {nbytes} bytes, not {manifest.ref}")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        body = memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes]
+        self.add_bytes(manifest, memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], bucket_bytes, word_bytes)
+
+    def add_bytes(
+        self, manifest: Manifest, body: memoryview, bucket_bytes: Sequence[int], word_bytes: int = 4
+    ) -> None:
+        """As `add`, for a document in memory that nobody writes any more."""
+        ref = manifest.ref
         buckets, start = [], 0
         for size in bucket_bytes:
             buckets.append(body[start : start + size])
@@ -85,6 +91,11 @@ class ChunkServer:
         """Answer GONE for this version; chunks on their way keep their bytes."""
         self._documents.pop(ref, None)
         self._deltas.retire(ref)
+
+    @property
+    def newest(self) -> VersionRef | None:
+        """The version that was added last."""
+        return next(reversed(self._documents), None)
 
     def delta_parent(self, ref: VersionRef) -> VersionRef | None:
         """Who holds this version may pull `ref` as a delta; None if there is none."""
@@ -101,12 +112,12 @@ class ChunkServer:
             ContentError: `pull_range`, the PULL asks for bytes that cannot exist or for more than `max_chunk_bytes`.
         """
         if pull.pull_token != self._token:
-            return _reply(pull, ChunkStatus.DENIED), EMPTY
+            return reply(pull, ChunkStatus.DENIED), EMPTY
         source = self._source(pull)
         if source is None:
-            return _reply(pull, ChunkStatus.GONE), EMPTY
+            return reply(pull, ChunkStatus.GONE), EMPTY
         if isinstance(source, Encoding):
-            return _reply(pull, ChunkStatus.BUSY, retry_after_s=BUSY_RETRY_S), EMPTY
+            return reply(pull, ChunkStatus.BUSY, retry_after_s=BUSY_RETRY_S), EMPTY
         length = min(pull.length, len(source) - pull.offset) if pull.bucket == INDEX_BUCKET else pull.length
         if not 0 < length <= self._max_chunk_bytes or pull.offset + length > len(source):
             raise ContentError(
@@ -115,9 +126,9 @@ class ChunkServer:
                 f"at most {self._max_chunk_bytes} at once",
             )
         if self._budget is not None and (wait_s := self._budget.spend(length)) > 0:
-            return _reply(pull, ChunkStatus.BUSY, retry_after_s=wait_s, total=len(source)), EMPTY
+            return reply(pull, ChunkStatus.BUSY, retry_after_s=wait_s, total=len(source)), EMPTY
         payload = source[pull.offset : pull.offset + length]
-        return _reply(pull, ChunkStatus.OK, total=len(source), payload=payload), payload
+        return reply(pull, ChunkStatus.OK, total=len(source), payload=payload), payload
 
     def _source(self, pull: Pull) -> memoryview | Encoding | None:
         """The bytes that are asked for; a delta that is still being made; None if there are none."""
@@ -136,9 +147,10 @@ class ChunkServer:
         return document.buckets[pull.bucket]
 
 
-def _reply(
+def reply(
     pull: Pull, status: ChunkStatus, *, retry_after_s: float = 0.0, total: int = 0, payload: memoryview = EMPTY
 ) -> Chunk:
+    """The CHUNK that answers this PULL."""
     digest = xxhash.xxh3_64_intdigest(payload)
     return Chunk(
         pull.target, pull.mode, pull.bucket, pull.offset, int(status), retry_after_s, total, len(payload), digest

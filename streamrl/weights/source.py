@@ -10,23 +10,32 @@ that raises NotAvailable if its way does not lead here. A new transport is one e
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
 from streamrl.weights.delta_pull import Shadow
 from streamrl.weights.document import Document, Gone, NotAvailable, Superseded
+from streamrl.weights.host_share import HostShare, SharedReceiver
 from streamrl.weights.manifest import check_manifest
 from streamrl.weights.shm import ShmReceiver
 from streamrl.weights.zmq import ZmqReceiver
 
 log = logging.getLogger(__name__)
+
+RELAY_SILENT_S = 2.0
+"""Silence of a relay that counts, instead of the longer one that a learner far away is allowed."""
+RELAY_RESTS_S = 30.0
+"""A relay that did not answer is not asked for so long."""
+_CONNECT_S = 1.0
 
 
 class Receiver(Protocol):
@@ -70,16 +79,52 @@ class WeightSource:
     ) -> None:
         self.pull_token = pull_token
         self.limits = limits or Limits()
+        self.share: HostShare | None = None
+        """Where processes of this host leave what they pulled; None pulls alone."""
+        self.relay: str | None = None
+        """A nearer endpoint that is asked before the hub's own."""
         self._context, self._secure = context, secure
+        self._relay_rests_until = 0.0
         self.shadow = Shadow()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
         """Transport name to receiver; its keys are what HELLO says this actor can do."""
 
-    def _zmq(self, offer: Offer) -> ZmqReceiver:
+    def _zmq(self, offer: Offer) -> Receiver:
+        puller = self._puller(offer)
+        return puller if self.share is None else SharedReceiver(self.share, puller)
+
+    def _puller(self, offer: Offer) -> ZmqReceiver:
+        limits = self.limits
+        if offer.name == self.relay:
+            limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
         return ZmqReceiver(
-            offer.name, self._context, pull_token=self.pull_token, limits=self.limits, secure=self._secure,
+            offer.name, self._context, pull_token=self.pull_token, limits=limits, secure=self._secure,
             shadow=self.shadow, parent=offer.parent,
         )
+
+    def close(self) -> None:
+        """Leave the host's share; may be called twice."""
+        if self.share is not None:
+            self.share.close()
+
+    def _with_relay(self, offers: Sequence[Offer]) -> list[Offer]:
+        """The relay before the hub's own socket, unless it did not answer lately."""
+        if self.relay is None or time.monotonic() < self._relay_rests_until:
+            return list(offers)
+        if not reachable(self.relay):
+            self._rest_relay("nobody listens there")
+            return list(offers)
+        found: list[Offer] = []
+        for offer in offers:
+            if offer.transport == "zmq":
+                found.append(msgspec.structs.replace(offer, name=self.relay))
+            found.append(offer)
+        return found
+
+    def _rest_relay(self, why: str) -> None:
+        self._relay_rests_until = time.monotonic() + RELAY_RESTS_S
+        log.warning("the relay %s is left out for %g s, the learner is asked instead: %s",
+                    self.relay, RELAY_RESTS_S, why)
 
     def fetch(
         self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, *,
@@ -100,7 +145,7 @@ class WeightSource:
         deadline = time.monotonic() + deadline_s
         failures: list[str] = []
         gone = False
-        for offer in offers:
+        for offer in self._with_relay(offers):
             if cancelled.is_set():
                 raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
             if (factory := self.factories.get(offer.transport)) is None:
@@ -113,6 +158,8 @@ class WeightSource:
                 raise
             except NotAvailable as error:
                 gone = gone or isinstance(error, Gone)
+                if offer.name == self.relay and not isinstance(error, Gone):
+                    self._rest_relay(str(error))
                 log.info("version %s not by %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
             except WeightsError as error:
@@ -130,7 +177,25 @@ class WeightSource:
         cancelled: threading.Event | None = None, deadline_s: float = 120.0,
     ) -> bytes:
         """The packed asset files of the model; unpack them with `streamrl.weights.assets.unpack_assets`."""
-        receiver = self._zmq(Offer("zmq", endpoint, nbytes))
-        return receiver.receive_assets(
-            nbytes, digest, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + deadline_s
-        )
+        cancelled, deadline = cancelled or threading.Event(), time.monotonic() + deadline_s
+        *nearer, last = self._with_relay([Offer("zmq", endpoint, nbytes)])
+        for offer in nearer:
+            try:
+                return self._puller(offer).receive_assets(nbytes, digest, cancelled=cancelled, deadline=deadline)
+            except Superseded:
+                raise
+            except Gone as error:
+                log.info("no model files from the relay: %s", error)
+            except WeightsError as error:
+                self._rest_relay(str(error))
+        return self._puller(last).receive_assets(nbytes, digest, cancelled=cancelled, deadline=deadline)
+
+
+def reachable(endpoint: str) -> bool:
+    """Whether anybody listens at tcp://HOST:PORT; a dead process on a living host says no at once."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

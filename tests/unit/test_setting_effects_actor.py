@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import zmq
 
 from actors.__main__ import work
 from actors.episode import PromptTooLongError
@@ -24,6 +26,7 @@ from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 pytestmark = pytest.mark.timeout(60)
 SIZES = (
     "rollout.max_prompt_tokens=64", "rollout.train.sampling.max_new_tokens=16", "rollout.num_responses_per_prompt=4",
+    "actors.share_weights=false",
 )
 SCRIPTED = "actors.engine=scripted"
 V0 = VersionRef(1, 0)
@@ -117,6 +120,29 @@ def test_weights_come_by_a_transport_that_this_actor_may_use(hub, welcome, trans
         report = asyncio.run(plant.installer.install(welcome.manifest, welcome.offers, welcome.layout))
 
     assert report.ok and report.source == source
+
+
+@pytest.mark.parametrize(("share", "second"), [("true", InstallSource.SHM), ("false", InstallSource.ZMQ)])
+def test_actors_of_one_host_pull_a_version_once_if_they_share(hub, welcome, share, second):
+    mine = msgspec.structs.replace(welcome, run_id=f"share-test-{os.getpid()}")
+    local = ("actors.transports=[zmq]", f"actors.share_weights={share}")
+    with plant_of(hub, mine, SCRIPTED, local=local) as one, plant_of(hub, mine, SCRIPTED, local=local) as two:
+        sources = [
+            asyncio.run(plant.installer.install(mine.manifest, mine.offers, mine.layout)).source for plant in (one, two)
+        ]
+
+    assert sources == [InstallSource.ZMQ, second]
+    assert not list(Path("/dev/shm").glob(f"*share-test-{os.getpid()}*")), "the last one removes what they shared"
+
+
+def test_an_actor_asks_the_relay_that_is_set_before_the_learner(hub, welcome):
+    asked = zmq.Context.instance().socket(zmq.ROUTER)
+    relay = f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"
+    with plant_of(hub, welcome, SCRIPTED, local=("actors.transports=[zmq]", f"actors.relay={relay}")) as plant:
+        report = asyncio.run(plant.installer.install(welcome.manifest, welcome.offers, welcome.layout))
+
+    assert report.ok and asked.poll(0), "it was asked, and the learner when it did not answer"
+    asked.close(linger=0)
 
 
 def test_an_actor_goes_by_the_name_it_is_given(tmp_path):

@@ -208,6 +208,8 @@ SHOWN_BY = {
     "actors.on_install": f"{ACTOR}::test_on_install_chooses_the_engines_policy",
     "actors.actor_id": f"{ACTOR}::test_an_actor_goes_by_the_name_it_is_given",
     "actors.give_up_after_s": "test_actor_link.py::test_it_gives_up_only_when_told_to",
+    "actors.relay": f"{ACTOR}::test_an_actor_asks_the_relay_that_is_set_before_the_learner",
+    "actors.share_weights": f"{ACTOR}::test_actors_of_one_host_pull_a_version_once_if_they_share",
     "actors.transports": f"{ACTOR}::test_weights_come_by_a_transport_that_this_actor_may_use",
     "hub.bind": f"{HUB}::test_the_hub_listens_where_it_is_told_and_says_so",
     "hub.weights_port": f"{HUB}::test_weights_are_served_at_the_port_that_is_set",
