@@ -20,18 +20,24 @@ pytestmark = pytest.mark.timeout(60)
 MICRO = pack(batch(2, 2), 500)[0]
 
 
-@pytest.fixture(params=["one process", "sharded"])
-def ranks(request):
+@pytest.fixture(params=["one process", "sharded", "half precision"])
+def how(request):
+    """Keyword arguments of `load_policy`."""
     ranks = Ranks() if request.param == "one process" else Ranks.start("cpu", sharded=True)
-    yield ranks
+    yield {"ranks": ranks, "dtype": torch.bfloat16 if request.param == "half precision" else torch.float32}
     ranks.close()
 
 
 @pytest.fixture
-def pair(checkpoints, ranks):
+def ranks(how):
+    return how["ranks"]
+
+
+@pytest.fixture
+def pair(checkpoints, how):
     """A policy and a frozen copy of its start."""
     directory = checkpoints["qwen3-tied"]
-    return load_policy(directory, ranks=ranks), FrozenPolicy(load_policy(directory, ranks=ranks), name="reference")
+    return load_policy(directory, **how), FrozenPolicy(load_policy(directory, **how), name="reference")
 
 
 def score(policy) -> torch.Tensor:
@@ -91,7 +97,7 @@ def test_a_blend_keeps_the_share_that_decay_says(pair):
         reference.blend(policy, decay=1.5)
 
 
-def test_a_copy_that_has_moved_comes_back_from_a_checkpoint(tmp_path, pair, checkpoints, ranks):
+def test_a_copy_that_has_moved_comes_back_from_a_checkpoint(tmp_path, pair, checkpoints, ranks, how):
     policy, reference = pair
     optimizer = make_optimizer(policy, OptimizerConfig())
     options = {"extra": {}, "blobs": {}, "num_keep": 1}
@@ -100,7 +106,7 @@ def test_a_copy_that_has_moved_comes_back_from_a_checkpoint(tmp_path, pair, chec
     reference.sync(policy)
     moved = reference.score(MICRO)
     save_checkpoint(tmp_path / "with", 1, policy, optimizer, ranks, **options, also=reference.tensors())
-    fresh = FrozenPolicy(load_policy(checkpoints["qwen3-tied"], ranks=ranks), name="reference")
+    fresh = FrozenPolicy(load_policy(checkpoints["qwen3-tied"], **how), name="reference")
 
     assert fresh.restore(find_checkpoint(tmp_path / "without", ranks).shards()) is False
     start = fresh.score(MICRO)
