@@ -69,11 +69,12 @@ class RowCredit:
 
 def batch_facts(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, avg_level: str, max_new_tokens: int, rank: int,
-    spread_budget: int | None = None,
+    spread_budget: int | None = None, left_out: Tensor | None = None,
 ) -> BatchFacts:
     """The plan as tensors.
 
     Args:
+        left_out: bool [P] trajectories that count in baselines but neither in the loss nor in what it is divided by.
         spread_budget: groups whose head lags differ by more are split for the baseline; None keeps all whole.
     Raises:
         ContentError: the plan and this rank's share disagree: every count would be wrong.
@@ -81,7 +82,11 @@ def batch_facts(
     places = _places(trajectories, plan, rank)
     group_ids = torch.tensor([row.group_id for row in plan], dtype=torch.int64)
     counts = torch.tensor([row.num_action_tokens for row in plan], dtype=torch.int64)
-    weights = aggregation_weights(counts, mode=avg_level, group_ids=group_ids, max_tokens=max_new_tokens)
+    kept = torch.ones(len(plan), dtype=torch.bool) if left_out is None else ~left_out
+    weights = torch.zeros(len(plan))
+    weights[kept] = aggregation_weights(
+        counts[kept], mode=avg_level, group_ids=group_ids[kept], max_tokens=max_new_tokens
+    )
     scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
     if spread_budget is not None:
         head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)

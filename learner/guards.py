@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms import CORRECTION_PRESETS, apply_correction, lag_keep, opsm_keep, veto_keep, zscore_keep
-from streamrl.config.schema import LossConfig, OpsmWhen
+from streamrl.config.schema import LossConfig, OpsmWhen, VetoStat
 
 CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
 
@@ -60,7 +60,12 @@ def guard(
     if loss.veto_low is not None or loss.veto_high is not None:
         low = 0.0 if loss.veto_low is None else loss.veto_low
         high = float("inf") if loss.veto_high is None else loss.veto_high
-        removed["veto"] = ~veto_keep(log_ratios, mask, low=low, high=high)
+        if loss.veto_stat is VetoStat.mean:
+            count = mask.sum(1).clamp(min=1)
+            mean = torch.where(mask, log_ratios.exp(), 0.0).sum(1) / count
+            removed["veto"] = ((mean < low) | (mean > high))[:, None].expand_as(mask)
+        else:
+            removed["veto"] = ~veto_keep(log_ratios, mask, low=low, high=high)
     if loss.opsm_delta is not None and (over_budget or loss.opsm_when is OpsmWhen.always):
         removed["opsm"] = ~opsm_keep(log_ratios, advantages, mask, delta=loss.opsm_delta)
     if loss.zscore_bound is not None and lag_m2 is not None:

@@ -19,25 +19,24 @@ def train(run: Run) -> bool:
             return False
         share, rows = taken
         with run.timed("pack"):
-            run.objective.begin(rows, share.plan, version=run.version, age=run.staleness.age_rules)
+            rows = run.objective.begin(rows, share.plan, version=run.version, age=run.staleness.age_rules)
             batch = equalize(pack(rows, run.token_budget, bootstrap=run.objective.has_critic), run.ranks)
         with run.timed("score"):
             run.score(batch)  # only for losses that must see the whole batch first
         with run.timed("forward_backward"):
             for micro_batch in batch:
                 forward_backward(run.policy, micro_batch, run.objective)
+        with run.timed("critic"):
+            run.fit_critic(batch)
         with run.timed("optimizer"):
             meter = run.objective.finish()
             result = optimizer_step(
                 run.policy, run.optimizer, run.schedule, step=run.version, lr_scale=run.staleness.lr_scale(meter),
                 max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks, frozen=run.warming_up,
             )
-        with run.timed("critic"):
-            run.fit_critic(batch)
         run.advance(share, result)
         run.regulate(meter, result)
-        if not result.skipped:
-            run.publish_if_due()  # actors fetch it while the next batch is awaited
+        run.publish_if_due()  # actors fetch it while the next batch is awaited
         run.hub_trained(result)
         if not result.skipped:
             run.evaluate_if_due()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from learner.loss_options import check_settings, surrogate_options
 from learner.packing import MicroBatch
 from learner.ranks import Ranks
 from learner.regularisers import Regularisers
+from learner.scores import ScoreRules
 from learner.scoring import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, Scored
 from learner.statistics import RATIO_CAP, Measured, add_plan, add_trajectories, measure, measure_traces
 from learner.trajectories import Trajectory
@@ -66,6 +68,8 @@ class Objective:
         max_lag: the largest bound on the lag that the run may have; 0 permits losses without any ratio.
         ranks: who shares the batch; `Ranks()` for a lone process.
         regularisers: KL, entropy and constraints; None is what `loss` alone asks for.
+        score_rules: what a trajectory's reward is made of; None takes the task's.
+        filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
     Example:
@@ -79,7 +83,8 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        ranks: Ranks, regularisers: Regularisers | None = None,
+        ranks: Ranks, regularisers: Regularisers | None = None, score_rules: ScoreRules | None = None,
+        filter_truncated: bool = False,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
@@ -87,6 +92,7 @@ class Objective:
         self._options = surrogate_options(loss)
         self._regularisers = regularisers or Regularisers.of_loss(loss)
         self._anchor = anchor_of(loss.surrogate, loss.anchor)
+        self._score_rules, self._filter_truncated = score_rules, filter_truncated
         self._facts: BatchFacts | None = None
         self._credit: RowCredit | None = None
         self._bounds: ClipBounds | None = None
@@ -119,10 +125,17 @@ class Objective:
             needs.add(PROXIMAL)
         return frozenset(needs)
 
+    def score_rules_state(self) -> dict[str, Any]:
+        """What the score rules remember between steps, for a checkpoint."""
+        return {} if self._score_rules is None else self._score_rules.state()
+
     def begin(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int, age: AgeRules | None = None
-    ) -> None:
+    ) -> list[Trajectory]:
         """Fix what must be the same for the whole batch; a collective call.
+
+        Returns:
+            The trajectories with the rewards that are trained on: these are to be packed.
 
         Args:
             trajectories: of this rank, in the order that was or will be packed.
@@ -136,14 +149,18 @@ class Objective:
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._scored, self._observed, self._credited = {}, {}, {}
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularisers.controls.clip_high))
-        self._facts = batch_facts(
-            trajectories, plan, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
-            rank=self.ranks.rank, spread_budget=self._age.spread_budget,
-        )
-        self._credit = self._row_credit(self._facts, lambda: return_moments(trajectories, self.ranks))
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
         add_trajectories(self._meter, trajectories)
+        if self._score_rules is not None:
+            trajectories, plan = self._score_rules.apply(trajectories, plan, self.ranks)
+        left_out = _everyones_truncated(trajectories, plan, self.ranks) if self._filter_truncated else None
+        self._facts = batch_facts(
+            trajectories, plan, left_out=left_out, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
+            rank=self.ranks.rank, spread_budget=self._age.spread_budget,
+        )
+        self._credit = self._row_credit(self._facts, lambda: return_moments(trajectories, self.ranks))
+        return list(trajectories)
 
     # --- the scoring pass ---------------------------------------------------------------------------------------
 
@@ -285,7 +302,7 @@ class Objective:
             self._meter.add("lag/weight", float(discounts_of_age.sum()) / max(1.0, tokens), tokens)
         spread = batch.padded(entropy)
         losses = self._regularisers.added_to(losses, batch, policy, spread, scored)
-        self._regularisers.measure(self._meter, batch, policy.detach(), scored)
+        self._regularisers.measure(self._meter, batch, policy.detach(), scored, guarded.keep)
         self._measure(Measured(
             mask, guarded.keep, guarded.removed, batch.versions, lags, ell, advantages, losses.detach(),
             token_loss.clipped, spread.detach(),
@@ -345,3 +362,13 @@ def _sums(values: Tensor, mask: Tensor) -> Tensor:
     """Count, sum and sum of squares over action tokens, float64 [3]."""
     chosen = values[mask].double().cpu()
     return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
+
+
+def _everyones_truncated(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks) -> Tensor:
+    """bool [P], in the plan's order; a collective call."""
+    place_of = {(row.group_id, row.index): i for i, row in enumerate(plan)}
+    mine = [float(place_of[row.group_id, row.index]) for row in trajectories if row.truncated]
+    whole = torch.zeros(len(plan), dtype=torch.bool)
+    for places in ranks.gather(mine):
+        whole[[int(place) for place in places]] = True
+    return whole

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from learner.pareto import ParetoArchive
 from streamrl.config.checks import largest_max_lag
 from streamrl.config.load import to_plain, to_yaml
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.record import read_metrics
@@ -43,6 +44,7 @@ class Recorder:
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
         (run_dir / "config.yaml").write_text(to_yaml(config))
+        self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
         if config.tracking.wandb.enabled:
             from streamrl.metrics.wandb_sink import open_wandb
@@ -61,6 +63,8 @@ class Recorder:
     def evaluated(self, result: EvalResult) -> None:
         """Goes into the next row."""
         log.info("evaluation of version %d: %.3f over %d prompts", result.version, result.score, result.num_prompts)
+        if self._archive is not None:
+            self._waiting.update(self._archive.add(result.version, {"reward": result.reward, **result.scores}))
         self._waiting.update({
             "eval/score": result.score, "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
             "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
@@ -121,6 +125,16 @@ def hub_keys(status: HubStatus) -> dict[str, float]:
             row[key] = counters.pop(name)
     row.update({f"hub/{name}": value for name, value in counters.items() if math.isfinite(value)})
     return row
+
+
+def _archive(objectives: ObjectivesConfig, run_dir: Path) -> ParetoArchive | None:
+    """One component has no front: the best evaluation is the last word on it."""
+    if len(objectives.components) < 2:
+        return None
+    return ParetoArchive(
+        run_dir / "pareto.json", objectives.components, size=objectives.archive_size,
+        reference=objectives.reference_point if 2 <= len(objectives.reference_point) <= 4 else {},
+    )
 
 
 def _versions() -> dict[str, str]:

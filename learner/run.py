@@ -126,9 +126,9 @@ class Run:
             self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.version)
 
     def publish_if_due(self) -> None:
-        """Publish, unless actors do as well with the version they have; a collective call."""
-        last = self.version == self.config.trainer.num_steps
-        if last or self._eval_due or self.staleness.publish_due(self.version):
+        """Publish, unless actors have this version or do as well with the one they have; a collective call."""
+        asked_for = self._eval_due or self.version == self.config.trainer.num_steps
+        if self.staleness.publish_due(self.version, asked_for=asked_for):
             self.publish()
 
     def publish(self) -> None:
@@ -243,7 +243,8 @@ class Run:
                 "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
                 "wall_s": recorder.wall_s if recorder else 0.0,
                 "trained_tokens": recorder.trained_tokens if recorder else 0,
-                "controls": {"loss": self.controls.to_plain(), "staleness": self.staleness.to_json()},
+                "controls": {"loss": self.controls.to_plain(), "staleness": self.staleness.to_json(),
+                             "scores": self.objective.score_rules_state()},
             }
             save_checkpoint(
                 self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from learner.reference import FrozenPolicy, load_reference
 from learner.regularisers import Regularisers
 from learner.run import Run
 from learner.run_dir import claim_run_dir
+from learner.scores import ScoreRules
 from learner.staleness_control import StalenessControl
 from learner.stop_flag import StopFlag
 from learner.tiny_model import prepare_tiny_model
@@ -45,6 +46,8 @@ from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
+from streamrl.weights.ipc import require_ipc
+from streamrl.weights.nccl import require_nccl
 from streamrl.weights.rundir import clean_stale, document_directory
 from streamrl.weights.shm import ShmPublisher
 
@@ -79,7 +82,15 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Ru
         return run
 
 
+def check_transports(transports: Sequence[str], device: torch.device) -> None:
+    """Refuse a way of moving weights that this machine cannot go. Raises ConfigError."""
+    for name, require in (("ipc", require_ipc), ("nccl", require_nccl)):
+        if name in transports:
+            require(str(device))
+
+
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
+    check_transports(config.publish.transports, ranks.device)
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
@@ -104,6 +115,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     objective = Objective(
         config.advantage, config.loss, regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
         max_new_tokens=response_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
+        score_rules=_make_score_rules(config, past), filter_truncated=config.filter.truncated,
     )
     dtype = compute_dtype(config.policy.dtype, ranks.device)
     policy = _load(config, model_dir, dtype, ranks)
@@ -128,7 +140,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     publisher = Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
         bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
-        fence=claim.check if claim else None,
+        fence=claim.check if claim else None, fold=bool(set(config.publish.transports) & {"ipc", "nccl"}),
     )
     longest = config.rollout.max_prompt_tokens + response_limit(config)  # the actors' engines hold that much
     prober = Prober(
@@ -169,6 +181,13 @@ def _make_staleness(config: Config, past: Past) -> StalenessControl:
     if past.checkpoint is not None and "controls" in past.checkpoint.extra:
         staleness.restore(past.checkpoint.extra["controls"]["staleness"])
     return staleness
+
+
+def _make_score_rules(config: Config, past: Past) -> ScoreRules:
+    rules = ScoreRules(config.objectives, config.overlong, max_tokens=response_limit(config))
+    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
+        rules.restore(past.checkpoint.extra["controls"].get("scores", {}))
+    return rules
 
 
 def _make_controls(config: Config, past: Past) -> LossControls:
@@ -234,7 +253,7 @@ def _start_hub(
         lineage=lineage[:-1], world=ranks.world,
         bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
         rank_endpoint=endpoint, shm_dir=shm_dir, vocab_size=policy_vocab_size(model_dir), restore_path=ledger,
-        bounds=bounds,
+        bounds=bounds, device=str(ranks.device),
     ))
 
 

@@ -621,6 +621,7 @@ class EvalResult(Message):
     reward: float
     mean_tokens: float
     truncated_fraction: float
+    scores: dict[Word, float] = {}  # means of the task's named scores
 
 
 class RankWait(Message):

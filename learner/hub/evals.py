@@ -6,6 +6,7 @@ Their numbers carry `EVAL_BIT`, the evaluation's id and the prompt's index, so n
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 
@@ -30,6 +31,7 @@ class EvalOutcome:
     reward: float
     mean_tokens: float
     truncated_fraction: float
+    scores: Mapping[str, float]  # mean of each named score over the prompts that have it
 
     @property
     def done(self) -> bool:
@@ -69,7 +71,16 @@ class EvalRun:
             reward=sum(one.reward for one in facts) / num if num else nan,
             mean_tokens=sum(one.num_action_tokens for one in facts) / num if num else nan,
             truncated_fraction=sum(one.status == MemberStatus.TRUNCATED for one in facts) / num if num else nan,
+            scores=_mean_scores(facts),
         )
+
+
+def _mean_scores(facts: Sequence[MemberFacts]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for one in facts:
+        for name, value in one.scores.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 class EvalTable:

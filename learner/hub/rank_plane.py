@@ -122,7 +122,7 @@ class RankPlane:
         self._evals.discard(eval_id)
         self._send(0, EvalResult(
             eval_id, outcome.version, outcome.num_scored, outcome.score, outcome.reward,
-            outcome.mean_tokens, outcome.truncated_fraction,
+            outcome.mean_tokens, outcome.truncated_fraction, dict(outcome.scores),
         ))
 
     def report(self, now: float) -> None:

@@ -95,6 +95,11 @@ class CriticKind(Enum):
     model = "model"
 
 
+class VetoStat(Enum):
+    any = "any"
+    mean = "mean"
+
+
 class OpsmWhen(Enum):
     always = "always"
     over_budget = "over_budget"
@@ -209,6 +214,8 @@ class FilterConfig:
     """Drop groups whose rewards are all equal: they carry no gradient; others are drawn in their place."""
     min_std: float = 1e-6
     """Rewards that spread less than this count as equal under `filter.zero_std`."""
+    truncated: bool = False
+    """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
     accuracy_range: list[float] | None = None
     """[low, high]: drop groups whose mean score is not strictly between; null is off."""
 
@@ -236,6 +243,31 @@ class AdaptiveConfig:
     """Halve the lead when the ESS collapses, gradients jump or drift oscillates, and drain the queue in the worst case."""
     group_spread: bool = False
     """Give trajectories of one group baselines of their own when their lags differ by more than the drift allows."""
+
+
+@dataclass
+class OverlongConfig:
+    cache_tokens: int = 0
+    """Soft overlong penalty: the reward falls from 0 to -1 over the last so many of the allowed new tokens; 0 is off."""
+    scale: float = 1.0
+    """Size of the penalty at the limit."""
+
+
+@dataclass
+class ObjectivesConfig:
+    combine: str = "reward"
+    """What is trained on: the task's reward, or its named scores as weighted_sum, tchebycheff, gdpo, or a weighted sum
+    with a bonus in the group for not being dominated (pareto) or for volume that only it covers (hypervolume)."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Name of a score -> weight; a negative weight makes smaller better. Two or more also keep a Pareto archive."""
+    ideal: dict[str, float] = field(default_factory=dict)
+    """The point that tchebycheff aims at; what is not given is the best seen in the run."""
+    reference_point: dict[str, float] = field(default_factory=dict)
+    """What a point must exceed to have any hypervolume."""
+    bonus: float = 0.1
+    """Weight of the group bonus of pareto and hypervolume."""
+    archive_size: int = 100
+    """Most evaluations in pareto.json."""
 
 
 @dataclass
@@ -323,7 +355,7 @@ class CriticConfig:
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns."""
     clip: float | None = None
-    """Bound on how far a value may move within one update's loss; null is off."""
+    """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
 
@@ -358,6 +390,8 @@ class LossConfig:
     """Drop a trajectory if one of its token ratios is below this; null is off."""
     veto_high: float | None = 100.0
     """Drop a trajectory if one of its token ratios is above this; null is off."""
+    veto_stat: VetoStat = VetoStat.any
+    """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
     entropy_coef: float = 0.0
     """Bonus on the mean token entropy."""
     behavior_penalty: float = 0.0
@@ -538,6 +572,13 @@ class HubConfig:
 
 @dataclass
 class PublishConfig:
+    transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
+    """Ways in which weights are offered, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here,
+    shm reaches this machine, zmq everybody. An actor takes the first one that it may use and that it can prove."""
+    nccl_init_deadline_s: float = 20.0
+    """For all members to build a communicator; whoever is later is left out of it and pulls."""
+    nccl_bucket_deadline_s: float = 10.0
+    """For one bucket to reach everybody by broadcast or slot; then the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
     """Type in which weights travel; auto is float32 on a CPU and bfloat16 on a GPU."""
     bucket_bytes: int = 16 << 20
@@ -612,6 +653,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    objectives: ObjectivesConfig = field(default_factory=ObjectivesConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

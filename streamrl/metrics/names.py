@@ -83,6 +83,8 @@ _EVAL = _rows(
     ("eval/response_tokens", "tokens", "Mean length of the answers."),
     ("eval/truncated_fraction", "fraction", "Answers cut by a length or turn limit."),
     ("eval/num_prompts", "prompts", "Held-out prompts of this evaluation."),
+    ("objective/archive_size", "evaluations", "Evaluations on the Pareto front."),
+    ("objective/hypervolume", "volume", "Volume that the front covers above objectives.reference_point."),
     ("eval/version", "steps", "Version that the evaluation asked for."),
 )
 

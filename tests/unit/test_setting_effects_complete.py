@@ -31,6 +31,7 @@ DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are
 TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
 EVALS = f"{HUB}::test_evaluations_are_asked_for_as_often_and_as_large_as_set"
 TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
+SCORES = "learner/test_scores.py"
 CREDIT, GUARDS = "learner/test_credit.py", "learner/test_guards.py"
 CRITIC = "learner/test_critic.py::test_each_setting_of_the_critic_moves_its_values"
 SIBLINGS = f"{CREDIT}::test_a_weighted_baseline_listens_to_siblings_that_the_policy_still_would_say"
@@ -127,6 +128,18 @@ SHOWN_BY = {
     "loss.anchor": f"{GUARDS}::test_an_averaged_anchor_clips_against_the_average_and_not_against_mu",
     "loss.ewma_decay": f"{GUARDS}::test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it",
     "loss.correction": f"{GUARDS}::test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token",
+    "loss.veto_stat": f"{GUARDS}::test_the_veto_looks_at_any_ratio_or_at_their_mean",
+    "filter.truncated": f"{SCORES}::test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline",
+    "overlong.cache_tokens": f"{SCORES}::test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed",
+    "overlong.scale": f"{SCORES}::test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed",
+    "objectives.combine": f"{SCORES}::test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish",
+    "objectives.components": f"{SCORES}::test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish",
+    "objectives.ideal": f"{SCORES}::test_tchebycheff_aims_at_the_given_point_or_the_best_so_far",
+    "objectives.reference_point": (
+        f"{SCORES}::test_hypervolume_gives_a_little_to_whoever_covers_what_others_do_not"
+    ),
+    "objectives.bonus": f"{SCORES}::test_pareto_takes_a_little_from_whoever_is_beaten_in_its_group",
+    "objectives.archive_size": f"{SCORES}::test_a_full_archive_drops_where_the_front_is_crowded",
     "loss.opsm_delta": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",
     "loss.opsm_when": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",
     "loss.zscore_bound": f"{GUARDS}::test_each_guard_removes_its_tokens_and_says_so",

@@ -21,7 +21,7 @@ from learner.reference import FrozenPolicy
 from learner.run import Run
 from learner.scoring import Scored, score_batch
 from streamrl.algorithms import CORRECTION_PRESETS
-from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen
+from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
 
@@ -53,6 +53,14 @@ def test_each_guard_removes_its_tokens_and_says_so():
     for cause, (found, expected) in cases.items():
         assert found.keep.tolist() == expected, cause
         assert torch.equal(found.removed[cause], MASK & ~found.keep), cause
+
+
+def test_the_veto_looks_at_any_ratio_or_at_their_mean():
+    """Ratios of the first row: 0.37, 0.45, 0.55."""
+    loss = replace(OFF, veto_low=0.4)
+    assert not kept(loss).keep[0].any()
+    assert kept(replace(loss, veto_stat=VetoStat.mean)).keep[0].all()
+    assert not kept(replace(loss, veto_low=0.5, veto_stat=VetoStat.mean)).keep[0].any()
 
 
 def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
@@ -233,7 +241,8 @@ def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoi
         for p in policy.parameters():
             p.add_(1.0)
     run = SimpleNamespace(
-        version=0, lineage=(Lineage(1, 0, 0),), policy=policy, proximal=FrozenPolicy(average, name="ewma"), reference=None,
+        version=0, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
+        proximal=FrozenPolicy(average, name="ewma"),
         config=Config(loss=LossConfig(ewma_decay=decay)),
     )
     Run.advance(run, None, StepResult(grad_norm=1.0, skipped=False, lr=1e-3))
