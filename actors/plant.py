@@ -20,6 +20,7 @@ import zmq
 from actors.engines.base import Engine
 from actors.engines.native import NativeEngine, build_model
 from actors.engines.scripted import ScriptedEngine
+from actors.engines.vllm import VllmEngine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.install import Installer
 from actors.render import Renderer, load_tokenizer
@@ -108,6 +109,12 @@ class PlantBuilder:
                 slots=config.actors.num_concurrent, num_tokens=min(8, sampling[0].max_new_tokens), vocab_size=vocab_size
             )
         dtype = pick_dtype(config.actors.dtype, device)
+        if config.actors.engine is EngineName.vllm:
+            return VllmEngine(
+                model_dir, tokenizer, slots=config.actors.num_concurrent, max_tokens=max_tokens, device=device,
+                dtype=dtype, num_threads=config.actors.num_threads or None,
+                install_policy=INSTALL_POLICY[config.actors.on_install], arguments=dict(config.actors.vllm),
+            )
         return NativeEngine(
             build_model(model_dir, dtype=dtype, device=device), tokenizer, slots=config.actors.num_concurrent,
             max_tokens=max_tokens, device=device, num_threads=config.actors.num_threads or None,

@@ -28,6 +28,32 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, list[Tensor]]:
     return named
 
 
+def check_document(tensors: Mapping[str, Any], live: Mapping[str, Tensor]) -> None:
+    """A document against a model's own tensors; a float tensor may come in another float type.
+
+    Raises:
+        WeightsError: a name is missing or unknown, a shape or type does not fit.
+    """
+    missing = sorted(live.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - live.keys())
+    if missing or unknown:
+        raise WeightsError(
+            f"the document's names are not the model's: {len(missing)} missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}; tied copies are left out. The old version goes on serving."
+        )
+    for name, own in live.items():
+        given = tensors[name]
+        if tuple(given.shape) != tuple(own.shape):
+            raise WeightsError(
+                f"{name} has shape {list(given.shape)}, the model needs {list(own.shape)}. "
+                "The old version goes on serving."
+            )
+        if given.dtype != own.dtype and not (given.is_floating_point() and own.is_floating_point()):
+            raise WeightsError(
+                f"{name} has type {given.dtype}, the model needs {own.dtype}. The old version goes on serving."
+            )
+
+
 class WeightSets:
     """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing."""
 
@@ -48,7 +74,7 @@ class WeightSets:
         Raises:
             WeightsError: a name is missing or unknown, a shape or type does not fit; the model is untouched.
         """
-        self._check(tensors)
+        check_document(tensors, self._live)
         # Taken, not borrowed: if this call is abandoned, the next one allocates its own.
         staged, self._spare = self._spare, None
         if staged is None:
@@ -59,26 +85,6 @@ class WeightSets:
         if any(target.is_cuda for target in staged.values()):
             torch.cuda.current_stream().synchronize()
         return staged
-
-    def _check(self, tensors: Mapping[str, Any]) -> None:
-        missing = sorted(self._live.keys() - tensors.keys())
-        unknown = sorted(tensors.keys() - self._live.keys())
-        if missing or unknown:
-            raise WeightsError(
-                f"the document's names are not the model's: {len(missing)} missing {missing[:3]}, "
-                f"{len(unknown)} unknown {unknown[:3]}; tied copies are left out. The old version goes on serving."
-            )
-        for name, live in self._live.items():
-            given = tensors[name]
-            if tuple(given.shape) != tuple(live.shape):
-                raise WeightsError(
-                    f"{name} has shape {list(given.shape)}, the model needs {list(live.shape)}. "
-                    "The old version goes on serving."
-                )
-            if given.dtype != live.dtype and not (given.is_floating_point() and live.is_floating_point()):
-                raise WeightsError(
-                    f"{name} has type {given.dtype}, the model needs {live.dtype}. The old version goes on serving."
-                )
 
     def swap(self, staged: Staged) -> None:
         """Exchange the sets: each tensor object stays, so tied weights stay tied; the old storage becomes the spare."""

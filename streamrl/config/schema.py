@@ -13,6 +13,7 @@ from typing import Any
 
 class Engine(Enum):
     native = "native"
+    vllm = "vllm"
     scripted = "scripted"
 
 
@@ -538,6 +539,8 @@ class ActorsConfig:
     """Torch threads of one actor on a CPU; 0 leaves torch's own choice."""
     on_install: OnInstall = OnInstall.keep
     """Running sequences at a new version: `keep` their cache, `recompute` it, or let them `finish` first."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """vLLM's own engine arguments under `actors.engine=vllm`, e.g. `actors.vllm.tensor_parallel_size=2`."""
     actor_id: str | None = None
     """Stable name of this actor; null makes one from the host and a random part."""
     give_up_after_s: float = 0.0

@@ -16,10 +16,12 @@ import torch
 import zmq
 
 from actors.__main__ import work
+from actors.engines.vllm_process import engine_arguments
 from actors.episode import PromptTooLongError
 from actors.plant import PlantBuilder, default_actor_id, pick_device
 from actors.worker import Plant
 from streamrl.config.load import from_plain, to_plain
+from streamrl.errors import EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
 from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 
@@ -75,6 +77,19 @@ def played(plant: Plant, split: str = "train", *, times: int = 1) -> list[Member
 def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
     with plant_of(hub, welcome, word) as plant:
         assert plant.engine.name == name
+
+
+def test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give(hub, welcome):
+    """Both are said before any model is loaded; a real engine with real weights is tested with the engine itself."""
+    words = ["actors.engine=vllm", "actors.device=cpu", "policy.tiny.num_heads=2"]
+    with pytest.raises(EngineError, match="actors.vllm.max_model_len is not yours to set"):
+        with plant_of(hub, welcome, *words, "actors.vllm.max_model_len=9"):
+            pass
+    given = engine_arguments(
+        slots=2, max_tokens=64, device="cpu", dtype="float32", kv_bytes_per_token=64,
+        extra={"seed": 7, "tensor_parallel_size": 2},
+    )
+    assert (given["seed"], given["tensor_parallel_size"], given["enforce_eager"]) == (7, 2, True)
 
 
 @pytest.mark.parametrize(("num", "groups"), [(8, 3), (64, 17)])

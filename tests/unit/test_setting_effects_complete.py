@@ -219,6 +219,7 @@ SHOWN_BY = {
     "actors.dtype": f"{ACTOR}::test_half_precision_halves_the_cache",
     "actors.num_threads": f"{ACTOR}::test_the_engine_computes_with_the_threads_that_are_set",
     "actors.on_install": f"{ACTOR}::test_on_install_chooses_the_engines_policy",
+    "actors.vllm": f"{ACTOR}::test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give",
     "actors.actor_id": f"{ACTOR}::test_an_actor_goes_by_the_name_it_is_given",
     "actors.give_up_after_s": "test_actor_link.py::test_it_gives_up_only_when_told_to",
     "actors.relay": f"{ACTOR}::test_an_actor_asks_the_relay_that_is_set_before_the_learner",

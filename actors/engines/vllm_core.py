@@ -1,0 +1,113 @@
+"""vLLM's core and the processes around it: start, exchange weights, bury. It knows no requests and no policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from actors.engines.vllm_process import (
+    Household,
+    StagedDocument,
+    check_argument_names,
+    environment,
+    interrupts_held_back,
+)
+from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
+
+log = logging.getLogger("streamrl.actor")
+
+
+def names() -> Any:
+    """The module with vLLM's names; the first call imports vLLM.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    try:
+        from actors.engines import vllm_names
+    except ImportError as error:
+        raise EngineError(f"actors.engine=vllm needs vLLM ({error}): run `make vllm`, or see docs/vllm.md") from error
+    return vllm_names
+
+
+class Core:
+    """One AsyncLLM at a time; the next one is started with the same arguments.
+
+    Args:
+        home: where the model's files are, and what keeps the processes together.
+        arguments: of AsyncEngineArgs.
+        num_threads: of the workers on a CPU; None leaves vLLM's choice.
+    """
+
+    def __init__(self, home: Household, arguments: Mapping[str, Any], device: str, num_threads: int | None) -> None:
+        self._home, self._arguments = home, dict(arguments)
+        self._device, self._num_threads = device, num_threads
+        self.llm: Any = None
+
+    @property
+    def alive(self) -> bool:
+        return self.llm is not None and not self.llm.errored
+
+    def start(self) -> None:
+        """Blocks for as long as vLLM starts (seconds on a CPU).
+
+        Raises:
+            EngineError: it does not start, or does not know an argument.
+        """
+        eager = bool(self._arguments.get("enforce_eager"))
+        with environment(self._home.mark, self._device, self._num_threads, eager), interrupts_held_back():
+            vllm = names()
+            vllm.check_names()
+            check_argument_names(self._arguments, vllm.AsyncEngineArgs, vllm.VLLM_VERSION)
+            try:
+                self.llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._arguments))
+            except Exception as error:  # whatever a foreign library raises while it starts
+                self._home.sweep()
+                raise EngineError(f"vLLM {vllm.VLLM_VERSION} did not start: {error}") from error
+
+    def bury(self) -> None:
+        """At once: a core holds nothing that is worth a farewell, and a polite one takes seconds."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            log_level = logging.getLogger("vllm").level
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it would report the end that we bring about
+            try:
+                llm.shutdown(timeout=0.0)
+            except Exception as error:  # it is to go, whatever it says
+                log.debug("vLLM's shutdown: %r", error)
+            finally:
+                logging.getLogger("vllm").setLevel(log_level)
+        self._home.sweep()
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        """Returns when nothing computes. Raises whatever vLLM raises, EngineDeadError among it."""
+        if not self.alive:
+            raise EngineError("vLLM's core is dead")
+        await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def load(self, staged: StagedDocument, ref: VersionRef) -> None:
+        """Into a paused core, on every rank; then the label, then on. On any failure it stays paused."""
+        if not self.alive:
+            raise EngineError("vLLM's core is dead")
+        await self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries))
+        await self.llm.update_weight_version(str(ref))
+        await self.llm.resume_generation()
+
+    async def load_tensors(self, tensors: Mapping[str, Any], ref: VersionRef) -> None:
+        staged = await asyncio.to_thread(StagedDocument, tensors)
+        try:
+            await self.load(staged, ref)
+        finally:
+            staged.close()
+
+    async def restart(self) -> None:
+        """Without weights: load some before anything is generated."""
+        await asyncio.to_thread(self.bury)
+        await asyncio.to_thread(self.start)
+
+    def close(self) -> None:
+        self.bury()
+        self._home.close()

@@ -1,0 +1,86 @@
+"""Every name of vLLM that streamrl uses, in one place: where versions differ, this file changes and no other.
+
+Importing this module imports vLLM, which reads its environment then: call `vllm_process.environment` first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.version import __version__ as VLLM_VERSION
+
+from streamrl.errors import EngineError
+
+__all__ = [
+    "VLLM_VERSION", "AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "RequestOutputKind", "SamplingParams",
+    "check_names", "moved", "tokens_input",
+]
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
+    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
+    "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ("new_version",),
+    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("method", "timeout", "args"),
+    "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("level",),
+    "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
+    "vllm.v1.engine.async_llm:AsyncLLM.errored": (),
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
+    "vllm.engine.arg_utils:AsyncEngineArgs": (
+        "model", "dtype", "seed", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
+        "kv_cache_memory_bytes", "load_format", "generation_config", "logprobs_mode", "worker_extension_cls",
+        "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode",
+    ),
+    "vllm.sampling_params:SamplingParams": (
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+        "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    ),
+    "vllm.sampling_params:RequestOutputKind.FINAL_ONLY": (),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
+    "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
+    "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs"),
+    "vllm.inputs.engine:tokens_input": ("prompt_token_ids", "cache_salt"),
+    "vllm.v1.engine.exceptions:EngineDeadError": (),
+    "vllm.config:set_current_vllm_config": ("vllm_config",),
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
+}
+"""`module:name` of everything used, with the parameters (of a class: of its construction) that it is called with."""
+
+
+def moved(name: str, parameters: tuple[str, ...]) -> str | None:
+    """What is wrong with one entry of NAMES in the vLLM that is installed; None if it is as expected."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{name}: {error}"
+    if not parameters:
+        return None
+    missing = sorted(set(parameters) - inspect.signature(found).parameters.keys())
+    return f"{name} takes no {', '.join(missing)}" if missing else None
+
+
+def check_names() -> None:
+    """Say at the start, and by name, that this vLLM is another than the one that this file was written for.
+
+    Raises:
+        EngineError: names everything that moved.
+    """
+    problems = [problem for name, parameters in NAMES.items() if (problem := moved(name, parameters)) is not None]
+    if problems:
+        raise EngineError(
+            f"vLLM {VLLM_VERSION} lacks what streamrl uses of it: {'; '.join(problems)}. see docs/vllm.md"
+        )

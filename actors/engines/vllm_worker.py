@@ -1,0 +1,91 @@
+"""The part of the engine that runs inside vLLM's worker processes: it loads a staged document into the live model.
+
+vLLM mixes `DocumentLoader` into its worker (`worker_extension_cls`); the engine calls it by name between pause and
+resume, on every tensor-parallel rank. The document comes as a path to memory that the actor shares, so it is neither
+sent nor copied; each rank takes its part of every tensor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+Entry = tuple[str, str, list[int], int]
+"""(checkpoint name, torch dtype by name, shape, offset in bytes) of one tensor of a staged document."""
+
+
+def mapped_tensors(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a staged document in its order, as views of memory that this process maps privately."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        # Private and writable, because torch refuses read-only memory; nothing writes to it.
+        mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    for name, dtype_name, shape, offset in entries:
+        dtype = getattr(torch, dtype_name)
+        count = torch.Size(shape).numel()
+        if count:
+            yield name, torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).reshape(shape)
+        else:
+            yield name, torch.empty(shape, dtype=dtype)
+
+
+class DocumentLoader:
+    """Methods for vLLM's worker; the prefix keeps them apart from its own."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def streamrl_load(self, path: str, entries: Sequence[Entry]) -> float:
+        """Load a complete document, layer by layer, through the same fusing and packing as a first load.
+
+        Returns:
+            Seconds that it took on this rank.
+        Raises:
+            RuntimeError: some of the model's tensors were given nothing; ValueError and others from vLLM's loaders.
+                The model is mixed then: load a complete document before anything is generated.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        began = time.perf_counter()
+        model = self.model_runner.get_model()
+        # Before the reload begins: it puts place-holders where the model's tensors were.
+        wanted = {name for name, _ in model.named_parameters()}
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            try:
+                loaded = model.load_weights(mapped_tensors(path, entries))
+            finally:
+                # After a failure too: it puts back the tensors of layers that were not reached, so that another
+                # document can be loaded on top.
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            _pack_tied(model, loaded or set())
+        missing = sorted(wanted - loaded) if loaded is not None else []
+        if missing and self.vllm_config.model_config.quantization is None:
+            raise RuntimeError(f"{len(missing)} tensors of the model were given nothing, the first is {missing[0]}")
+        return time.perf_counter() - began
+
+
+def _pack_tied(model: Any, loaded: set[str]) -> None:
+    """Pack the weights of tied layers again.
+
+    On a CPU a layer computes with a packed copy of its weight. A reload packs the layer that was given the weight, not
+    those that share it: the output layer would go on with the copy of an older version.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        if (weight := getattr(module, "weight", None)) is not None:
+            owners[id(weight)] = owners.get(id(weight), 0) + 1
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or owners[id(weight)] < 2 or f"{name}.weight" in loaded:
+            continue
+        if hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
