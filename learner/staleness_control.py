@@ -145,15 +145,22 @@ class StalenessControl:
             self._step_rule(ess, meter.value("policy/num_groups") or 0.0, step_s)
         self._report(before, ess, grad_norm)
 
-    def publish_due(self, version: int) -> bool:
+    def publish_due(self, version: int, *, asked_for: bool = False) -> bool:
         """Whether this version should be published: always, or once the drift since the last one asks for it.
 
         A version that is not published costs its actors lead: they generate from the one before. At most half of the
-        lead may go that way.
+        lead may go that way, or they would get no leases and nothing would ever be trained again.
+
+        Args:
+            asked_for: an evaluation waits for this very version.
         """
-        if not self._publish_on_drift or self._published is None or self.tracker.model is None:
+        if self._published is None:
             return True
         behind = version - self._published
+        if behind <= 0:
+            return False
+        if asked_for or not self._publish_on_drift or self.tracker.model is None:
+            return True
         drift = self.tracker.drift_over(behind)
         return behind > self.eta // 2 or should_publish(drift, m2_target=self._adaptive.m2_target)
 

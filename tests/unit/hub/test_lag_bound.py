@@ -110,7 +110,7 @@ def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_w
     chosen = replace(chosen, max_lag=chosen.lag_bound)
     for number in range(num_walks):
         rng = Random(f"moving/{number}")
-        world = World(chosen, kind=kind)
+        world = World(chosen, kind=kind, publishes_late=number % 2 == 1)
         for name in ("lazy", "brisk"):
             world.join(name)
         for _ in range(900):

@@ -52,10 +52,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     reached: Counter[str] = Counter()
 
-    @initialize(chosen=ledger_settings(), with_filter=st.booleans())
-    def start(self, chosen, with_filter):
+    @initialize(chosen=ledger_settings(), with_filter=st.booleans(), late=st.booleans())
+    def start(self, chosen, with_filter, late):
         note(f"STREAMRL_SEED={SEED} {chosen}")
-        self.world = World(chosen, with_filter=with_filter)
+        self.world = World(chosen, with_filter=with_filter, publishes_late=late)
         for name in ("a0", "a1", "a2"):
             self.world.join(name)
 
@@ -122,7 +122,7 @@ def walk(number: int, num_events: int) -> World:
     """One schedule, a pure function of its number: mostly work, and every so often a fault."""
     rng = Random(f"{SEED}/{number}")
     tight = number % 3 == 0
-    world = World(random_settings(rng, tight), with_filter=rng.random() < 0.5)
+    world = World(random_settings(rng, tight), with_filter=rng.random() < 0.5, publishes_late=rng.random() < 0.3)
     names = ["a0", "a1", "a2"]
     fault_rate = 0.03 if tight else rng.choice([0.05, 0.15, 0.3])
     youngest_first = tight or rng.random() < 0.4  # old groups are overtaken as often as the window allows

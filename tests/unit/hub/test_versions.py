@@ -22,6 +22,17 @@ def test_resuming_cuts_every_epoch_to_the_checkpoint():
     assert cut_lineage([Lineage(1, 0, 9), Lineage(2, 8, 12)], 6) == (Lineage(1, 0, 6), Lineage(2, 8, 6))
 
 
+def test_versions_that_were_never_published_count_all_the_same():
+    versions = Versions(1, 0, [], 0)
+    for _ in range(7):
+        versions.advance(versions.current + 1)
+        if versions.current in (3, 6):
+            versions.published(versions.ref)
+
+    assert [versions.batches_at(v) for v in (0, 3, 6)] == [0, 3, 6]
+    assert versions.oldest_useful(2) == VersionRef(1, 5)  # in optimizer steps, published or not
+
+
 def test_versions_only_go_up():
     versions = Versions(2, 5, [], 5)
     for ref in (VersionRef(2, 4), VersionRef(1, 9)):

@@ -56,10 +56,14 @@ class SimActor(FakeActor):
 class World:
     """Events as methods; `check` after each."""
 
-    def __init__(self, settings: LedgerSettings, *, kind: type[Ledger] = Ledger, with_filter: bool = False) -> None:
+    def __init__(
+        self, settings: LedgerSettings, *, kind: type[Ledger] = Ledger, with_filter: bool = False,
+        publishes_late: bool = False,
+    ) -> None:
         arguments = ledger_arguments(**({"keep_group": drop_some} if with_filter else {}))
         self.ledger = kind(settings, **arguments)  # type: ignore[arg-type]
         self.settings = settings
+        self.publishes_late = publishes_late  # only when half the lead is used up that way
         self.now = 0.0
         self.published = VersionRef(1, 0)
         self.ledger.publish(self.published)
@@ -99,6 +103,7 @@ class World:
         verdict = actor.join(self.now)
         assert verdict.stop is None, verdict.stop
         actor.linked = True
+        self._promise(list(actor.leases.values()))  # a lease that a new learner confirms is as good as granted now
         self.met.add(actor.incarnation)
         self.fenced |= self.met & {one.incarnation for one in self.zombies if one.actor_id == name}
         self._check_forgotten(actor, before, set())
@@ -313,12 +318,9 @@ class World:
             self.ledger.trained(version, True, "not finite")
         else:
             if publish_first:
-                self.ledger.publish(after)
+                self._publish(after)
             self.ledger.trained(after.version, False, "")
-            if not publish_first:
-                self.ledger.publish(after)
-            self.published = after
-            self.valid.add(after)
+            self._publish_if_due()
             keys = [(group.group_id, member.index) for group in self.batch for member in group.members]
             self.history.append((version, keys))
             for frame in (frame for group in self.batch for frame in group.frames):
@@ -326,12 +328,24 @@ class World:
                 self.trained_from[message.incarnation, message.seq] = version
         self.batch = None
 
+    def _publish_if_due(self) -> None:
+        now = self.ledger.versions.ref
+        behind = (now.version - self.published.version) // self.settings.versions_per_batch
+        if now != self.published and not (self.publishes_late and behind <= self.eta // 2):
+            self._publish(now)
+
+    def _publish(self, ref: VersionRef) -> None:
+        self.ledger.publish(ref)
+        self.published = ref
+        self.valid.add(ref)
+
     def set_bounds(self, eta: int) -> None:
         """The controller moves the lead; max_lag keeps its distance to what admission allows."""
         slack = self.settings.max_lag - self.settings.lag_bound
         max_lag = max(eta * self.settings.versions_per_batch, self.settings.lag_bound_at(eta) + slack)
         self.ledger.set_bounds(eta, max_lag)
         self._took_bounds(eta, max_lag)
+        self._publish_if_due()
 
     def _took_bounds(self, eta: int, max_lag: int) -> None:
         self.eta, self.max_lag = eta, max_lag

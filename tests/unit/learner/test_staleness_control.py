@@ -307,6 +307,10 @@ def test_on_drift_a_version_is_published_once_a_quarter_of_the_budget_is_spent_o
     assert versions(0.0) == [0, 3, 6, 9, 12]  # nothing drifts: only the lead of 4 asks for it
     assert versions(0.004, "staleness.eta=12") == [0, 3, 6, 9, 12]  # 3 steps drift 0.012, over 0.01
     assert versions(0.02) == list(range(13))
+    control = control_of("publish.when=drift")
+    assert control.publish_due(7)
+    control.published(7)
+    assert not control.publish_due(7, asked_for=True) and control.publish_due(8, asked_for=True)
     assert versions(0.0, "staleness.eta=1") == versions(0.0, "publish.when=every_step") == list(range(13))
 
 
