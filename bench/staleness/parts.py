@@ -1,0 +1,104 @@
+"""What is run: the four parts of the experiment as jobs, each a handful of members trained together.
+
+A   every arm at every lag
+B   tokens of one row from many versions, with the recorded denominator and with two wrong ones
+C   learning rate against lag
+D   the lag jumps up and comes back, with fixed bounds and with the controllers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.staleness.adaptive import Driver, StepChange, run
+from bench.staleness.arms import ARMS
+from bench.staleness.simulate import Member, Plan, train
+
+LR = 3e-3
+"""The largest area under the curve of `none` at lag 0 among 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3; seeds 100 to 103."""
+LAGS = (0, 1, 4, 8, 16, 32, 64)
+SEEDS = (0, 1, 2)
+NUM_STEPS = 800
+MIXED_LAGS = (32, 64)
+MAP_LRS = (3e-4, 1e-3, 1e-2)  # LR itself comes from part A
+MAP_LAGS = (0, 4, 16, 64)
+MAP_SEEDS = (0, 1)
+BOUNDS = (None, 4, 8, 16, 32, "adaptive")
+MIXED = (
+    ("none", "recorded"), ("token_tis", "recorded"), ("vtrace_critic_free", "recorded"),
+    ("stream_default", "recorded"), ("token_tis", "first"), ("token_tis", "last"), ("stream_default", "first"),
+    ("stream_default", "last"),
+)  # fmt: skip
+MAP_ARMS = ("none", "stream_default")
+ADAPTIVE_ARMS = ("token_tis", "stream_default")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One process' work. `part` is A, B, C or D; `weight` says how much longer than others it takes."""
+
+    name: str
+    part: str
+    plan: Plan | StepChange
+
+    @property
+    def weight(self) -> float:
+        if isinstance(self.plan, StepChange):
+            return 1.2 * len(self.plan.drivers) * self.plan.num_ticks
+        critic = 2.5 if ARMS[self.plan.arm].critic else 1.0
+        return critic * len(self.plan.members) * self.plan.num_steps
+
+
+def jobs(*, quick: bool = False) -> list[Job]:
+    """Every job, the longest first. `quick` keeps the shape of the experiment and nothing of its meaning."""
+    num_steps, seeds = (50, (0,)) if quick else (NUM_STEPS, SEEDS)
+    map_seeds = seeds if quick else MAP_SEEDS
+    found = []
+    for arm in ARMS:
+        members = tuple(Member(lag, LR, seed) for lag in LAGS for seed in seeds)
+        found.append(Job(f"A-{arm}", "A", Plan(arm, members, num_steps)))
+    for arm, denominator in MIXED:
+        members = tuple(Member(lag, LR, seed) for lag in MIXED_LAGS for seed in seeds)
+        plan = Plan(arm, members, num_steps, mixed=True, denominator=denominator)
+        found.append(Job(f"B-{arm}-{denominator}", "B", plan))
+    for arm in MAP_ARMS:
+        members = tuple(Member(lag, lr, seed) for lr in MAP_LRS for lag in MAP_LAGS for seed in map_seeds)
+        found.append(Job(f"C-{arm}", "C", Plan(arm, members, num_steps)))
+    for arm in ADAPTIVE_ARMS:
+        drivers = tuple(Driver(bound, LR, seed) for bound in BOUNDS for seed in seeds)
+        ticks = 150 if quick else 900
+        found.append(Job(f"D-{arm}", "D", StepChange(arm, drivers, num_ticks=ticks)))
+    return sorted(found, key=lambda job: -job.weight)
+
+
+def execute(job: Job) -> dict[str, Any]:
+    """Run a job; the result is plain data for JSON, numbers rounded to four digits."""
+    began = time.process_time()
+    done = run(job.plan) if isinstance(job.plan, StepChange) else train(job.plan)
+    return {
+        "name": job.name,
+        "part": job.part,
+        "plan": plan_record(job),
+        "cpu_s": round(time.process_time() - began, 1),
+        "runs": [_rounded(asdict(one)) for one in done],
+    }
+
+
+def plan_record(job: Job) -> dict[str, Any]:
+    """The plan without its members: those stand with their runs."""
+    record = asdict(job.plan)
+    for several in ("members", "drivers"):
+        if several in record:
+            record[f"num_{several}"] = len(record.pop(several))
+    return record
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
