@@ -100,10 +100,16 @@ class Regularisers:
             losses, batch.behavior_logprobs, policy, entropy, scored.reference, batch.mask, pulls
         )
 
-    def measure(self, meter: Meter, batch: MicroBatch, policy: Tensor, scored: Scored) -> None:
-        """Add this micro-batch's KL, if there is a reference."""
+    def measure(
+        self, meter: Meter, batch: MicroBatch, policy: Tensor, scored: Scored, keep: Tensor | None = None
+    ) -> None:
+        """Add this micro-batch's KL, if there is a reference.
+
+        Args:
+            keep: bool [S, A], the tokens that are trained on: one that a veto removed may weigh more than all others.
+        """
         if scored.reference is not None:
-            measure_kl(meter, batch.behavior_logprobs, policy, scored.reference, batch.mask)
+            measure_kl(meter, batch.behavior_logprobs, policy, scored.reference, batch.mask if keep is None else keep)
 
 
 def _both(scored: Scored) -> tuple[Tensor, Tensor]:

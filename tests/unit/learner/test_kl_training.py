@@ -23,7 +23,7 @@ from learner.scoring import Scored, score_batch
 from learner.step import forward_backward
 from streamrl.algorithms import kl_estimate
 from streamrl.config.load import from_plain, load_config, to_plain
-from streamrl.config.schema import OptimizerConfig
+from streamrl.config.schema import AdvantageConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
@@ -248,6 +248,51 @@ def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
     credit = [shaped[0] - shaped[1], shaped[1] - shaped[0], shaped[2] - shaped[3], shaped[3] - shaped[2]]
     for gradient, expected in zip(gradients, credit, strict=True):
         torch.testing.assert_close(gradient, torch.full_like(gradient, -expected / num_tokens(rows)))
+
+
+@pytest.mark.parametrize("estimator", ["gae", "vtrace", "td_lambda", "reinforce_pp"])
+def test_a_kl_in_the_reward_comes_off_each_tokens_reward_where_estimators_look_ahead(estimator):
+    """At pi = mu and values of zero the advantage is the return: the KL of this token and of all after it is off."""
+    config, rows = from_plain(BASE, ["kl.mode=reward_k1", "kl.coef=0.5"]), batch(2, 2)
+    advantage = AdvantageConfig(estimator=estimator, baseline="none")
+    controls = LossControls(config.kl, config.entropy, config.constraint, config.loss)
+    objective = Objective(
+        advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE,
+        regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
+    )
+    objective.begin(rows, plan_of(rows), version=START)
+    (micro,) = pack(rows, 10_000)
+    recorded, zeros = micro.behavior_logprobs, torch.zeros_like(micro.behavior_logprobs)
+    objective.observe(micro, Scored(
+        policy=recorded, reference=recorded - 0.2 * micro.mask, values=zeros, bootstrap=zeros[:, 0]
+    ))
+    objective.close_observation()
+    logprobs = recorded[micro.mask].clone().requires_grad_()
+    objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+
+    shaped = micro.rewards - 0.5 * 0.2 * micro.mask
+    returns = shaped.flip(1).cumsum(1).flip(1)[micro.mask]
+    if estimator == "reinforce_pp":
+        returns = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(logprobs.grad * num_tokens(rows), -returns, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_that_a_veto_removed_do_not_count_in_the_measured_kl():
+    config, rows = from_plain(BASE, [K2, "loss.veto_high=50"]), batch(2, 2)
+    controls = LossControls(config.kl, config.entropy, config.constraint, config.loss)
+    objective = Objective(
+        config.advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE,
+        regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
+    )
+    objective.begin(rows, plan_of(rows), version=START)
+    (micro,) = pack(rows, 10_000)
+    policy = micro.behavior_logprobs.clone()
+    policy[0, 0] += 9  # this token's ratio is e^9, and it is 9 nats from the reference
+    objective.observe(micro, Scored(reference=micro.behavior_logprobs))
+    logprobs = policy[micro.mask].requires_grad_()
+    objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+
+    assert objective.finish().value("kl/value") == pytest.approx(0.0, abs=1e-6)
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
