@@ -49,8 +49,11 @@ async def work(endpoint: str, overrides: list[str]) -> int:
         local.actors.actor_id or default_actor_id(), int.from_bytes(os.urandom(7), "little") + 1,
         engine=local.actors.engine.name, slots=slots, transports=builder.transports,
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
+        device=builder.device_weights.device_id if builder.device_weights is not None else "",
     )
     client = HubClient(endpoint, link)
+    if builder.device_weights is not None:
+        builder.device_weights.report = client.report_nccl
     worker = Worker(client, builder)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,13 +10,14 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 
 import torch
 import zmq
 
+from actors.device_weights import DEVICE_TRANSPORTS, DeviceWeights
 from actors.engines.base import Engine
 from actors.engines.native import NativeEngine, build_model
 from actors.engines.scripted import ScriptedEngine
@@ -48,13 +49,24 @@ class PlantBuilder:
     Args:
         overrides: this actor's own `key=value` words.
         local: what they mean before anything is known of the run (engine sizes, device, transports).
+        make_device_weights: for the transports from GPU to GPU, if there are any.
+    Raises:
+        ConfigError: a transport that cannot work on this machine.
     """
 
-    def __init__(self, overrides: Sequence[str], local: Config, context: zmq.Context) -> None:
+    def __init__(
+        self, overrides: Sequence[str], local: Config, context: zmq.Context, *,
+        make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
+    ) -> None:
         self._overrides, self._local = list(overrides), local
         self._source = WeightSource(context)
+        names = local.actors.transports
+        self.device_weights: DeviceWeights | None = None
+        if set(names) & set(DEVICE_TRANSPORTS):
+            self.device_weights = make_device_weights(names, pick_device(local.actors.device), context)
+            self._source.factories |= self.device_weights.factories
         self._source.factories = {
-            name: factory for name, factory in self._source.factories.items() if name in local.actors.transports
+            name: factory for name, factory in self._source.factories.items() if name in names
         }
 
     @property
@@ -84,6 +96,7 @@ class PlantBuilder:
         return Plant(
             engine, installer, *runners, set_welcome=self._set_welcome,
             slots=lease_slots(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
+            device_weights=self.device_weights,
         )
 
     def _set_welcome(self, welcome: Welcome) -> None:

@@ -89,7 +89,7 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
         there = expected[spec.name].to(here.dtype)
         if here.shape != there.shape:
             return f"{spec.name} has shape {list(here.shape)}, the document {list(there.shape)}"
-        index = _first_index(here.cpu(), there)
+        index = _first_index(here, there.to(here.device))
         if index is not None:
             return _described(spec, offset, index, document)
     return None

@@ -18,7 +18,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from actors.engines.base import Engine
+from actors.device_weights import DeviceWeights
+from actors.engines.base import Engine, EngineStats
 from actors.episode import EpisodeRunner
 from actors.install import Installer
 from actors.rollout import returned, run_group, sendable
@@ -61,9 +62,12 @@ class Plant:
     test: EpisodeRunner
     set_welcome: Callable[[Welcome], None]
     slots: int  # groups held at once
+    device_weights: DeviceWeights | None = None
 
     async def close(self) -> None:
         self.installer.close()
+        if self.device_weights is not None:
+            await asyncio.to_thread(self.device_weights.close)
         self.train.close()
         self.test.close()
         await self.engine.close()
@@ -150,7 +154,8 @@ class Worker:
                 self._leased(leases)
             case Announce() as announce:
                 self._newest = (announce.manifest, announce.offers)
-                self._spawn(self._install_newest())
+                if self._takes_part(announce):
+                    self._spawn(self._install_newest())
             case HubBeat() as beat:
                 self._drop_useless(beat.min_useful)
             case Parted():
@@ -186,6 +191,15 @@ class Worker:
         if self._welcome is not None:
             self._plant.set_welcome(self._welcome)
         await self._install_newest()
+
+    def _takes_part(self, announce: Announce) -> bool:
+        """Tell who moves weights between GPUs; False if that is all that the announcement was for."""
+        plant, welcome = self._plant, self._welcome
+        if plant is None or plant.device_weights is None or welcome is None or welcome.layout is None:
+            return True
+        plant.device_weights.hear(announce.manifest, announce.offers, welcome.layout)
+        broadcast = any(offer.nccl is not None for offer in announce.offers)
+        return not (broadcast and announce.manifest.ref == plant.engine.installed)
 
     async def _install_newest(self) -> None:
         """Whatever was announced last: while the plant was being built, older versions may have been retired."""
@@ -293,8 +307,14 @@ class Worker:
             free=max(0, slots - num_train) if ready else 0,
             free_eval=max(0, sequences - (len(held) - num_train)) if ready else 0,
             running=len(held), tokens_total=total, held=held, stuck=tuple(stuck),
-            stats={"busy_s": stats.busy_s, "waiting": float(stats.waiting)} if stats else {},
+            stats=self._stats(stats) if stats else {},
         ))
+
+    def _stats(self, stats: EngineStats) -> dict[str, float]:
+        found = {"busy_s": stats.busy_s, "waiting": float(stats.waiting)}
+        if self._plant is not None and self._plant.device_weights is not None:
+            found["abandoned_threads"] = float(self._plant.device_weights.num_abandoned_threads)
+        return found
 
     # --- tasks --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
 def hub_settings(
     config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
     world: int, bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
-    bounds: tuple[int, int] | None = None,
+    bounds: tuple[int, int] | None = None, device: str = "cpu",
 ) -> HubSettings:
     """Everything the hub process is told.
 
@@ -51,6 +51,9 @@ def hub_settings(
         max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
         probe_tolerance=config.publish.probe_tolerance,
         restore_path=str(restore_path) if restore_path else None,
+        transports=tuple(config.publish.transports), nccl_init_deadline_s=config.publish.nccl_init_deadline_s,
+        nccl_bucket_deadline_s=config.publish.nccl_bucket_deadline_s, bucket_bytes=config.publish.bucket_bytes,
+        device=device,
     )
 
 

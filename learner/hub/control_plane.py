@@ -23,6 +23,7 @@ from streamrl.messages import (
     Hello,
     HubBeat,
     Installed,
+    InstallSource,
     Leases,
     Manifest,
     Message,
@@ -196,6 +197,7 @@ class ControlPlane:
             self._strike(link, "wrong root", now)
             return
         self.hub.counters["num_installs"] += 1
+        self.hub.counters[f"num_installs_{InstallSource(message.source).name.lower()}"] += 1
         self.hub.weights.count_install(message, now)
         if message.probe is not None:
             self.checks.probed(*who, message.target, message.probe)

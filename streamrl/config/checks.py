@@ -82,6 +82,8 @@ def _check_ranges(config: Config) -> None:
         "actors.num_concurrent": config.actors.num_concurrent,
         "publish.bucket_bytes": config.publish.bucket_bytes,
         "publish.num_keep_versions": config.publish.num_keep_versions,
+        "publish.nccl_init_deadline_s": config.publish.nccl_init_deadline_s,
+        "publish.nccl_bucket_deadline_s": config.publish.nccl_bucket_deadline_s,
         "publish.probe_tolerance": config.publish.probe_tolerance,
         "checkpoint.num_keep": config.checkpoint.num_keep,
         "launch.num_learner_ranks": config.launch.num_learner_ranks,
@@ -147,9 +149,13 @@ def _check_names(config: Config) -> None:
             value is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", value) is not None,
             f"{name}={value} must be 1 to 48 of A-Z a-z 0-9 . _ - and begin with a letter or digit",
         )
-    unknown = sorted(set(config.actors.transports) - {"shm", "zmq"})
-    _need(not unknown, f"actors.transports={config.actors.transports} names unknown ways {unknown}: choose of shm, zmq")
-    _need("zmq" in config.actors.transports, "actors.transports must hold zmq: the model's files travel by it")
+    for name, ways in (
+        ("actors.transports", config.actors.transports), ("publish.transports", config.publish.transports)
+    ):
+        unknown = sorted(set(ways) - {"ipc", "nccl", "shm", "zmq"})
+        _need(not unknown, f"{name}={ways} names unknown ways {unknown}: choose of ipc, nccl, shm, zmq")
+        _need("zmq" in ways, f"{name} must hold zmq: the model's files travel by it")
+        _need(len(set(ways)) == len(ways), f"{name}={ways} names a way twice")
     for name, value in (("run.device", config.run.device), ("actors.device", config.actors.device)):
         known = value.partition(":")[0] in ("auto", "cpu", "cuda")
         _need(known, f"{name}={value} is unknown: choose auto, cpu or cuda")

@@ -582,6 +582,13 @@ class PublishConfig:
     """For all members to build a communicator; whoever is later is left out of it and pulls."""
     nccl_bucket_deadline_s: float = 10.0
     """For one bucket to reach everybody by broadcast or slot; then the broadcast is aborted."""
+    transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
+    """Ways in which weights are offered, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here,
+    shm reaches this machine, zmq everybody. An actor takes the first one that it may use and that it can prove."""
+    nccl_init_deadline_s: float = 20.0
+    """For all members to build a communicator; whoever is later is left out of it and pulls."""
+    nccl_bucket_deadline_s: float = 10.0
+    """For one bucket to reach everybody by broadcast or slot; then the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
     """Type in which weights travel; auto is float32 on a CPU and bfloat16 on a GPU."""
     bucket_bytes: int = 16 << 20

@@ -98,10 +98,11 @@ class ActorLink:
 
     def __init__(
         self, actor_id: str, incarnation: int, *, engine: str, slots: int, transports: tuple[str, ...], software: str,
-        random_seed: int = 0, give_up_after_s: float = 0.0,
+        random_seed: int = 0, give_up_after_s: float = 0.0, device: str = "",
     ) -> None:
         self.actor_id, self.incarnation = actor_id, incarnation
         self.engine, self.slots, self.transports, self.software = engine, slots, transports, software
+        self.device, self.nccl_epoch, self.nccl_broken = device, 0, False
         self.state = ActorState.CONNECTING
         self.limits = Limits()
         self.outbox = Outbox(self.limits.outbox_groups, self.limits.outbox_bytes)
@@ -154,6 +155,11 @@ class ActorLink:
                 self.state = ActorState.RUNNING
         return [Send(encode(message)), *self._send_beat(now)] if self.linked else []
 
+    def report_nccl(self, epoch: int, broken: bool, now: float) -> list[Effect]:
+        """A communicator was formed, or (0) lost: the hub waits for this, so it is told at once."""
+        self.nccl_epoch, self.nccl_broken = epoch, broken
+        return self._send_beat(now) if self.linked else []
+
     def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
         """Leave politely: finish or hand back, settle the outbox, BYE."""
         if self.state in (ActorState.CONNECTING, ActorState.PARTED):
@@ -195,7 +201,7 @@ class ActorLink:
             protocol_min=PROTOCOL, protocol_max=PROTOCOL, actor_id=self.actor_id, incarnation=self.incarnation,
             run_id=self.run_id, engine=self.engine, software=self.software, slots=self.slots,
             transports=self.transports, installed=self.installed, held=self.progress.held[:1024],
-            outbox=self.outbox.seq_ranges()[:1024], next_seq=self.outbox.next_seq,
+            outbox=self.outbox.seq_ranges()[:1024], next_seq=self.outbox.next_seq, device=self.device,
         )
         return [Send(encode(hello))]
 
@@ -310,5 +316,6 @@ class ActorLink:
             stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
             free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
             root=self.installed[1] if self.installed else b"",
+            nccl_epoch=self.nccl_epoch, nccl_broken=self.nccl_broken,
         )
         return [Send(encode(beat))]

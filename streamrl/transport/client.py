@@ -57,6 +57,10 @@ class HubClient:
     def report_installed(self, message: Installed) -> None:
         self._command(lambda now: self.link.report_installed(message, now))
 
+    def report_nccl(self, epoch: int, broken: bool) -> None:
+        """A communicator was formed here, or (0) lost; from any thread."""
+        self._command(lambda now: self.link.report_nccl(epoch, broken, now))
+
     def update(self, progress: Progress) -> None:
         """What the next heartbeat says."""
         self.link.progress = progress  # one reference assignment: atomic for the other thread

@@ -167,7 +167,8 @@ class WeightSource:
                 failures.append(f"{offer.transport}: {error}")
             else:
                 log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
-                self.shadow.keep(parts[0])
+                if isinstance(parts[0], Document):  # deltas are applied on the host
+                    self.shadow.keep(parts[0])
                 return Fetched(parts[0], receiver.source, parts[1], parts[2])
         message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub offered no way")
         raise Gone(message) if gone else WeightsError(message)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
 from transformers import AutoModelForCausalLM
 
+from learner.hub.device_plane import DEVICE_TRANSPORTS, Sender
+from learner.hub.hub_settings import HubSettings
+from learner.hub.sender_process import SenderProcess
 from learner.hub.server import HubServer
 from learner.hub_config import hub_settings
 from learner.hub_link import HubLink
@@ -45,14 +49,17 @@ def tiny_model(directory: Path, seed: int = 0) -> Path:
 class LiveHub:
     """A hub as a learner of `config` would start it, and that learner's line to it. Use it in a `with` block."""
 
-    def __init__(self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE,
+        start_sender: Callable[[HubSettings], Sender] = SenderProcess,
+    ) -> None:
         self.path, self.config = path, config
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short
         endpoint = f"ipc://{self._home.name}/ranks"
         self.server = HubServer(hub_settings(
             config, run_id="run", run_dir=path, learner_epoch=1, version=0, lineage=(), world=1, bind=config.hub.bind,
             rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size, restore_path=None,
-        ))
+        ), start_sender=start_sender)
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._gone.is_set,), name="hub")
         self._thread.start()
@@ -74,13 +81,14 @@ class LiveHub:
                 policy_parameters(AutoModelForCausalLM.from_pretrained(model_dir)),
                 wire_dtype=wire_dtype(self.config.publish.dtype, Ranks().device),
                 bucket_bytes=self.config.publish.bucket_bytes, shm=self.shm,
+                fold=bool(set(self.config.publish.transports) & set(DEVICE_TRANSPORTS)),
             )
             layout, assets_path = self._publisher.layout, str(assets)
         else:
             layout, assets_path = None, ""
         done = self._publisher.publish(VersionRef(1, version))
         assert done is not None
-        self.link.publish(done.manifest, str(done.path), done.nbytes, layout, assets_path)
+        self.link.publish(done.manifest, str(done.path), done.nbytes, layout, assets_path, done.device_manifest)
         self.link.refresh_status()
         return done.manifest
 

@@ -1,0 +1,306 @@
+"""The whole way of weights between GPUs, on a CPU: announce -> epoch -> broadcast -> verify -> install.
+
+Hub, sender's loop and actors are real; where NCCL and CUDA IPC would be, there are FakeCommunicators over sockets and
+FakeSlotMemory in files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from actors.device_weights import DeviceWeights
+from actors.plant import PlantBuilder
+from actors.worker import Worker
+from learner.hub.hub_settings import HubSettings
+from learner.hub.sender_process import sender_settings
+from learner.sender.service import SenderService
+from streamrl.messages import VersionRef
+from streamrl.transport.actor_link import ActorLink
+from streamrl.transport.client import HubClient
+from streamrl.weights.broadcast import Broadcaster
+from streamrl.weights.ipc import SlotServer
+from tests.fake_communicator import FakeLibrary
+from tests.fake_slots import FakeSlotMemory
+from tests.unit.setting_stage import LiveHub, config_of, tiny_model
+
+pytestmark = pytest.mark.timeout(120)
+torch.set_num_threads(1)
+
+
+class SenderThread:
+    """A sender as `python -m learner.sender` builds it, in a thread and without a GPU. Killed, it falls silent."""
+
+    def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
+        told = sender_settings(settings)
+        self._context = zmq.Context()
+        self.broadcaster = Broadcaster(library, "cpu") if "nccl" in told.transports else None
+        self.slots = None
+        if "ipc" in told.transports:
+            self.slots = SlotServer(
+                FakeSlotMemory(folder), self._context, f"ipc://{folder}/s{time.monotonic_ns()}",
+                slot_bytes=told.slot_bytes, deadline_s=told.bucket_deadline_s,
+            )
+        service = SenderService(
+            self._context, told.rank_endpoint, broadcaster=self.broadcaster, slots=self.slots,
+            init_deadline_s=told.init_deadline_s, bucket_deadline_s=told.bucket_deadline_s, pinned=False,
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,), daemon=True)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def kill(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+
+class ActorThread:
+    """An actor as `python -m actors` builds it, in a thread."""
+
+    def __init__(self, endpoint: str, name: str, words: list[str], folder: Path, gpu: str) -> None:
+        self.library = FakeLibrary()
+        self.name, self.reports = name, []
+        self._local = config_of(*words)
+        self._loop = asyncio.new_event_loop()
+        self._worker: Worker | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._life(endpoint, words, folder, gpu),), daemon=True
+        )
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _life(self, endpoint: str, words: list[str], folder: Path, gpu: str) -> None:
+        def make(names, device, context) -> DeviceWeights:
+            return DeviceWeights(
+                names, "cpu", context, library=lambda device: self.library,
+                memory=lambda device: FakeSlotMemory(folder, gpu),
+            )
+
+        builder = PlantBuilder(words, self._local, zmq.Context(), make_device_weights=make)
+        link = ActorLink(
+            self.name, 7, engine="native", slots=2, transports=builder.transports, software="test",
+            device=builder.device_weights.device_id,
+        )
+        client = HubClient(endpoint, link)
+        builder.device_weights.report = client.report_nccl
+        report = client.report_installed
+        client.report_installed = lambda message: (self.reports.append(message), report(message))
+        self._worker = Worker(client, builder)
+        self._ready.set()
+        await self._worker.run()
+
+    def leave(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._worker.leave, "the test ends")
+            self._loop.call_soon_threadsafe(self._worker.leave, "now")
+        self._thread.join(timeout=20)
+
+    def installed(self, version: int) -> str | None:
+        """How the version came to be live here; None while it is not."""
+        for report in self.reports:
+            if report.target == VersionRef(1, version):
+                assert report.ok, report.error
+                return {1: "shm", 2: "zmq", 4: "nccl", 5: "ipc"}.get(report.source, str(report.source))
+        return None
+
+
+class Stage:
+    """A hub, and whoever comes to it."""
+
+    def __init__(self, path: Path, *words: str) -> None:
+        self.path, self.senders, self.actors = path, [], []
+        self.words = [*words, "actors.num_concurrent=4", "publish.bucket_bytes=4096"]
+        self.library = FakeLibrary()
+        self.folder = Path(path / "slots")
+        self.folder.mkdir()
+        self.hub = LiveHub(path, config_of(*self.words), start_sender=self._start_sender)
+        self.model = tiny_model(path / "model")
+        self.version = -1
+        self.publish()
+
+    def _start_sender(self, settings: HubSettings) -> SenderThread:
+        self.senders.append(SenderThread(settings, self.folder, self.library))
+        return self.senders[-1]
+
+    def publish(self) -> int:
+        if self.version >= 0:
+            with torch.no_grad():
+                for _, parameter in self.hub._publisher._parameters:
+                    parameter.add_(0.01)
+        self.version += 1
+        self.hub.publish(self.version, self.model)
+        return self.version
+
+    def actor(self, name: str, gpu: str = "another-gpu") -> ActorThread:
+        words = [word for word in self.words if word.startswith("actors.")]
+        self.actors.append(ActorThread(self.hub.server.endpoint, name, words, self.folder, gpu))
+        return self.actors[-1]
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 40.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"never: {what}"
+            time.sleep(0.01)
+
+    def everywhere(self, *actors: ActorThread) -> list[str | None]:
+        """How the newest version came to each."""
+        self.until(lambda: all(actor.installed(self.version) for actor in actors), f"version {self.version} everywhere")
+        return [actor.installed(self.version) for actor in actors]
+
+    def ready(self, count: int) -> None:
+        devices = self.hub.server.devices
+        self.until(lambda: len(devices._candidates()) == count and devices._up is not None, f"{count} candidates")
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.leave()
+        self.hub.__exit__()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(*words: str) -> Stage:
+        stages.append(Stage(tmp_path, *words))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        one.close()
+
+
+NCCL = ("publish.transports=[ipc,nccl,shm,zmq]", "actors.transports=[nccl,shm,zmq]")
+
+
+def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused(stage):
+    run = stage(*NCCL)
+    one, other = run.actor("one"), run.actor("other")
+    assert set(run.everywhere(one, other)) <= {"shm", "zmq"}  # late joiners pull
+    run.ready(2)
+
+    for _ in range(3):
+        run.publish()
+        assert run.everywhere(one, other) == ["nccl", "nccl"]
+
+    membership = run.hub.server.devices.membership
+    assert (membership.num_formed, membership.num_broadcasts, membership.num_given_up) == (1, 3, 0)
+    live = {name: tensor for name, tensor in run.hub._publisher._parameters}
+    engine = one._worker._plant.engine
+    for name, tensor in engine.live_tensors().items():
+        assert torch.equal(tensor, live[name]), name
+    run.hub.link.refresh_status()
+    counters = run.hub.link.status.counters
+    assert counters["num_installs_nccl"] == 6 and counters["num_abandoned_threads"] == 0
+
+
+def test_a_joiner_pulls_and_a_leaver_ends_the_epoch_and_the_rest_form_another(stage):
+    run = stage(*NCCL)
+    one, other = run.actor("one"), run.actor("other")
+    run.everywhere(one, other)
+    run.ready(2)
+    run.publish()
+    assert run.everywhere(one, other) == ["nccl", "nccl"]
+
+    late = run.actor("late")
+    run.everywhere(late)
+    run.ready(3)
+    run.publish()
+    assert run.everywhere(one, other) == ["nccl", "nccl"] and run.everywhere(late)[0] in ("shm", "zmq")
+
+    other.leave()
+    run.ready(2)
+    run.publish()
+    assert run.everywhere(one, late) == ["nccl", "nccl"]
+    assert run.hub.server.devices.membership.num_formed == 2
+
+
+def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(stage):
+    run = stage(*NCCL)
+    one, other = run.actor("one"), run.actor("other")
+    run.everywhere(one, other)
+    run.ready(2)
+
+    def flip(data: bytearray) -> None:
+        if len(data) > 100:  # a bucket, not the header
+            data[17] ^= 1
+
+    other.library.damage = flip
+    run.publish()
+    ways = run.everywhere(one, other)
+    assert ways[0] == "nccl" and ways[1] in ("shm", "zmq")
+
+    other.library.damage = lambda data: None
+    run.until(lambda: run.hub.server.devices.membership.epoch > 1 or not run.hub.server.devices.membership.members,
+              "the damaged epoch ends")
+    run.publish()
+    assert run.everywhere(one)[0] == "nccl"
+
+
+def test_a_member_that_hangs_while_forming_costs_a_deadline_and_nobody_a_version(stage):
+    run = stage(*NCCL, "publish.nccl_init_deadline_s=2", "publish.nccl_bucket_deadline_s=2")
+    one, other = run.actor("one"), run.actor("other")
+    run.everywhere(one, other)
+    run.ready(2)
+    never = threading.Event()
+    other.library.connect = lambda world, unique_id, rank: never.wait()
+    run.publish()
+    assert set(run.everywhere(one, other)) <= {"shm", "zmq", "nccl"}
+
+    # The sender sat in a call that nothing ends, so it was replaced; `other` has a thread stuck and joins no more.
+    run.until(lambda: len(run.senders) == 2, "a new sender")
+    run.until(lambda: run.hub.server.devices.membership.phase.value == "live", "an epoch without it")
+    run.publish()
+    assert run.everywhere(one) == ["nccl"] and run.everywhere(other)[0] in ("shm", "zmq")
+    run.until(lambda: run.hub.server.devices.metrics()["num_abandoned_threads"] >= 1, "the stuck thread is counted")
+
+
+def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(stage):
+    run = stage(*NCCL, "publish.nccl_bucket_deadline_s=2")
+    one = run.actor("one")
+    run.everywhere(one)
+    run.ready(1)
+    run.publish()
+    assert run.everywhere(one) == ["nccl"]
+    killed = threading.Event()
+
+    def die(rank: int, nbytes: int) -> None:
+        if nbytes > 100 and not killed.is_set():
+            killed.set()
+            run.senders[0]._stop.set()
+            run.senders[0].broadcaster._guard._inner.abort()
+
+    run.library.on_broadcast = die
+    run.publish()
+    assert run.everywhere(one)[0] in ("shm", "zmq", "nccl")
+    run.until(lambda: len(run.senders) == 2, "a new sender")
+    run.ready(1)
+    run.publish()
+    assert run.everywhere(one) == ["nccl"]
+
+
+def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(stage):
+    run = stage("publish.transports=[ipc,nccl,shm,zmq]", "actors.transports=[ipc,nccl,shm,zmq]")
+    near, far = run.actor("near", gpu="fake-gpu-0"), run.actor("far")
+    run.everywhere(near, far)
+    run.ready(1)
+
+    for _ in range(3):
+        run.publish()
+        assert run.everywhere(near, far) == ["ipc", "nccl"]
+
+    assert set(run.hub.server.devices.membership.members) == {"far"}
+    reader = near._worker._plant.device_weights._reader
+    assert reader.memory.num_opened == 2  # once each, not once a version
