@@ -300,7 +300,7 @@ class Membership:
 
     def _give_up(self) -> None:
         """Everybody pulls `_ref`."""
-        self.num_given_up += 1
+        self.num_given_up += bool(self._candidates)
         self._pull(self._candidates)
         self._ref = None
 
