@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from streamrl.algorithms import lag_weights
@@ -17,6 +18,7 @@ class AgeRules:
         mask_beyond: tokens of a larger lag are left out of the loss; None trains every age.
         discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
         over_budget: drift exceeds its target, which is when some guards come on.
+        m2_by_lag: mean squared log-ratio expected at lag 0, 1, ...; later lags count as the last. Empty is not known.
         spread_budget: head lags of one group that differ by more get baselines of their own; None never splits.
     """
 
@@ -25,9 +27,17 @@ class AgeRules:
     decay: float = 1.0
     over_budget: bool = True
     spread_budget: int | None = None
+    m2_by_lag: tuple[float, ...] = ()
 
     def weights(self, lags: Tensor, mask: Tensor) -> Tensor | None:
         """Factors on the token losses [S, A], None if all are 1."""
         if self.discount_beyond is None:
             return None
         return lag_weights(lags, mask, max_lag=self.discount_beyond, decay=self.decay)
+
+    def expected_m2(self, lags: Tensor) -> Tensor | None:
+        """Drift that is usual at each token's lag [S, A], None if it is not known."""
+        if not self.m2_by_lag:
+            return None
+        table = torch.tensor(self.m2_by_lag, device=lags.device)
+        return table[lags.clamp(0, len(self.m2_by_lag) - 1)]

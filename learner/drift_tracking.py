@@ -76,6 +76,10 @@ class DriftTracker:
         """Predicted mean squared log-ratio at `lag`, never falling with it; 0 without data."""
         return predict_m2(self.model, lag) if self.model is not None else 0.0
 
+    def m2_table(self, largest_lag: int) -> tuple[float, ...]:
+        """`m2_at` of lag 0 to `largest_lag`; empty without data."""
+        return tuple(self.m2_at(lag) for lag in range(largest_lag + 1)) if self.model is not None else ()
+
     def ess_at(self, lag: float) -> float:
         """Predicted effective sample size of a trajectory at `lag`."""
         return predict_ess(self.m2_at(lag), self.num_effective_tokens)

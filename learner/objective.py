@@ -54,7 +54,7 @@ from streamrl.algorithms import (
     whiten,
 )
 from streamrl.algorithms.types import ClipBounds, Moments
-from streamrl.config.schema import AdvantageConfig, LossConfig
+from streamrl.config.schema import AdvantageConfig, Discount, LossConfig
 from streamrl.messages import PlanRow
 from streamrl.metrics.meter import Meter
 
@@ -159,7 +159,7 @@ class Objective:
             trajectories, plan, left_out=left_out, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
             rank=self.ranks.rank, spread_budget=self._age.spread_budget,
         )
-        self._credit = self._row_credit(self._facts, lambda: return_moments(trajectories, self.ranks))
+        self._credit = self._row_credit(self._facts, lambda: self._return_moments(trajectories))
         return list(trajectories)
 
     # --- the scoring pass ---------------------------------------------------------------------------------------
@@ -202,6 +202,10 @@ class Objective:
         if advantage.estimator == "reinforce_pp" and advantage.baseline == "none":
             credit = RowCredit(credit.credit, credit.baseline, moments())
         return credit
+
+    def _return_moments(self, trajectories: Sequence[Trajectory]) -> Moments:
+        gamma, at_turns = self._advantage.gamma, self._advantage.discount is Discount.turn
+        return return_moments(trajectories, self.ranks, gamma=gamma, at_turns=at_turns)
 
     def _shape_rewards(self) -> None:
         """Take the KL off scores and returns, before any baseline looks at them."""
@@ -325,11 +329,11 @@ class Objective:
 
     def _guard(self, batch: MicroBatch, ell: Tensor, advantages: Tensor, proximal: Tensor | None) -> Guarded:
         decoupled = CORRECTION_PRESETS[self._loss.correction].mode == "decoupled"
+        lags = token_lags(batch.versions, self._version, batch.mask)
         return guard(
-            self._loss, ell, advantages, token_lags(batch.versions, self._version, batch.mask), batch.mask,
-            oldest=self._age.mask_beyond,
+            self._loss, ell, advantages, lags, batch.mask, oldest=self._age.mask_beyond,
             proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
-            over_budget=self._age.over_budget,
+            over_budget=self._age.over_budget, lag_m2=self._age.expected_m2(lags),
         )
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:

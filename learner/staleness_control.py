@@ -46,6 +46,7 @@ class StalenessControl:
 
     def __init__(self, config: Config) -> None:
         self._adaptive, self._scheduler = config.staleness.adaptive, config.policy.scheduler
+        self._needs_m2 = config.loss.zscore_bound is not None
         self._publish_on_drift = config.publish.when is PublishWhen.drift
         self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
         self._hard_slack = max_lag(config) - self._eta
@@ -105,6 +106,7 @@ class StalenessControl:
             mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
             discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
             decay=self._decay, over_budget=self.opsm_on, spread_budget=self.spread_budget,
+            m2_by_lag=self.tracker.m2_table(self.max_lag) if self._needs_m2 else (),
         )
 
     @property

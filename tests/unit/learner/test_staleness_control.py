@@ -146,6 +146,17 @@ def test_the_decay_says_how_fast_old_tokens_lose_their_say():
     assert seen[0.5] == pytest.approx([1, 1, 0.5, 0.125]) and seen[0.1] == pytest.approx([1, 1, 0.1, 0.001])
 
 
+def test_the_drift_that_is_usual_at_each_lag_is_known_to_the_guards_that_read_it():
+    for words, known in (((), False), (("loss.zscore_bound=2.5",), True)):
+        control = control_of("staleness.adaptive.enabled=false", *words)
+        assert control.age_rules.expected_m2(torch.tensor([[0, 3]])) is None, "nothing is known before the first batch"
+        step(control, {0: 0.0, 1: 0.01, 3: 0.03, 5: 0.05}, num_tokens=10**9)
+        usual = control.age_rules.expected_m2(torch.tensor([[0, 2, 3, 99]]))
+        assert (usual is not None) is known
+        if known:
+            assert usual.tolist()[0] == pytest.approx([0.0, 0.02, 0.03, 0.05], rel=1e-3)
+
+
 def test_each_mode_has_its_own_rule_of_age():
     masked = control_of("staleness.mode=mask_old_tokens", "staleness.max_lag=4").age_rules
     waits, drops = control_of("staleness.mode=wait"), control_of()
