@@ -231,7 +231,7 @@ class Rounds:
 
 
 def serve(pipe: int, documents: list[tuple[Manifest, Path]], cut: int, dies: bool) -> None:
-    """Answer PULLs; the chunk in which `cut` bytes of payload have left is sent short, and if it `dies`, is the last."""
+    """Answer PULLs; the chunk in which `cut` bytes of payload have left is sent short, and is the last if it `dies`."""
     server = ChunkServer(pull_token=TOKEN, delta_max_ratio=0.5)
     for manifest, path in documents:
         server.add(manifest, path, LAYOUT.bucket_bytes, word_bytes=2)
