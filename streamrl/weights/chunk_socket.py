@@ -81,9 +81,9 @@ class ChunkSocket:
         except (WireError, IndexError) as error:
             log.warning("refused a pull: %s", error)
             return
+        self.num_bytes_served += len(payload)  # before they leave: whoever has them may look at the number
         try:
             self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # the puller is gone or slow: it asks again
+            self.num_bytes_served -= len(payload)
             log.debug("a chunk was not sent: %s", error)
-        else:
-            self.num_bytes_served += len(payload)

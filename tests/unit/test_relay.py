@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +14,23 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+import zmq
 
-from streamrl.messages import Announce, InstallSource, Welcome
-from streamrl.relay import Relay
+from streamrl.errors import ConfigError, WeightsError
+from streamrl.messages import (
+    Announce,
+    ChunkStatus,
+    InstallSource,
+    Limits,
+    Manifest,
+    Pull,
+    PullMode,
+    VersionRef,
+    Welcome,
+)
+from streamrl.relay import WAIT_FOR_ANNOUNCE_S, Relay, RelayChunks, read_words
+from streamrl.weights import source as source_module
+from streamrl.weights.manifest import bucket_digest, make_layout, make_manifest
 from streamrl.weights.source import WeightSource
 from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 
@@ -26,6 +42,18 @@ ANY = "tcp://127.0.0.1:0"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
     return [tiny_model(tmp_path_factory.mktemp("model"), seed=seed) for seed in range(3)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Look again and again; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.01)
 
 
 class Running:
@@ -130,3 +158,127 @@ def test_the_same_weights_under_a_new_number_need_no_transfer_to_the_relay(tmp_p
 
         assert served(hub) == before
         assert second.document.view(0, second.document.nbytes) == first.document.view(0, first.document.nbytes)
+
+
+def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_nothing_comes():
+    clock, coming = [0.0], [False]
+    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda: coming[0], clock=lambda: clock[0])
+
+    def status(token: bytes = b"t" * 16, mode: PullMode = PullMode.FULL) -> ChunkStatus:
+        return ChunkStatus(chunks.answer(Pull(token, VersionRef(1, 5), int(mode), 0, 0, 10))[0].status)
+
+    assert status() == status(mode=PullMode.DELTA) == ChunkStatus.BUSY, "its announcement may still be on its way"
+    clock[0] = WAIT_FOR_ANNOUNCE_S + 1
+    assert status() == ChunkStatus.GONE, "the actor asks the learner"
+    coming[0] = True
+    assert status() == ChunkStatus.BUSY and status(b"x" * 16) == ChunkStatus.DENIED
+    assert status(mode=PullMode.ASSETS) == ChunkStatus.BUSY
+    chunks.put_assets(b"0123456789")
+    assert status(mode=PullMode.ASSETS) == ChunkStatus.OK
+    chunks.add_bytes(manifest_of(VersionRef(1, 5)), memoryview(bytes(10)), [10])
+    coming[0] = False
+    assert status() == ChunkStatus.OK
+    chunks.add_bytes(manifest_of(VersionRef(1, 6)), memoryview(bytes(10)), [10])
+    chunks.add_bytes(manifest_of(VersionRef(1, 7)), memoryview(bytes(10)), [10])
+    assert status() == ChunkStatus.GONE, "retired"
+
+
+def manifest_of(ref: VersionRef) -> Manifest:
+    layout = make_layout([("w", "uint8", (10,))], 10)
+    return make_manifest(layout, ref, None, [bucket_digest(bytes(10))])
+
+
+def test_only_actors_of_this_hub_are_served(tmp_path, models):
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, models[0])
+        welcome = hub.dial().join()
+        with relay_of(hub) as relay:
+            friend, stranger = (puller(hub, welcome, relay.endpoint) for _ in range(2))
+            friend.fetch(welcome.manifest, welcome.offers, welcome.layout)
+            before = relay.relay.socket.num_bytes_served
+            stranger.pull_token = b"x" * 16
+            with pytest.raises(WeightsError, match="token"):
+                stranger.fetch(welcome.manifest, welcome.offers, welcome.layout)
+            assert relay.relay.socket.num_bytes_served == before > 0
+
+
+def test_an_actor_whose_relay_is_gone_pulls_from_the_learner_at_once(tmp_path, models):
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, models[0])
+        welcome = hub.dial().join()
+        with relay_of(hub) as relay:
+            one = puller(hub, welcome, relay.endpoint)
+            one.fetch(welcome.manifest, welcome.offers, welcome.layout)
+        before = served(hub)
+        for _ in range(2):
+            fetched = one.fetch(welcome.manifest, welcome.offers, welcome.layout)
+
+        assert fetched.document.manifest == welcome.manifest
+        assert served(hub) - before == 2 * sum(welcome.layout.bucket_bytes)
+        assert not source_module.reachable(relay.endpoint)
+
+
+def test_a_relay_that_takes_questions_and_never_answers_is_given_up_and_rested(tmp_path, models, monkeypatch):
+    monkeypatch.setattr(source_module, "RELAY_SILENT_S", 0.1)
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, models[0])
+        welcome = hub.dial().join()
+        deaf = hub.context.socket(zmq.ROUTER)
+        endpoint = f"tcp://127.0.0.1:{deaf.bind_to_random_port('tcp://127.0.0.1')}"
+        one = puller(hub, welcome, endpoint)
+        for _ in range(2):
+            assert one.fetch(welcome.manifest, welcome.offers, welcome.layout).document.manifest == welcome.manifest
+        num_asked = 0
+        while deaf.poll(0):
+            deaf.recv_multipart()
+            num_asked += 1
+        deaf.close(linger=0)
+
+        assert 0 < num_asked <= 3 * welcome.limits.pull_window, "asked for the first version only"
+
+
+def test_a_relay_may_start_first_and_serves_a_successor_of_its_hub(tmp_path, models):
+    port = free_port()
+    relay = Running(f"tcp://127.0.0.1:{port}")
+    try:
+        for epoch in (1, 2):
+            (tmp_path / str(epoch)).mkdir()
+            with LiveHub(tmp_path / str(epoch), config_of(f"hub.bind=tcp://127.0.0.1:{port}")) as hub:
+                hub.publish(0, models[0])
+                welcome = hub.dial().join()
+                one = puller(hub, welcome, relay.endpoint)
+                before = relay.relay.socket.num_bytes_served
+                until(lambda hub=hub: any(link.slots == 0 for link in hub.server.control.links.all()))
+                one.fetch(welcome.manifest, welcome.offers, welcome.layout)
+                assert relay.relay.socket.num_bytes_served - before == sum(welcome.layout.bucket_bytes)
+                assert len(hub.server.control.links) == 1, "a relay does not count as an actor"
+    finally:
+        relay.leave()
+
+
+def test_the_relay_leaves_with_the_run(tmp_path, models):
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, models[0])
+        relay = Running(hub.server.endpoint)
+        until(lambda: hub.server.control.links.all())
+        hub.link.shutdown("all steps are done", finished=True)
+        assert relay.join() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--learner=nothing is no address"), (["--learner", "host:5"], "host:5 is no address"),
+        (["--learner"], "--learner needs an address"), (["--lerner", "tcp://h:5"], "no option '--lerner'"),
+        (["--learner", "tcp://h:5", "--bind", "5602"], "--bind=5602 is no address"),
+        (["tcp://h:5"], "no option 'tcp://h:5'"),
+    ],
+)
+def test_wrong_words_are_named_and_the_usage_shown(words, says):
+    with pytest.raises(ConfigError, match="(?s)" + re.escape(says) + ".*streamrl relay --learner"):
+        read_words(words)
+
+
+def test_the_words_may_be_written_both_ways():
+    assert read_words(["--learner", "tcp://h:5", "--bind=tcp://0.0.0.0:7"]) == ("tcp://h:5", "tcp://0.0.0.0:7")
+    assert read_words(["--learner=tcp://h:5"]) == ("tcp://h:5", "tcp://127.0.0.1:0")
