@@ -26,6 +26,7 @@ from streamrl.weights.delta_pull import Shadow
 from streamrl.weights.document import Document, Gone, NotAvailable, Superseded
 from streamrl.weights.host_share import HostShare, SharedReceiver
 from streamrl.weights.manifest import check_manifest
+from streamrl.weights.memory import DocumentMemory
 from streamrl.weights.shm import ShmReceiver
 from streamrl.weights.zmq import ZmqReceiver
 
@@ -86,6 +87,7 @@ class WeightSource:
         self._context, self._secure = context, secure
         self._relay_rests_until = 0.0
         self.shadow = Shadow()
+        self._memory = DocumentMemory()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
         """Transport name to receiver; its keys are what HELLO says this actor can do."""
 
@@ -99,7 +101,7 @@ class WeightSource:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
         return ZmqReceiver(
             offer.name, self._context, pull_token=self.pull_token, limits=limits, secure=self._secure,
-            shadow=self.shadow, parent=offer.parent,
+            shadow=self.shadow, parent=offer.parent, memory=self._memory,
         )
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from streamrl.weights.chunks import PullPlan, PullStats
 from streamrl.weights.delta_pull import IndexPlan, NoDelta, Shadow, apply_delta
 from streamrl.weights.document import Document, NotAvailable, Superseded
 from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
+from streamrl.weights.memory import DocumentMemory
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +50,19 @@ class ZmqReceiver:
         secure: sets the CURVE keys of a fresh socket; None leaves it plain.
         shadow: what this process holds; None always pulls the full version.
         parent: the version that the hub's delta starts from, as its offer says.
+        memory: where documents go; one that many receivers share saves making new pages.
     """
 
     def __init__(
         self, endpoint: str, context: zmq.Context, *, pull_token: bytes, limits: Limits | None = None,
         secure: Callable[[zmq.Socket], None] | None = None, shadow: Shadow | None = None,
-        parent: VersionRef | None = None,
+        parent: VersionRef | None = None, memory: DocumentMemory | None = None,
     ) -> None:
         self.endpoint, self._context, self._token = endpoint, context, pull_token
         self._limits = limits or Limits()
         self._secure = secure
         self._shadow, self._parent = shadow, parent
+        self._memory = memory or DocumentMemory()
         self.source = InstallSource.ZMQ
         self.stats = PullStats()
         self.moved_bytes = 0
@@ -86,7 +88,7 @@ class ZmqReceiver:
 
     def _receive_full(self, pull: _Line, manifest: Manifest, layout: Layout) -> tuple[Document, float, float]:
         started = time.monotonic()
-        memory = memoryview(_fresh_memory(document_nbytes(layout)))
+        memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
         plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
         pull.run(plan, Pull(self._token, manifest.ref, int(PullMode.FULL), 0, 0, 0))
@@ -125,7 +127,7 @@ class ZmqReceiver:
         payloads = [memoryview(bytearray(nbytes)) for nbytes in index.nbytes]
         pull.run(PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic()), blank)
         transfer_s = time.monotonic() - started
-        memory = memoryview(_fresh_memory(document_nbytes(layout)))
+        memory = self._memory.take(document_nbytes(layout))
         document, verify_s = apply_delta(base, manifest, layout, payloads, memory)
         return document, transfer_s, verify_s
 
@@ -173,7 +175,6 @@ class _Line:
     def run(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
         """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
         self._receiver.stats = plan.stats
-        socket = self._socket
         while not plan.done:
             now = time.monotonic()
             if self._cancelled.is_set():
@@ -182,9 +183,9 @@ class _Line:
                 raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self._endpoint}")
             plan.tick(now)
             blocked = self._send(plan, blank, now)
-            wait_s = min(plan.next_event(now), self._deadline - now, _LOOK_UP_S)
-            if socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0)) & zmq.POLLIN:
-                self._receive(plan, blank)
+            if not self._receive(plan, blank):
+                wait_s = min(plan.next_event(now), self._deadline - now, _LOOK_UP_S)
+                self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
             log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
 
@@ -199,29 +200,26 @@ class _Line:
             plan.sent(ask)
         return False
 
-    def _receive(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    def _receive(self, plan: PullPlan | IndexPlan, blank: Pull) -> bool:
+        """Take one answer; False if none is there."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
         try:
             chunk = self._decoder.decode(frames[0].buffer)
         except WireError as error:
             # Whatever it was, its PULL is still in flight and is overtaken or times out.
             plan.stats.refused_chunks += 1
             log.warning("%s: %s sent something else than a CHUNK: %s", plan.what, self._endpoint, error)
-            return
+            return True
         assert isinstance(chunk, Chunk), chunk
         if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
             plan.stats.surplus_chunks += 1
-            return
+            return True
         self._receiver.moved_bytes += len(frames[1].buffer)
         plan.accept(chunk, frames[1].buffer, time.monotonic())
-
-
-def _fresh_memory(nbytes: int) -> mmap.mmap:
-    """Private memory for a document, in huge pages where they are to be had: small ones cost more than the copy."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+        return True
 
 
 _OPTIONS = (
