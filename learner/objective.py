@@ -329,9 +329,11 @@ class Objective:
 
     def _guard(self, batch: MicroBatch, ell: Tensor, advantages: Tensor, proximal: Tensor | None) -> Guarded:
         decoupled = CORRECTION_PRESETS[self._loss.correction].mode == "decoupled"
-        lags = token_lags(batch.versions, self._version, batch.mask)
+        lags, loss = token_lags(batch.versions, self._version, batch.mask), self._loss
+        if loss.opsm_delta is not None:
+            loss = replace(loss, opsm_delta=loss.opsm_delta * self._age.opsm_scale)
         return guard(
-            self._loss, ell, advantages, lags, batch.mask, oldest=self._age.mask_beyond,
+            loss, ell, advantages, lags, batch.mask, oldest=self._age.mask_beyond,
             proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
             over_budget=self._age.over_budget, lag_m2=self._age.expected_m2(lags),
         )

@@ -30,6 +30,8 @@ log = logging.getLogger("streamrl.learner")
 MODES = ("normal", "cautious", "drain")
 LEAST_DRIFT = 0.25
 """Oscillation of a drift below this share of the budget is noise around nothing."""
+CAUTIOUS_OPSM = 0.5
+"""Factor on the threshold of off-policy sequence masking while the circuit breaker is not normal."""
 _BREAKER_FLOOR = 0.1  # what `step_breaker` takes for a learning rate at its floor
 
 
@@ -106,6 +108,7 @@ class StalenessControl:
             mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
             discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
             decay=self._decay, over_budget=self.opsm_on, spread_budget=self.spread_budget,
+            opsm_scale=CAUTIOUS_OPSM if self.frozen else 1.0,
             m2_by_lag=self.tracker.m2_table(self.max_lag) if self._needs_m2 else (),
         )
 

@@ -17,7 +17,7 @@ from learner.packing import pack
 from learner.ranks import Ranks
 from learner.scoring import Scored
 from streamrl.algorithms import SURROGATES
-from streamrl.config.schema import AdvantageConfig, LossConfig
+from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
 
 GROUP = AdvantageConfig(estimator="group")
@@ -285,6 +285,17 @@ def test_the_discount_spares_the_pull_back_to_the_data():
 
     for without, with_pull, plain, pulled in zip(*discounted, *undiscounted, strict=True):
         torch.testing.assert_close(with_pull - without, pulled - plain)
+
+
+def test_off_policy_masking_comes_on_over_budget_and_is_stricter_while_the_control_is_cautious():
+    rows = batch()
+    loss = replace(PLAIN, opsm_delta=0.12, opsm_when=OpsmWhen.over_budget)
+    removed = [
+        run(rows, loss=loss, age=age)[3].get("keep/opsm", 0.0)
+        for age in (AgeRules(over_budget=False), AgeRules(), AgeRules(opsm_scale=0.5))
+    ]
+
+    assert removed[0] == 0.0 < removed[1] < removed[2]
 
 
 def test_members_of_a_group_with_a_wide_spread_of_lags_are_compared_with_their_like_only():

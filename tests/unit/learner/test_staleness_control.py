@@ -224,9 +224,11 @@ def test_trouble_halves_the_lead_freezes_the_constraints_and_health_brings_it_ba
     with caplog.at_level(logging.INFO, logger="streamrl.learner"):
         step(control, **trouble)
         assert (control.mode, control.eta, control.max_lag, control.frozen) == ("cautious", 2, 3, True)
+        assert control.age_rules.opsm_scale == 0.5
         for _ in range(20):
             step(control)
     assert (control.mode, control.eta, control.frozen) == ("normal", 4, False)
+    assert control.age_rules.opsm_scale == 1.0
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "normal -> cautious" in caplog.text and "eta 4 -> 2" in caplog.text
 
