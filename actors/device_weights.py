@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from streamrl.messages import Layout, Manifest, Offer
+from streamrl.messages import Layout, Manifest, NcclState, Offer
 from streamrl.weights.broadcast import BroadcastMember, BroadcastReceiver
 from streamrl.weights.communicator import CommunicatorLibrary
 from streamrl.weights.ipc import CudaMemory, SlotMemory, SlotReader, SlotReceiver
@@ -31,8 +31,8 @@ class DeviceWeights:
         self, transports: Sequence[str], device: str, context: zmq.Context, *,
         library: Callable[[str], CommunicatorLibrary] = CupyNccl, memory: Callable[[str], SlotMemory] = CudaMemory,
     ) -> None:
-        self.report: Callable[[int, bool], None] = lambda epoch, broken: None
-        """Told of each communicator formed or lost; the hub's link, once there is one."""
+        self.report: Callable[[NcclState], None] = lambda state: None
+        """Told of each communicator that is built, formed or lost; the hub's link, once there is one."""
         self.device_id = ""
         self._member: BroadcastMember | None = None
         self._reader: SlotReader | None = None
@@ -40,9 +40,7 @@ class DeviceWeights:
             slots = memory(device)
             self.device_id, self._reader = slots.device_id, SlotReader(slots, context)
         if "nccl" in transports:
-            self._member = BroadcastMember(
-                library(device), device, lambda epoch, broken: self.report(epoch, broken)
-            )
+            self._member = BroadcastMember(library(device), device, lambda state: self.report(state))
 
     @property
     def factories(self) -> dict[str, ReceiverFactory]:

@@ -159,6 +159,16 @@ class SlotTicket(Message):
     deadline_s: float
 
 
+class NcclState(Message):
+    """An actor's place in the membership epochs: the epoch whose communicator it is building, the one that is formed and
+    tested, and the last one that failed here; 0 is none. `broken`: nothing more can be formed in this process."""
+
+    joining: U32 = 0
+    formed: U32 = 0
+    failed: U32 = 0
+    broken: bool = False
+
+
 class Offer(Message):
     """One way to get a document. shm: a file to map, proven by `probe`, its first bytes. zmq: an endpoint to pull.
     nccl: a broadcast. ipc: slots on the same GPU, and the sender's local socket in `name`."""
@@ -375,10 +385,8 @@ class ActorBeat(Message):
     """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
     root: Annotated[bytes, Meta(max_length=16)] = b""
     """Of the version in `installed`; empty without one."""
-    nccl_epoch: U32 = 0
-    """Membership epoch whose communicator is formed and tested here; 0 is none."""
-    nccl_broken: bool = False
-    """No further communicator can be formed in this process."""
+    nccl: NcclState | None = None
+    """Where it is with the communicators that it was invited to; None if it takes no part in any."""
 
 
 class HubBeat(Message):

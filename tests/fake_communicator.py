@@ -38,11 +38,22 @@ class FakeLibrary:
         self.damage: Callable[[bytearray], None] = lambda data: None
         self.abort_hangs = threading.Event()
         self._listeners: dict[bytes, socket.socket] = {}
+        self._open: list[socket.socket] = []
+
+    def die(self) -> None:
+        """What the system does with the sockets of a process that is killed: whoever connects is told, a member of a
+        formed group is not (and hangs, see below)."""
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._open.clear()
 
     def unique_id(self) -> bytes:
         listener = socket.create_server(("127.0.0.1", 0))
         unique_id = _ID.pack(listener.getsockname()[1], secrets.token_bytes(16))
         self._listeners[unique_id] = listener
+        self._open.append(listener)
         return unique_id
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> FakeCommunicator:
@@ -50,13 +61,16 @@ class FakeLibrary:
         if rank:
             link = socket.create_connection(("127.0.0.1", port))
             link.sendall(_HELLO.pack(secret, world, rank))
-            one = FakeCommunicator(self, world, rank, {0: link})
-            one.wait_for(0)  # rank 0 says when all are there
-            return one
+            try:
+                _read(link, 1)  # rank 0 says when all are there
+            except OSError as error:
+                raise WeightsError("the root of the group is gone") from error
+            return FakeCommunicator(self, world, rank, {0: link})
         links: dict[int, socket.socket] = {}
         with self._listeners.pop(unique_id) as listener:
             while len(links) < world - 1:
                 link, _ = listener.accept()
+                self._open.append(link)
                 theirs, their_world, their_rank = _HELLO.unpack(_read(link, _HELLO.size))
                 if (theirs, their_world) != (secret, world) or their_rank in links:
                     raise WeightsError(f"rank {their_rank} of {their_world} came to a group of {world}")

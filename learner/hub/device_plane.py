@@ -88,8 +88,8 @@ class DevicePlane:
         if self._start is not None and message.device_manifest is not None:
             self._tell_sender_of_document()
             if self._nccl:
-                self._do(self.membership.set_candidates(self._candidates(), now))
-                told = self._do(self.membership.published(message.manifest.ref, now))
+                self._do(self.membership.set_candidates(self._candidates(), now), now)
+                told = self._do(self.membership.published(message.manifest.ref, now), now)
         ref = message.manifest.ref
         for link in self.hub.control.links.all():
             if link.actor_id not in told and not self.membership.expects(link.actor_id, ref):
@@ -119,15 +119,17 @@ class DevicePlane:
         return self.membership.expects(link.actor_id, manifest.ref)
 
     def beat(self, link: Link, beat: ActorBeat, now: float) -> None:
-        """An actor's heartbeat: has it formed the communicator, or lost it?"""
-        before, link.nccl_epoch = link.nccl_epoch, beat.nccl_epoch
-        link.nccl_broken, link.installed = beat.nccl_broken, beat.installed
-        if not self._nccl or beat.nccl_epoch == before:
+        """An actor's heartbeat: where is it with the communicator?"""
+        link.installed, before = beat.installed, link.nccl
+        if not self._nccl or beat.nccl is None or beat.nccl == before:
             return
-        if beat.nccl_epoch:
-            self._do(self.membership.formed(link.actor_id, beat.nccl_epoch, now))
-        elif link.actor_id in self.membership.members:
-            self._do(self.membership.failed(link.actor_id, before, f"{link.actor_id} lost its communicator", now))
+        link.nccl, one, who = beat.nccl, self.membership, link.actor_id
+        if who not in one.members:
+            return
+        self._do(one.joined(who, beat.nccl.joining, now), now)
+        self._do(one.formed(who, beat.nccl.formed, now), now)
+        if beat.nccl.failed > before.failed:
+            self._do(one.failed(who, beat.nccl.failed, f"{who} could not go on with it", now), now)
 
     def sender_said(self, routing_id: bytes, message: SenderUp | SenderReport, now: float) -> None:
         """A word of the sender; one that was replaced is not listened to any more."""
@@ -135,7 +137,7 @@ class DevicePlane:
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
             log.info("the sender is up on %s", message.device or "its device")
             self._tell_sender_of_document()
-            self._do(self.membership.sender_up(now))
+            self._do(self.membership.sender_up(now), now)
         elif routing_id == self._route:
             self._reported(message, now)
 
@@ -146,12 +148,12 @@ class DevicePlane:
         if self._sender is not None and not self._sender.alive():
             log.error("the sender process ended; actors pull until there is another")
             self._lost(now)
-            self._do(self.membership.sender_down(now))
+            self._do(self.membership.sender_down(now), now)
         if self._sender is None and now >= self._start_at:
             self._sender = self._start()
             self.num_senders += 1
         if self._nccl:
-            self._do(self.membership.set_candidates(self._candidates(), now))
+            self._do(self.membership.set_candidates(self._candidates(), now), now)
             self._do(self.membership.tick(now), now)
 
     def metrics(self) -> Mapping[str, float]:
@@ -180,23 +182,23 @@ class DevicePlane:
         one, epoch = self.membership, report.epoch
         match SenderStage(report.stage):
             case SenderStage.NAMED:
-                self._do(one.named(epoch, report.unique_id, now))
+                self._do(one.named(epoch, report.unique_id, now), now)
             case SenderStage.FORMED:
-                self._do(one.formed(None, epoch, now))
+                self._do(one.formed(None, epoch, now), now)
             case SenderStage.PROGRESS:
-                self._do(one.progressed(epoch, now))
+                self._do(one.progressed(epoch, now), now)
             case SenderStage.SENT:
-                self._do(one.sent(epoch, now))
+                self._do(one.sent(epoch, now), now)
             case SenderStage.FAILED:
                 log.warning("epoch %d failed at the sender: %s", epoch, report.error)
-                self._do(one.failed(None, epoch, report.error, now))
+                self._do(one.failed(None, epoch, report.error, now), now)
 
     def _candidates(self) -> dict[str, int]:
         """READY actors that offer nccl, are not reached inside their GPU, and have a recent version."""
         return {
             link.actor_id: RANKS_PER_ACTOR
             for link in self.hub.control.links.all()
-            if "nccl" in link.transports and not link.nccl_broken and not self._shares_device(link)
+            if "nccl" in link.transports and not link.nccl.broken and not self._shares_device(link)
             and link.state == "running" and link.installed in self._recent
         }
 
@@ -213,7 +215,7 @@ class DevicePlane:
             return None
         return publish.device_manifest
 
-    def _do(self, effects: list[Effect], now: float = 0.0) -> set[str]:
+    def _do(self, effects: list[Effect], now: float) -> set[str]:
         """Carry out what the machine asks for; returns who was told of the newest version."""
         told: set[str] = set()
         for effect in effects:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamrl.messages import VersionRef
+from streamrl.messages import NcclState, VersionRef
 
 MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
 
@@ -28,8 +28,7 @@ class Link:
     transports: tuple[str, ...] = ()
     device: str = ""
     installed: VersionRef | None = None
-    nccl_epoch: int = 0
-    nccl_broken: bool = False
+    nccl: NcclState = NcclState()
     announced_at: float = 0.0
     slots: int = 1
     """0 for a relay, which never generates."""

@@ -33,7 +33,7 @@ from streamrl.messages import (
     Shutdown,
     VersionRef,
 )
-from streamrl.weights.broadcast import Broadcaster
+from streamrl.weights.broadcast import GRACE_S, Broadcaster
 from streamrl.weights.communicator import CommunicatorStuck
 from streamrl.weights.device_document import HostBuckets
 from streamrl.weights.document import Document
@@ -43,6 +43,11 @@ log = logging.getLogger("streamrl.sender")
 
 EXIT_STUCK = 9
 POLL_MS = 50
+
+
+def broadcaster_is_stuck(broadcaster: Broadcaster | None) -> bool:
+    """Whether a thread was given up in it; a process of its own can simply be ended and started anew."""
+    return broadcaster is not None and broadcaster.threads.num_abandoned > 0
 
 
 class SenderService:
@@ -150,7 +155,8 @@ class SenderService:
         def form() -> None:
             unique_id = broadcaster.name()
             self._report(SenderReport(epoch, int(SenderStage.NAMED), unique_id))
-            broadcaster.form(epoch, world, unique_id, self._init_s)
+            # The hub's deadline is the first word: it knows who is missing, and ends this process.
+            broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
             self._report(SenderReport(epoch, int(SenderStage.FORMED)))
 
         self._attempt(epoch, form)
@@ -177,13 +183,14 @@ class SenderService:
             return
         try:
             work()
-        except CommunicatorStuck as error:
-            log.error("%s", error)
-            self._stuck.set()
-            self._wake()
         except Exception as error:  # a foreign library may raise anything; the hub must hear of it
             if not isinstance(error, StreamrlError):
                 log.exception("epoch %d failed", epoch)
+            if isinstance(error, CommunicatorStuck) or broadcaster_is_stuck(self._broadcaster):
+                log.error("a call can neither return nor be ended: %s", error)
+                self._stuck.set()
+                self._wake()
+                return
             self._report(SenderReport(epoch, int(SenderStage.FAILED), error=str(error)[:2000]))
 
     def _report(self, report: SenderReport) -> None:

@@ -35,6 +35,7 @@ from streamrl.messages import (
     Leases,
     Limits,
     Message,
+    NcclState,
     RejectReason,
     Stop,
     StopReason,
@@ -102,7 +103,8 @@ class ActorLink:
     ) -> None:
         self.actor_id, self.incarnation = actor_id, incarnation
         self.engine, self.slots, self.transports, self.software = engine, slots, transports, software
-        self.device, self.nccl_epoch, self.nccl_broken = device, 0, False
+        self.device = device
+        self.nccl: NcclState | None = None
         self.state = ActorState.CONNECTING
         self.limits = Limits()
         self.outbox = Outbox(self.limits.outbox_groups, self.limits.outbox_bytes)
@@ -155,9 +157,9 @@ class ActorLink:
                 self.state = ActorState.RUNNING
         return [Send(encode(message)), *self._send_beat(now)] if self.linked else []
 
-    def report_nccl(self, epoch: int, broken: bool, now: float) -> list[Effect]:
-        """A communicator was formed, or (0) lost: the hub waits for this, so it is told at once."""
-        self.nccl_epoch, self.nccl_broken = epoch, broken
+    def report_nccl(self, state: NcclState, now: float) -> list[Effect]:
+        """A communicator is being built, formed or lost: the hub waits for this, so it is told at once."""
+        self.nccl = state
         return self._send_beat(now) if self.linked else []
 
     def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
@@ -316,6 +318,6 @@ class ActorLink:
             stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
             free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
             root=self.installed[1] if self.installed else b"",
-            nccl_epoch=self.nccl_epoch, nccl_broken=self.nccl_broken,
+            nccl=self.nccl,
         )
         return [Send(encode(beat))]

@@ -17,7 +17,7 @@ import zmq
 
 from streamrl.codec import Decoder
 from streamrl.errors import WireError
-from streamrl.messages import TO_ACTOR, Group, Installed
+from streamrl.messages import TO_ACTOR, Group, Installed, NcclState
 from streamrl.transport.actor_link import ActorLink, Deliver, Effect, Gone, Progress, Send
 from streamrl.transport.sockets import actor_dealer
 
@@ -57,9 +57,9 @@ class HubClient:
     def report_installed(self, message: Installed) -> None:
         self._command(lambda now: self.link.report_installed(message, now))
 
-    def report_nccl(self, epoch: int, broken: bool) -> None:
-        """A communicator was formed here, or (0) lost; from any thread."""
-        self._command(lambda now: self.link.report_nccl(epoch, broken, now))
+    def report_nccl(self, state: NcclState) -> None:
+        """A communicator is being built here, formed or lost; from any thread."""
+        self._command(lambda now: self.link.report_nccl(state, now))
 
     def update(self, progress: Progress) -> None:
         """What the next heartbeat says."""

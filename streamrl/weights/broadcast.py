@@ -15,10 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import InstallSource, Layout, Manifest, NcclTicket, Offer, VersionRef
+from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
 from streamrl.weights.communicator import (
     CommunicatorError,
     CommunicatorLibrary,
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"SRLB"
 _LOOK_UP_S = 0.05
+_MEND_S = 1.0
+GRACE_S = 5.0
+"""How much longer than the hub a rank waits for the others to come."""
 MAX_ABANDONED = 1
 """Threads stuck in a library's call that a process may carry along; it forms no further communicator then."""
 
@@ -125,11 +129,11 @@ class BroadcastMember:
     """An actor's end. Every method may be called from any thread.
 
     Args:
-        report: told (epoch formed and tested or 0, no further one can be formed), from the member's thread.
+        report: told where this member is, whenever that changes, from the member's thread.
     """
 
     def __init__(
-        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[int, bool], None]
+        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[NcclState], None]
     ) -> None:
         self.threads = Threads()
         self._library, self._device, self._report = library, torch.device(device), report
@@ -140,6 +144,7 @@ class BroadcastMember:
         self._epoch = 0  # of `_guard`, or of the last one that failed
         self._last: VersionRef | None = None  # received in this epoch
         self._closing = False
+        self._state = NcclState()
         self._thread = threading.Thread(target=self._run, name="broadcasts", daemon=True)
         self._thread.start()
 
@@ -235,9 +240,15 @@ class BroadcastMember:
                     break
                 if self._invitations:
                     return self._invitations[min(self._invitations)]
-                self._changed.wait()
+                self._changed.wait(_MEND_S if self._state.broken else None)
+                if self._state.broken and not self.broken:
+                    break
             if self._closing:
                 return None
+            mended = self._guard is None
+        if mended:
+            self._say(broken=False)  # the stuck thread came back after all
+            return self._next()
         self._over(NotAvailable(f"epoch {self._epoch} was ended"))
         return self._next()
 
@@ -251,15 +262,17 @@ class BroadcastMember:
                 self._library, self.threads, rank=ticket.rank, world=ticket.world, unique_id=ticket.unique_id,
                 what=f"epoch {ticket.epoch} as rank {ticket.rank}",
             )
-        guard.form(ticket.init_deadline_s)
+        self._say(joining=ticket.epoch)
+        # A little longer than the hub waits: it ends the sender, which frees the others from their calls.
+        guard.form(ticket.init_deadline_s + GRACE_S)
         log.info("epoch %d: rank %d of %d is formed", ticket.epoch, ticket.rank, ticket.world)
-        self._report(ticket.epoch, False)
+        self._say(formed=ticket.epoch, joining=0)
 
     def _receive(self, invitation: Invitation) -> None:
         guard, ticket = self._guard, invitation.ticket
         assert guard is not None
         header = torch.empty(_HEADER.size, dtype=torch.uint8, device=self._device)
-        guard.broadcast(header, ticket.init_deadline_s + ticket.bucket_deadline_s)
+        guard.broadcast(header, ticket.init_deadline_s + ticket.bucket_deadline_s + GRACE_S)
         started = time.monotonic()
         ref = _unpack_header(header)
         invitation = self._invitation_of(ref, started + ticket.bucket_deadline_s)
@@ -303,7 +316,11 @@ class BroadcastMember:
             for ref, invitation in list(self._invitations.items()):
                 if invitation.ticket.epoch <= self._epoch:
                     self._settle(ref, error)
-        self._report(0, self.broken)
+        self._say(failed=self._epoch, joining=0, formed=0, broken=self.broken)
+
+    def _say(self, **changes: int) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._report(self._state)
 
     def _leave(self) -> None:
         with self._changed:

@@ -26,6 +26,8 @@ MAX_REFORMATIONS = 2
 JOIN_INTERVAL_S = 30.0
 """Joins alone end a healthy epoch at most this often. As long is nothing formed after a publish that was given up, and
 as long is a member left out that did not form a communicator or received wrong bytes."""
+RESTART_WAIT_S = 60.0
+"""For a sender that had to be ended: its successor loads its libraries and opens its device."""
 
 
 class Phase(Enum):
@@ -103,6 +105,7 @@ class Membership:
         self._barred: dict[str, float] = {}  # member -> when it may join again
         self._sender_up = self._sender_formed = False
         self._unique_id = b""
+        self._joined: set[str] = set()
         self._reported: set[str] = set()
         self._ref: VersionRef | None = None  # in work
         self._next: VersionRef | None = None  # published while `_ref` was being sent
@@ -156,6 +159,13 @@ class Membership:
         if (epoch, self.phase) == (self.epoch, Phase.NAMING):
             self._unique_id, self.phase, self._deadline = unique_id, Phase.FORMING, now + self._init_s
             self._invite()
+        return self._take()
+
+    def joined(self, member: str, epoch: int, now: float) -> list[Effect]:
+        """A member has begun to build the communicator. Nobody has formed one before all have come, so this alone tells
+        who keeps the others waiting."""
+        if (epoch, self.phase) == (self.epoch, Phase.FORMING) and member in self.members:
+            self._joined.add(member)
         return self._take()
 
     def formed(self, member: str | None, epoch: int, now: float) -> list[Effect]:
@@ -235,7 +245,7 @@ class Membership:
         self.members = dict(sorted(self._candidates.items()))
         self.phase, self._deadline = Phase.NAMING, now + self._init_s
         self._sender_formed, self._unique_id = False, b""
-        self._reported = set()
+        self._reported, self._joined = set(), set()
         self._effects.append(Form(self.epoch, 1 + sum(self.members.values())))
 
     def _invite(self) -> None:
@@ -257,10 +267,10 @@ class Membership:
             self.phase = Phase.IDLE
             self._give_up()
         elif self.phase is Phase.FORMING:
-            missing = sorted(self.members.keys() - self._reported)
+            missing = sorted(self.members.keys() - self._reported - self._joined)
             self._bar(missing, now)
-            names = ", ".join(missing) or "the sender"
-            self._fail(f"{names} did not form it in {self._init_s:g} s", now, hung=True, excluded=missing)
+            who = f"without {', '.join(missing)}" if missing else "although everybody came"
+            self._fail(f"not formed in {self._init_s:g} s {who}", now, hung=True, excluded=missing)
         else:
             what = "gave no unique id" if self.phase is Phase.NAMING else "sent nothing more"
             self._fail(f"the sender {what} in time", now, hung=True)
@@ -289,7 +299,7 @@ class Membership:
         if self._sender_up or not self._candidates:
             self._form_or_give_up(now)
         else:
-            self.phase, self._deadline = Phase.WAITING, now + self._init_s
+            self.phase, self._deadline = Phase.WAITING, now + RESTART_WAIT_S
 
     def _end(self, reason: str, *, hung: bool) -> None:
         if self._sender_up and self.phase is not Phase.WAITING:

@@ -19,11 +19,11 @@ import zmq
 
 from actors.device_weights import DeviceWeights
 from actors.plant import PlantBuilder
-from actors.worker import Worker
+from actors.worker import Plant, Worker
 from learner.hub.hub_settings import HubSettings
 from learner.hub.sender_process import sender_settings
 from learner.sender.service import SenderService
-from streamrl.messages import VersionRef
+from streamrl.messages import VersionRef, Welcome
 from streamrl.transport.actor_link import ActorLink
 from streamrl.transport.client import HubClient
 from streamrl.weights.broadcast import Broadcaster
@@ -34,13 +34,15 @@ from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 torch.set_num_threads(1)
+ONE_AT_A_TIME = threading.Lock()
+"""Reading settings parses source code, and CPython 3.11 does that badly in two threads; real actors are processes."""
 
 
 class SenderThread:
     """A sender as `python -m learner.sender` builds it, in a thread and without a GPU. Killed, it falls silent."""
 
     def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
-        told = sender_settings(settings)
+        told, self._library = sender_settings(settings), library
         self._context = zmq.Context()
         self.broadcaster = Broadcaster(library, "cpu") if "nccl" in told.transports else None
         self.slots = None
@@ -62,6 +64,7 @@ class SenderThread:
 
     def kill(self) -> None:
         self._stop.set()
+        self._library.die()
         self._thread.join(timeout=10)
 
 
@@ -71,7 +74,8 @@ class ActorThread:
     def __init__(self, endpoint: str, name: str, words: list[str], folder: Path, gpu: str) -> None:
         self.library = FakeLibrary()
         self.name, self.reports = name, []
-        self._local = config_of(*words)
+        with ONE_AT_A_TIME:
+            self._local = config_of(*words)
         self._loop = asyncio.new_event_loop()
         self._worker: Worker | None = None
         self._ready = threading.Event()
@@ -97,9 +101,14 @@ class ActorThread:
         builder.device_weights.report = client.report_nccl
         report = client.report_installed
         client.report_installed = lambda message: (self.reports.append(message), report(message))
-        self._worker = Worker(client, builder)
+        self._worker = Worker(client, lambda welcome: self._build(builder, welcome))
         self._ready.set()
         await self._worker.run()
+
+    @staticmethod
+    def _build(builder: PlantBuilder, welcome: Welcome) -> Plant:
+        with ONE_AT_A_TIME:
+            return builder(welcome)
 
     def leave(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -260,7 +269,7 @@ def test_a_member_that_hangs_while_forming_costs_a_deadline_and_nobody_a_version
     assert set(run.everywhere(one, other)) <= {"shm", "zmq", "nccl"}
 
     # The sender sat in a call that nothing ends, so it was replaced; `other` has a thread stuck and joins no more.
-    run.until(lambda: len(run.senders) == 2, "a new sender")
+    run.until(lambda: len(run.senders) >= 2, "a new sender")
     run.until(lambda: run.hub.server.devices.membership.phase.value == "live", "an epoch without it")
     run.publish()
     assert run.everywhere(one) == ["nccl"] and run.everywhere(other)[0] in ("shm", "zmq")

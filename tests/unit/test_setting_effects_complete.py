@@ -15,6 +15,7 @@ LEDGER, HUB, LEARNER, ACTOR, LAUNCH = (
     f"test_setting_effects_{name}.py" for name in ("ledger", "hub", "learner", "actor", "launch")
 )
 OBJECTIVE = "learner/test_objective.py"
+DEVICES = "hub/test_device_plane.py"
 KL, KL_CONTROL = "learner/test_kl_training.py", "learner/test_kl_control.py"
 SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
 SPLIT_LIMITS = f"{ACTOR}::test_the_limits_of_a_turn_are_those_of_its_split"
@@ -240,6 +241,9 @@ SHOWN_BY = {
         f"{CONTROL}::test_on_drift_a_version_is_published_once_a_quarter_of_the_budget_is_spent_or_half_the_lead"
     ),
     "publish.bucket_bytes": TRAVEL,
+    "publish.transports": f"{DEVICES}::test_weights_are_offered_in_the_ways_and_the_order_that_are_set",
+    "publish.nccl_init_deadline_s": f"{DEVICES}::test_a_sender_that_says_nothing_is_replaced_after_the_time_set",
+    "publish.nccl_bucket_deadline_s": f"{DEVICES}::test_members_are_told_the_deadlines_that_are_set",
     "publish.num_keep_versions": f"{HUB}::test_so_many_published_versions_stay_available",
     "publish.max_bytes_per_s": f"{HUB}::test_a_bandwidth_cap_makes_actors_wait",
     "publish.delta_max_ratio": f"{HUB}::test_a_remote_actor_gets_what_changed_if_that_is_little_enough",

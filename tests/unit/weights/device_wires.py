@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from streamrl.errors import WeightsError
-from streamrl.messages import InstallSource, Layout, Manifest, NcclTicket, Offer, VersionRef
+from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
 from streamrl.weights.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
 from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.fold128 import fold128_numpy
@@ -89,8 +89,8 @@ class FakeBroadcastWire(Shelf):
     def _new_member(self) -> BroadcastMember:
         return BroadcastMember(self._members_library, "cpu", self._reported)
 
-    def _reported(self, epoch: int, broken: bool) -> None:
-        self._formed = epoch == self._epoch
+    def _reported(self, state: NcclState) -> None:
+        self._formed = state.formed == self._epoch
 
     def _invitation(self) -> NcclTicket:
         if not self._formed or self._ticket is None:

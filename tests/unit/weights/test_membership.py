@@ -103,15 +103,26 @@ def test_whoever_does_not_form_is_left_out_and_the_hung_sender_is_ended():
     one = machine("a", "b")
     one.published(v(1), 0.0)
     one.named(1, b"id", 0.0)
-    one.formed("a", 1, 1.0)
+    one.joined("a", 1, 1.0)  # it cannot form anything without b
 
     assert one.tick(INIT_S - 0.1) == []
     abort, pull = one.tick(INIT_S)
-    assert abort == Abort(1, "b did not form it in 20 s", hung=True) and pull == Pull(v(1), ("b",))
+    assert abort == Abort(1, "not formed in 20 s without b", hung=True) and pull == Pull(v(1), ("b",))
     assert one.phase is Phase.WAITING
     one.set_candidates({"a": 1, "b": 1}, INIT_S + 1)
     assert one.sender_up(INIT_S + 5) == [Form(2, world=2)]
     assert one.named(2, b"id", INIT_S + 5)[0].first_rank == {"a": 1}
+
+
+def test_when_everybody_came_and_it_still_hangs_nobody_is_blamed():
+    one = machine("a", "b")
+    one.published(v(1), 0.0)
+    one.named(1, b"id", 0.0)
+    one.joined("a", 1, 1.0)
+    one.joined("b", 1, 1.0)
+
+    assert one.tick(INIT_S) == [Abort(1, "not formed in 20 s although everybody came", hung=True)]
+    assert one.sender_up(INIT_S + 5) == [Form(2, world=3)]
 
 
 def test_a_member_that_was_left_out_may_join_again_later():
@@ -287,6 +298,10 @@ class Epochs(RuleBasedStateMachine):
         epoch = self.one.epoch - late
         if self.up and epoch >= 1:
             self.carry_out(self.one.named(epoch, b"%d" % epoch, self.now))
+
+    @rule(who=NAMES)
+    def begin(self, who: str) -> None:
+        self.carry_out(self.one.joined(who, self.one.epoch, self.now))
 
     @rule(who=st.one_of(st.none(), NAMES), late=st.integers(0, 1))
     def report(self, who: str | None, late: int) -> None:
