@@ -126,11 +126,25 @@ def row_credit(
     return RowCredit(credit[facts.places], base[facts.places], moments)
 
 
-def return_moments(trajectories: Sequence[Trajectory], ranks: Ranks) -> Moments:
-    """Moments of the undiscounted return-to-go over all action tokens of all ranks; a collective call."""
+def return_moments(
+    trajectories: Sequence[Trajectory], ranks: Ranks, *, gamma: float = 1.0, at_turns: bool = False
+) -> Moments:
+    """Moments of the return-to-go over all action tokens of all ranks; a collective call.
+
+    Args:
+        gamma: discount of every token, or with `at_turns` of the last action token of every turn.
+    """
     sums = np.zeros(3)
     for row in trajectories:
-        returns = row.rewards[row.mask][::-1].astype(np.float64).cumsum()
+        rewards, turns = row.rewards[row.mask].astype(np.float64), row.turns[row.mask]
+        if gamma == 1.0:
+            returns = rewards[::-1].cumsum()
+        else:
+            ends = np.append(turns[1:] != turns[:-1], True) | (not at_turns)
+            returns, after = np.zeros(len(rewards)), 0.0
+            for place in range(len(rewards) - 1, -1, -1):
+                after = rewards[place] + (gamma if ends[place] else 1.0) * after
+                returns[place] = after
         sums += (len(returns), returns.sum(), np.square(returns).sum())
     return sum_moments(sums.tolist(), ranks)
 

@@ -32,7 +32,7 @@ from streamrl.algorithms import (
     whiten,
 )
 from streamrl.algorithms.types import Moments
-from streamrl.config.schema import AdvantageConfig
+from streamrl.config.schema import AdvantageConfig, Discount, Segment
 
 CRITIC_FREE = ("group", "reinforce_pp", "vtrace_critic_free")
 """Estimators that need nothing but rewards and log-probs."""
@@ -120,9 +120,9 @@ def _with_values(
     return Credited(returns.advantages, returns.targets, mask)
 
 
-def segment_ids(batch: MicroBatch, kind: str, num_tokens: int) -> Tensor:
+def segment_ids(batch: MicroBatch, kind: Segment, num_tokens: int) -> Tensor:
     """int64 [S, A], non-decreasing along a row: the turn of each token, or blocks of so many tokens inside a turn."""
-    if kind == "turn":
+    if kind is Segment.turn:
         return batch.turns
     places = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.turns)
     first = torch.zeros_like(batch.turns)
@@ -144,7 +144,7 @@ def _knobs(settings: AdvantageConfig, batch: MicroBatch) -> dict[str, Any]:
 
 def discounts(settings: AdvantageConfig, batch: MicroBatch) -> float | Tensor:
     """The discount of every token, or of the last action token of every turn only."""
-    if settings.discount == "token" or settings.gamma == 1.0 or settings.estimator == "vtrace_segments":
+    if settings.discount is Discount.token or settings.gamma == 1.0 or settings.estimator == "vtrace_segments":
         return settings.gamma
     turns, mask = batch.turns, batch.mask
     ends = mask.clone()

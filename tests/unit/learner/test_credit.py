@@ -89,6 +89,8 @@ def test_with_a_critic_each_row_gets_what_the_function_gives_it_alone(estimator)
     settings = AdvantageConfig(estimator=estimator, baseline="none")
     if estimator != "n_step":
         settings = replace(settings, lam=0.9)
+    if estimator == "vtrace_segments":
+        settings = replace(settings, segment_tokens=2)  # read for blocks only: segments are turns here
     found = credited(rows, settings)
     policy, values, ends, _ = drifted(rows)
 
@@ -145,7 +147,8 @@ def test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one():
 
 def test_gamma_discounts_tokens_or_only_the_ends_of_turns():
     row = trajectory(np.random.default_rng(3), 0, 0, num_actions=6, with_gap=False)
-    two_turns = replace(row, turns=np.array([0, 0, 0, 1, 1, 1]), truncated=False)
+    rewards = np.array([0, 0, 0, 0, 0, 3], dtype=np.float32)
+    two_turns = replace(row, turns=np.array([0, 0, 0, 1, 1, 1]), truncated=False, rewards=rewards, reward=3.0)
     settings = AdvantageConfig(estimator="gae", baseline="none", gamma=0.5)
 
     def first_advantage(config):
@@ -162,8 +165,8 @@ def test_segments_are_turns_or_blocks_inside_turns():
     row = trajectory(np.random.default_rng(3), 0, 0, num_actions=7, with_gap=False)
     (micro,) = pack([replace(row, turns=np.array([0, 0, 0, 0, 1, 1, 1]))], 100)
 
-    assert segment_ids(micro, "turn", 2).tolist() == [[0, 0, 0, 0, 1, 1, 1]]
-    assert segment_ids(micro, "block", 3).tolist() == [[1, 1, 1, 2, 3, 3, 3]]
+    assert segment_ids(micro, Segment.turn, 2).tolist() == [[0, 0, 0, 0, 1, 1, 1]]
+    assert segment_ids(micro, Segment.block, 3).tolist() == [[1, 1, 1, 2, 3, 3, 3]]
 
 
 def test_segment_length_changes_the_credit():
@@ -262,3 +265,12 @@ def test_rho_bar_can_follow_the_effective_sample_size():
 def test_a_setting_that_the_estimator_does_not_read_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Objective(AdvantageConfig(**settings), PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks())
+
+
+@pytest.mark.parametrize("discount", list(Discount))
+def test_discounted_returns_are_whitened_by_their_own_moments(discount):
+    settings = AdvantageConfig(estimator="reinforce_pp", baseline="none", gamma=0.9, discount=discount)
+    found = all_advantages(credited(batch(3, 4), settings, max_tokens=40))
+
+    assert float(found.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(found.std()) == pytest.approx(1.0, abs=1e-4)
