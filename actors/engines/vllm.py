@@ -71,8 +71,10 @@ class VllmEngine:
         self._eos_ids = sorted(end_of_sequence_ids(model, tokenizer) if eos_ids is None else eos_ids)
         config = model.config.get_text_config()
         self._vocab_size: int = config.vocab_size
+        # One more than asked for: to score tokens, vLLM must be let sample one that nobody wants.
+        self._context = min(max_tokens + 1, getattr(config, "max_position_embeddings", None) or max_tokens + 1)
         self._arguments = engine_arguments(
-            slots=slots, max_tokens=max_tokens, device=device, dtype=str(dtype).removeprefix("torch."),
+            slots=slots, max_tokens=self._context, device=device, dtype=str(dtype).removeprefix("torch."),
             extra=arguments or {}, kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
         )
         _check_model(model.config, device)
@@ -122,9 +124,9 @@ class VllmEngine:
         """
         if self.installed is None:
             raise EngineError("score needs weights: install a version first")
-        if not 1 <= start <= len(token_ids) < self.max_tokens or temperature != 1.0:
+        if not 1 <= start <= len(token_ids) < self._context or temperature != 1.0:
             raise EngineError(
-                f"score needs 1 <= start <= tokens < {self.max_tokens} and temperature 1; "
+                f"score needs 1 <= start <= tokens < {self._context} and temperature 1; "
                 f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
             )
         params = names().SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
