@@ -1,0 +1,344 @@
+"""Broadcasts over FakeCommunicators: members in threads and in processes, hangs, kills, and what is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from streamrl.errors import ConfigError, WeightsError
+from streamrl.messages import Layout, Manifest, NcclState, NcclTicket, VersionRef
+from streamrl.weights import communicator
+from streamrl.weights.broadcast import Broadcaster, BroadcastMember
+from streamrl.weights.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
+from streamrl.weights.document import NotAvailable, Superseded
+from streamrl.weights.manifest import document_nbytes
+from streamrl.weights.nccl import CupyNccl, unique_id_bytes, unique_id_for
+from tests.fake_communicator import FakeLibrary
+from tests.unit.weights.conftest import random_bytes
+from tests.unit.weights.device_wires import Memory, device_manifest
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def short_abort(monkeypatch) -> None:
+    monkeypatch.setattr(communicator, "ABORT_DEADLINE_S", 0.5)
+
+
+class States:
+    """What a member reports, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[NcclState] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, state: NcclState) -> None:
+        with self._changed:
+            self.seen.append(state)
+            self._changed.notify_all()
+
+    def wait(self, what) -> NcclState:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(what(state) for state in self.seen), 30)
+        return self.seen[-1]
+
+
+class Group:
+    """A sender and members in threads; the test is the hub."""
+
+    def __init__(self, layout: Layout, num_members: int) -> None:
+        self.layout, self.library = layout, FakeLibrary()
+        self.sender = Broadcaster(self.library, "cpu")
+        self.libraries = [FakeLibrary() for _ in range(num_members)]
+        self.states = [States() for _ in range(num_members)]
+        self.members = [
+            BroadcastMember(library, "cpu", states)
+            for library, states in zip(self.libraries, self.states, strict=True)
+        ]
+        self.documents: dict[VersionRef, tuple[Manifest, bytes]] = {}
+
+    def document(self, version: int) -> tuple[VersionRef, Manifest, bytes]:
+        ref, body = VersionRef(1, version), random_bytes(document_nbytes(self.layout), version)
+        self.documents[ref] = (device_manifest(self.layout, ref, None, body), body)
+        return ref, *self.documents[ref]
+
+    def invite(self, epoch: int, ref: VersionRef, unique_id: bytes, *, deadline_s: float = 5.0) -> None:
+        world = len(self.members) + 1
+        for rank, member in enumerate(self.members, start=1):
+            ticket = NcclTicket(epoch, unique_id, world, rank, deadline_s, deadline_s)
+            member.invite(self.documents[ref][0], self.layout, ticket)
+
+    def form(self, epoch: int, ref: VersionRef) -> None:
+        unique_id = self.sender.name()
+        self.invite(epoch, ref, unique_id)
+        self.sender.form(epoch, len(self.members) + 1, unique_id, 5.0)
+        for states in self.states:
+            states.wait(lambda state: state.formed == epoch)
+
+    def send(self, ref: VersionRef, deadline_s: float = 5.0) -> None:
+        self.sender.send(ref, Memory(self.layout, self.documents[ref][1]), deadline_s=deadline_s)
+
+    def close(self) -> None:
+        self.sender.stop()
+        for member in self.members:
+            member.close()
+        self.sender.close()
+
+
+@pytest.fixture
+def group(layout) -> Iterator[Group]:
+    one = Group(layout, 2)
+    yield one
+    one.close()
+
+
+def receive(member: BroadcastMember, ref: VersionRef, seconds: float = 10.0, cancelled: threading.Event | None = None):
+    deadline = time.monotonic() + seconds
+    return member.wait_for(ref, cancelled=cancelled or threading.Event(), deadline=deadline)
+
+
+def test_a_version_that_nobody_wants_is_taken_all_the_same(group):
+    """A member whose installer looks the other way must not hold up the rest."""
+    ref, _, body = group.document(1)
+    group.form(1, ref)
+    group.send(ref)
+
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(Superseded):
+        receive(group.members[0], ref, cancelled=cancelled)
+    assert receive(group.members[1], ref).body.numpy().tobytes() == body
+    later, _, body = group.document(2)
+    group.invite(1, later, b"the same epoch")
+    group.send(later)
+    assert receive(group.members[0], later).body.numpy().tobytes() == body
+
+
+def test_a_version_skipped_by_the_sender_is_known_from_the_header(group):
+    first, _, _ = group.document(1)
+    second, _, body = group.document(2)
+    group.form(1, first)
+    group.invite(1, second, b"")
+    group.send(second)
+
+    assert receive(group.members[0], second).body.numpy().tobytes() == body
+    with pytest.raises(NotAvailable):
+        receive(group.members[0], first)
+
+
+def test_a_newer_epoch_frees_a_member_from_one_that_hangs(group):
+    ref, _, body = group.document(1)
+    group.form(1, ref)  # and now the sender says nothing
+
+    unique_id = group.sender.name()
+    group.invite(2, ref, unique_id)
+    group.sender.form(2, 3, unique_id, 5.0)
+    group.send(ref)
+
+    assert all(receive(member, ref).body.numpy().tobytes() == body for member in group.members)
+    assert [member.threads.num_abandoned for member in group.members] == [0, 0]
+
+
+def test_an_invitation_withdrawn_ends_the_wait_at_once(group):
+    ref, _, _ = group.document(1)
+    group.form(1, ref)
+    waiting = threading.Timer(0.1, lambda: group.members[0].uninvite(ref))
+    waiting.start()
+
+    with pytest.raises(NotAvailable, match="after all"):
+        receive(group.members[0], ref, seconds=30)
+    group.states[0].wait(lambda state: state.failed == 1)
+
+
+def test_a_member_that_falls_silent_ends_the_broadcast_by_its_deadline(group):
+    ref, _, _ = group.document(1)
+    group.form(1, ref)
+    group.members[1].close()
+
+    with pytest.raises(CommunicatorError):
+        group.send(ref, deadline_s=0.5)
+    assert group.sender.threads.num_abandoned == 0
+    with pytest.raises(CommunicatorError):  # a communicator that failed is never used again
+        group.send(ref)
+
+
+def test_a_damaged_bucket_is_named_and_the_others_are_not_disturbed(group):
+    ref, _, body = group.document(1)
+
+    def flip(data: bytearray) -> None:
+        if len(data) == 400:
+            data[3] ^= 1
+
+    group.form(1, ref)
+    group.libraries[0].damage = flip
+    group.send(ref)
+
+    with pytest.raises(WeightsError, match="bucket 0 of 5 of version 1:1 has digest"):
+        receive(group.members[0], ref)
+    assert receive(group.members[1], ref).body.numpy().tobytes() == body
+    assert group.states[0].wait(lambda state: state.failed == 1).formed == 0
+
+
+def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_until_it_ends(layout, monkeypatch):
+    monkeypatch.setattr("streamrl.weights.broadcast.GRACE_S", 0.1)
+    one = Group(layout, 1)
+    release = threading.Event()
+    one.libraries[0].connect = lambda *args: release.wait()
+    ref, _, _ = one.document(1)
+    one.invite(1, ref, one.sender.name(), deadline_s=0.2)
+
+    with pytest.raises(WeightsError):
+        receive(one.members[0], ref)
+    assert one.states[0].wait(lambda state: state.broken).failed == 1
+    assert one.members[0].threads.num_abandoned == 1
+
+    release.set()
+    one.states[0].wait(lambda state: not state.broken and state.failed == 1)
+    assert one.members[0].threads.num_abandoned == 0
+    one.close()
+
+
+def test_an_abort_that_hangs_is_more_than_a_process_can_live_with():
+    library, threads = FakeLibrary(), Threads()
+    unique_id = library.unique_id()
+    other = threading.Thread(target=lambda: FakeLibrary().connect(2, unique_id, 1).test(), daemon=True)
+    other.start()
+    guard = GuardedCommunicator(library, threads, rank=0, world=2, unique_id=unique_id, what="epoch 1")
+    guard.form(5.0)
+    library.abort_hangs.set()
+
+    with pytest.raises(CommunicatorStuck, match="restart this process"):
+        guard.broadcast(torch.zeros(8, dtype=torch.uint8), 0.2)
+    assert threads.num_abandoned == 1
+
+
+def test_stop_ends_a_call_in_progress_from_another_thread():
+    library, threads = FakeLibrary(), Threads()
+    unique_id = library.unique_id()
+    threading.Thread(target=lambda: FakeLibrary().connect(2, unique_id, 1).test(), daemon=True).start()
+    guard = GuardedCommunicator(library, threads, rank=0, world=2, unique_id=unique_id, what="epoch 1")
+    guard.form(5.0)
+    threading.Timer(0.1, guard.stop).start()
+
+    with pytest.raises(CommunicatorError, match="stopped"):
+        guard.broadcast(torch.zeros(8, dtype=torch.uint8), 60.0)
+    assert threads.num_abandoned == 0
+
+
+MEMBER = """
+import sys, threading, time, msgspec, torch
+from streamrl.messages import Layout, Manifest, NcclTicket
+from streamrl.weights.broadcast import BroadcastMember
+from tests.fake_communicator import FakeLibrary
+
+torch.set_num_threads(1)
+layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout)
+member = BroadcastMember(FakeLibrary(), "cpu", lambda state: print("state", state.formed, state.failed, flush=True))
+for line in sys.stdin:
+    manifest, ticket = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, NcclTicket])
+    member.invite(manifest, layout, ticket)
+    try:
+        came = member.wait_for(manifest.ref, cancelled=threading.Event(), deadline=time.monotonic() + 20)
+        print("body", came.body.numpy().tobytes().hex(), flush=True)
+    except Exception as error:
+        print("error", type(error).__name__, flush=True)
+"""
+
+
+class MemberProcess:
+    def __init__(self, layout: Layout, environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MEMBER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            cwd=ROOT,
+        )
+        self.tell(layout)
+
+    def tell(self, message: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.msgpack.encode(message).hex() + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, word: str) -> str:
+        assert self.process.stdout is not None
+        while not (line := self.process.stdout.readline()).startswith(word):
+            assert line, "the member ended"
+        return line.split(maxsplit=1)[1].strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.timeout(120)
+def test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_and_a_new_epoch(layout, python_env):
+    library = FakeLibrary()
+    sender = Broadcaster(library, "cpu")
+    members = [MemberProcess(layout, python_env) for _ in range(2)]
+    bodies = {version: random_bytes(document_nbytes(layout), version) for version in (1, 2)}
+    manifests = {v: device_manifest(layout, VersionRef(1, v), None, body) for v, body in bodies.items()}
+
+    def form(epoch: int, version: int, *who: MemberProcess) -> None:
+        unique_id = sender.name()
+        for rank, member in enumerate(who, start=1):
+            member.tell((manifests[version], NcclTicket(epoch, unique_id, len(who) + 1, rank, 30.0, 5.0)))
+        sender.form(epoch, len(who) + 1, unique_id, 30.0)
+
+    def send(version: int, deadline_s: float = 10.0) -> None:
+        sender.send(VersionRef(1, version), Memory(layout, bodies[version]), deadline_s=deadline_s)
+
+    try:
+        form(1, 1, *members)
+        send(1)
+        assert [member.hear("body") for member in members] == [bodies[1].hex()] * 2
+
+        members[1].process.send_signal(signal.SIGKILL)
+        members[1].process.wait()
+        members[0].tell((manifests[2], NcclTicket(1, b"", 3, 1, 30.0, 5.0)))
+        with pytest.raises(CommunicatorError):
+            send(2, deadline_s=1.0)
+        assert members[0].hear("error") in ("CommunicatorError", "NotAvailable")
+        form(2, 2, members[0])
+        send(2)
+        assert members[0].hear("body") == bodies[2].hex()
+    finally:
+        sender.close()
+        for member in members:
+            member.close()
+
+
+# --- the door to cupy -------------------------------------------------------------------------------------------------
+
+
+def test_unique_ids_are_128_bytes_whatever_cupy_gives():
+    raw = bytes(range(128))
+    signed = tuple(number - 256 if number > 127 else number for number in range(128, 256))
+
+    assert unique_id_bytes(raw) == raw and unique_id_bytes(raw[:100]) == raw[:100] + bytes(28)
+    assert unique_id_bytes(signed) == bytes(range(128, 256))
+    assert unique_id_for("14.2.0", raw) == raw
+    assert unique_id_for("13.6.0", bytes(range(128, 256))) == signed
+    with pytest.raises(WeightsError, match="129"):
+        unique_id_bytes(bytes(129))
+
+
+def test_nccl_without_a_gpu_is_refused_by_name():
+    with pytest.raises(ConfigError, match="device here is cpu"):
+        CupyNccl("cpu")
+
+
+def test_nccl_without_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+    with pytest.raises(ConfigError, match="install cupy-cuda12x or cupy-cuda13x"):
+        CupyNccl("cuda")
