@@ -14,7 +14,6 @@ from streamrl.algorithms import Preset, check_pairing, preset
 
 _LOO = {"baseline": "leave_one_out"}
 _CLIP = {"surrogate": "ppo_clip", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}
-_CRITIC = {"critic": True, "num_critic_steps": 2}  # the preset's estimator_with_critic and whiten_with_critic apply
 _STREAM = preset("stream_default")
 
 ARMS: Mapping[str, Preset] = MappingProxyType(
@@ -31,8 +30,8 @@ ARMS: Mapping[str, Preset] = MappingProxyType(
                    anchor="none", **_LOO),
             Preset(name="vtrace_critic_free_clip", estimator="vtrace_critic_free", **_LOO, **_CLIP),
             preset("impala"),
-            replace(_STREAM, name="vtrace_critic_clip", **_CRITIC),
-            replace(_STREAM, name="retrace_v_clip", estimator_with_critic="retrace_v", **_CRITIC),
+            replace(_STREAM, name="vtrace_critic_clip", critic=True),
+            replace(_STREAM, name="retrace_v_clip", critic=True, estimator_with_critic="retrace_v"),
             Preset(name="m2po", surrogate="m2po", **_LOO),
             Preset(name="vespo", surrogate="vespo", **_LOO),
             _STREAM,

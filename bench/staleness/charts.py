@@ -83,7 +83,7 @@ def _over_time(title: str, records: Runs, lag: int, field: str, eval_every: int)
 
 
 def _driven(title: str, records: Runs, field: str, eval_every: int) -> str:
-    curves, bounds = [], (None, 8, "adaptive")
+    curves, bounds = [], (None, 4, "adaptive")
     for arm in sorted({record["arm"] for record in records}):
         for bound in bounds:
             runs = [record[field] for record in records if record["arm"] == arm and record["bound"] == bound]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Learner:
         self._group_ids = (torch.arange(count)[:, None] * task.num_prompts + task.group_ids()).flatten()
         self._mask = torch.ones(count * rows, task.num_tokens, dtype=torch.bool)
         if arm.critic:
-            self._critic_shape = Shape(task.num_tokens, hidden=shape.hidden // 2, num_outputs=1)
+            self._critic_shape = replace(shape, num_outputs=1)
             self._critic = _start(self._critic_shape, [seed + _CRITIC_SEED for seed in seeds]).requires_grad_()
             self._critic_adam = MemberAdam(self._critic.detach())
 

@@ -18,15 +18,15 @@ from bench.staleness.arms import ARMS
 from bench.staleness.simulate import Member, Plan, train
 
 LR = 3e-3
-"""The largest area under the curve of `none` at lag 0 among 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3; seeds 100 to 103."""
+"""Best area under the curve, and best final score, of `none` at lag 0 among 1e-3, 2e-3, 3e-3, 5e-3; seeds 100-102."""
 LAGS = (0, 1, 4, 8, 16, 32, 64)
 SEEDS = (0, 1, 2)
 NUM_STEPS = 800
-MIXED_LAGS = (32, 64)
+MIXED_LAGS = (64,)
 MAP_LRS = (3e-4, 1e-3, 1e-2)  # LR itself comes from part A
 MAP_LAGS = (0, 4, 16, 64)
-MAP_SEEDS = (0, 1)
-BOUNDS = (None, 4, 8, 16, 32, "adaptive")
+MAP_SEEDS = (0,)
+BOUNDS = (None, 4, 16, "adaptive")
 MIXED = (
     ("none", "recorded"), ("token_tis", "recorded"), ("vtrace_critic_free", "recorded"),
     ("stream_default", "recorded"), ("token_tis", "first"), ("token_tis", "last"), ("stream_default", "first"),
@@ -48,7 +48,7 @@ class Job:
     def weight(self) -> float:
         if isinstance(self.plan, StepChange):
             return 1.2 * len(self.plan.drivers) * self.plan.num_ticks
-        critic = 2.5 if ARMS[self.plan.arm].critic else 1.0
+        critic = 1.7 if ARMS[self.plan.arm].critic else 1.0
         return critic * len(self.plan.members) * self.plan.num_steps
 
 

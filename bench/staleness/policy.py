@@ -27,7 +27,7 @@ class Shape:
     num_tokens: int
     width: int = 32
     num_heads: int = 2
-    hidden: int = 256
+    hidden: int = 128
     num_outputs: int = NUM_DIGITS
 
     @property
