@@ -34,6 +34,7 @@ class EpisodeRules:
     max_prompt_tokens: int
     max_new_tokens: int
     max_turns: int
+    max_tokens: int | None = None  # prompt and everything after it; None is no limit
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     step_timeout_s: float = 60.0
@@ -121,11 +122,20 @@ class EpisodeRunner:
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
             return self._failed(index, Transcript([]), error)
         on_progress()
-        if len(prompt_ids) > self.rules.max_prompt_tokens:
+        longest = min(self.rules.max_prompt_tokens, (self.rules.max_tokens or self.rules.max_prompt_tokens + 1) - 1)
+        if len(prompt_ids) > longest:
             raise PromptTooLongError(
-                f"the prompt has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {self.rules.max_prompt_tokens}"
+                f"the prompt has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {self.rules.max_prompt_tokens} "
+                f"and a whole trajectory may have {self.rules.max_tokens or 'any number'}"
             )
         return await self._turns(env, Transcript(prompt_ids), index, seed, sampling, on_progress)
+
+    def _room(self, transcript: Transcript, num_more: int = 0) -> int:
+        """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""
+        if self.rules.max_tokens is None:
+            return self.rules.max_new_tokens
+        used = len(transcript.prompt_ids) + len(transcript.token_ids) + num_more
+        return min(self.rules.max_new_tokens, self.rules.max_tokens - used)
 
     async def _turns(
         self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling,
@@ -148,10 +158,13 @@ class EpisodeRunner:
                 return self._failed(index, transcript, error)
             on_progress()
             transcript.add_action(generation, step.reward)
-            transcript.add_observation(more)
             finish = "env" if last and not step.done else generation.finish
-            if step.done:
+            if step.done or last:
                 break
+            if self._room(transcript, len(more)) < 1:  # what the environment says leaves no room for an answer
+                finish = "length"
+                break
+            transcript.add_observation(more)
         if not transcript.turns:
             return _aborted(index, "empty")
         status = MemberStatus.TRUNCATED if finish in ("length", "env") else MemberStatus.FINISHED
@@ -160,7 +173,7 @@ class EpisodeRunner:
     def _request(self, transcript: Transcript, seed: int, sampling: Sampling) -> GenerateRequest:
         return GenerateRequest(
             prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling,
-            max_new_tokens=self.rules.max_new_tokens, seed=seed, stop=self.rules.stop,
+            max_new_tokens=self._room(transcript), seed=seed, stop=self.rules.stop,
             ignore_eos=self.rules.ignore_eos,
         )
 

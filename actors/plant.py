@@ -155,9 +155,16 @@ def episode_rules(config: Config, sampling: SamplingConfig) -> EpisodeRules:
     floor = config.env.reward_floor if config.env.on_error is OnEnvError.floor else None
     return EpisodeRules(
         max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
-        max_turns=config.env.max_turns, stop=tuple(sampling.stop), ignore_eos=sampling.ignore_eos,
+        max_turns=config.env.max_turns, max_tokens=trajectory_limit(config, sampling),
+        stop=tuple(sampling.stop), ignore_eos=sampling.ignore_eos,
         step_timeout_s=config.env.step_timeout_s, error_floor=floor,
     )
+
+
+def trajectory_limit(config: Config, sampling: SamplingConfig) -> int:
+    """Tokens of a whole trajectory: what the learner can train on; evaluation may be longer if its answers may."""
+    by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
+    return max(config.learner.max_tokens_per_device, by_turns)
 
 
 def lease_slots(num_concurrent: int, group_size: int) -> int:

@@ -271,6 +271,7 @@ def relay(words: list[str]) -> int:
         print(USAGE)
         return 0
     learner, address = read_words(words)
+    logging.basicConfig(level="INFO", format="%(asctime)s relay    %(message)s", datefmt="%H:%M:%S", force=True)
     return asyncio.run(_run(learner, address))
 
 

@@ -181,6 +181,40 @@ def test_three_turns_stand_in_one_trajectory_with_observations_off_the_mask():
     run(work)
 
 
+def test_an_observation_that_leaves_no_room_for_an_answer_ends_the_episode_truncated_with_what_there_is():
+    async def work():
+        engine = await installed_engine(reply_by_turn("one", "two", "three"))
+        # "hi", "one", " q1 ", "two" are 12 tokens; " q2 " brings 16, and an answer needs one more.
+        group, runner = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=16)
+        (member,) = group.members
+        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
+        assert member.mask == ((0, 3), (7, 10)) and member.turns == ((0, 3, 1.0), (7, 10, 2.0))
+        assert (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
+        assert runner.num_env_errors == 0 and group.outcome == Outcome.COMPLETE
+
+    run(work)
+
+
+def test_the_last_answer_gets_the_room_that_is_left():
+    async def work():
+        engine = await installed_engine(reply_by_turn("one", "two", "three"))
+        group, _ = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=18)
+        (member,) = group.members
+        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 th"
+        assert [request.max_new_tokens for request in engine.requests] == [8, 8, 2]
+        assert member.status == MemberStatus.TRUNCATED
+
+    run(work)
+
+
+def test_a_prompt_that_fills_the_whole_trajectory_is_too_long():
+    async def work():
+        group, _ = await play_one(always(), max_tokens=2)
+        assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.TOO_LONG)
+
+    run(work)
+
+
 def test_an_episode_that_max_turns_ends_is_truncated():
     async def work():
         engine = await installed_engine(reply_by_turn("one", "two", "three"))
