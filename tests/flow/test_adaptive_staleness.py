@@ -8,7 +8,7 @@ import pytest
 
 from tests.flow.processes import Stage
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 ADAPTIVE = (
     "staleness.adaptive.enabled=true", "staleness.adaptive.half_life_steps=5", "policy.scheduler.ess_rule=sqrt",
@@ -26,7 +26,7 @@ def test_without_drift_the_lead_grows_and_the_hub_grants_it(stage: Stage):
         "policy.optimizer.lr=1e-9", "actors.num_concurrent=192",
     )
 
-    assert stage.finish(launch, 150) == 0, stage.logs()
+    assert stage.finish(launch, 250) == 0, stage.logs()
     rows = steps_of(stage)
     assert rows[0]["control/eta"] <= 2 and rows[-1]["control/eta"] == 5 and rows[-1]["control/max_lag"] == 6
     assert rows[-1]["hub/eta"] >= 4  # the row's counters may be a step old
@@ -41,7 +41,7 @@ def test_a_step_that_is_far_too_large_shrinks_itself_and_the_lead_and_nothing_is
         "loss.veto_high=null",
     )
 
-    assert stage.finish(launch, 150) == 0, stage.logs()
+    assert stage.finish(launch, 250) == 0, stage.logs()
     rows = steps_of(stage)
     assert max(row["control/mode"] for row in rows) >= 1 and min(row["control/eta"] for row in rows) <= 2
     assert min(row["lr/scale"] for row in rows) < 0.9
@@ -49,3 +49,44 @@ def test_a_step_that_is_far_too_large_shrinks_itself_and_the_lead_and_nothing_is
     assert min(row["hub/eta"] for row in rows) <= 2
     assert "staleness control: normal -> cautious" in (stage.run_dir / "logs" / "learner.log").read_text()
     assert stage.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
+
+
+def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_always(stage: Stage):
+    launch = stage.launch(
+        "publish.when=drift", "trainer.num_steps=13", "staleness.eta=4", "policy.optimizer.lr=1e-9",
+        "checkpoint.every_steps=0", "launch.num_actors=1", "eval.every_steps=7",
+    )
+
+    assert stage.finish(launch, 250) == 0, stage.logs()
+    rows, summary = steps_of(stage), stage.summary()
+    assert rows[-1]["hub/num_installs"] <= 6  # of versions 0, 3, 6, 7 for the evaluation, 10, 13
+    evaluated = [row["eval/version"] for row in stage.metrics() if "eval/version" in row]
+    assert evaluated == [0, 7, 13], "an evaluation waits for a version that was never published"
+    assert summary["num_lag_violations"] == 0 and summary["lag_max"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("mask_old_tokens", ("staleness.max_lag=3", "staleness.num_lookahead_groups=32")),
+        ("reweight", ("staleness.max_lag=0",)),
+        ("wait", ()),
+    ],
+)
+def test_each_mode_trains_and_says_what_it_did(stage: Stage, mode: str, words: tuple[str, ...]):
+    launch = stage.launch(
+        f"staleness.mode={mode}", *words, "staleness.eta=3", "trainer.num_steps=9", "eval.num_samples=0",
+        "checkpoint.every_steps=0", "launch.num_actors=1", "actors.num_concurrent=192",
+    )
+
+    assert stage.finish(launch, 250) == 0, stage.logs()
+    rows, summary = steps_of(stage), stage.summary()
+    assert len(rows) == 9 and summary["num_lag_violations"] == 0
+    assert summary["lag_max"] <= {"mask_old_tokens": 3, "reweight": 4, "wait": 3}[mode]
+    assert rows[-1]["lag/head_max"] >= 2, "nothing was old enough to make a difference"
+    weights = [row["lag/weight"] for row in rows if "lag/weight" in row]
+    assert (mode == "reweight") == bool(weights) and all(weight <= 1.0 for weight in weights)
+    if mode == "reweight":
+        assert min(weights) < 0.6
+    if mode != "mask_old_tokens":
+        assert rows[-1]["hub/num_groups_stale"] == 0
