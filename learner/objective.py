@@ -13,7 +13,7 @@ functions in `streamrl.algorithms`; this class chooses between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +21,8 @@ import torch
 from torch import Tensor
 
 from learner.age_rules import AgeRules
-from learner.batch_facts import (
-    WEIGHTED_BASELINES,
-    BatchFacts,
-    RowCredit,
-    batch_facts,
-    return_moments,
-    row_credit,
-    sum_moments,
-)
-from learner.credit import CRITIC_FREE, Credited, credit_tokens, discounts
+from learner.batch_facts import WEIGHTED_BASELINES, BatchFacts, RowCredit, batch_facts, return_moments
+from learner.credit import CRITIC_FREE, Credited, credit_tokens
 from learner.critic import Targets
 from learner.guards import Guarded, guard
 from learner.loss_options import check_settings, surrogate_options
@@ -42,17 +34,18 @@ from learner.scoring import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, Scored
 from learner.statistics import RATIO_CAP, Measured, add_plan, add_trajectories, measure, measure_traces
 from learner.trajectories import Trajectory
 from learner.trust_region import EWMA, anchor_of, proximal_logprobs, surrogate_loss
-from streamrl.algorithms import (
-    CORRECTION_PRESETS,
-    aggregate,
-    clip_from_budget,
-    log_ratios,
-    reward_to_go,
-    rho_bar_for_ess,
-    seq_tis_weights,
-    token_lags,
-    whiten,
+from learner.whole_batch import (
+    Rows,
+    Seen,
+    fitted_clip,
+    fitted_rho_bar,
+    plain_credit,
+    shaped_facts,
+    shaped_moments,
+    weighted_credit,
+    whitened,
 )
+from streamrl.algorithms import CORRECTION_PRESETS, aggregate, log_ratios, token_lags
 from streamrl.algorithms.types import ClipBounds, Moments
 from streamrl.config.schema import AdvantageConfig, Discount, LossConfig
 from streamrl.messages import PlanRow
@@ -97,9 +90,8 @@ class Objective:
         self._credit: RowCredit | None = None
         self._bounds: ClipBounds | None = None
         self._rho_bar: float | None = None
-        self._scored: dict[tuple[int, ...], Scored] = {}
-        self._observed: dict[tuple[int, ...], MicroBatch] = {}
-        self._credited: dict[tuple[int, ...], Credited] = {}
+        self._seen: dict[Rows, Seen] = {}
+        self._credited: dict[Rows, Credited] = {}
         self._version = 0
         self._meter = Meter()
         self.ranks = ranks
@@ -147,7 +139,7 @@ class Objective:
         """
         self._version, self._age = version, age or AgeRules()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
-        self._scored, self._observed, self._credited = {}, {}, {}
+        self._seen, self._credited = {}, {}
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularisers.controls.clip_high))
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
@@ -159,122 +151,56 @@ class Objective:
             trajectories, plan, left_out=left_out, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
             rank=self.ranks.rank, spread_budget=self._age.spread_budget,
         )
-        self._credit = self._row_credit(self._facts, lambda: self._return_moments(trajectories))
+        self._credit = plain_credit(self._advantage, self._facts, lambda: self._return_moments(trajectories))
         return list(trajectories)
 
     # --- the scoring pass ---------------------------------------------------------------------------------------
 
     def observe(self, batch: MicroBatch, scored: Scored) -> None:
         """Note what the networks say of this micro-batch before the update."""
-        self._scored[batch.rows] = scored
-        self._observed[batch.rows] = batch
+        if batch.rows:
+            self._seen[batch.rows] = Seen(batch, scored)
 
     def close_observation(self) -> None:
         """All micro-batches are observed: fix what depends on all of them; a collective call."""
-        advantage = self._advantage
         if POLICY not in self.needs:
             return
-        if self._regularisers.shapes_rewards:
-            self._shape_rewards()
+        assert self._facts is not None
+        advantage, seen, pulls, ranks = self._advantage, self._seen.values(), self._regularisers, self.ranks
+        if pulls.shapes_rewards:
+            self._facts = shaped_facts(self._facts, seen, pulls, ranks)
+            self._credit = plain_credit(advantage, self._facts, lambda: shaped_moments(advantage, seen, pulls, ranks))
         if advantage.baseline in WEIGHTED_BASELINES:
-            self._weigh_baseline()
+            self._credit = weighted_credit(advantage, self._facts, seen, ranks)
         if advantage.rho_bar_ess_target is not None:
-            self._fit_rho_bar(advantage.rho_bar_ess_target)
-        for rows, batch in self._observed.items():
-            if rows:
-                self._credited[rows] = self._credit_of(batch, self._scored[rows].policy)
+            self._rho_bar = fitted_rho_bar(self._facts, seen, ranks, target=advantage.rho_bar_ess_target)
+            self._meter.add("control/rho_bar", self._rho_bar)
+        self._credited = {rows: self._credit_of(one.batch, one.scored.policy) for rows, one in self._seen.items()}
         if advantage.whiten == "batch":
-            self._whiten()
+            self._credited = whitened(self._credited, self._seen, ranks)
         if self._loss.surrogate == "m2po":
-            self._fit_clip()
+            self._bounds = fitted_clip([self._trusted(one) for one in seen], ranks, self._options)
 
     def critic_targets(self, batch: MicroBatch) -> Targets:
         """What this micro-batch teaches the critic."""
-        credited, scored = self._credited[batch.rows], self._scored[batch.rows]
+        credited, scored = self._credited[batch.rows], self._scored(batch)
         old = scored.values if scored.action_values is None else scored.action_values
         return Targets(credited.targets, credited.trained, old)
-
-    def _row_credit(self, facts: BatchFacts, moments: Callable[[], Moments]) -> RowCredit:
-        """Credit of whole trajectories by a baseline that needs no ratios; `moments` of returns, if they are read."""
-        advantage = self._advantage
-        plain = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
-        credit = row_credit(facts, facts.scores, baseline=plain, scale=advantage.scale)
-        if advantage.estimator == "reinforce_pp" and advantage.baseline == "none":
-            credit = RowCredit(credit.credit, credit.baseline, moments())
-        return credit
 
     def _return_moments(self, trajectories: Sequence[Trajectory]) -> Moments:
         gamma, at_turns = self._advantage.gamma, self._advantage.discount is Discount.turn
         return return_moments(trajectories, self.ranks, gamma=gamma, at_turns=at_turns)
 
-    def _shape_rewards(self) -> None:
-        """Take the KL off scores and returns, before any baseline looks at them."""
-        assert self._facts is not None
-        penalties = torch.zeros(len(self._facts.places), dtype=torch.float64)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for rows, batch in self._observed.items():
-            if rows:
-                scored = self._scored[rows]
-                penalties[list(rows)] = self._regularisers.row_penalties(batch, scored).cpu()
-                shaped = self._regularisers.shaped_rewards(batch, scored)
-                sums += _sums(reward_to_go(shaped, batch.mask, gamma=discounts(self._advantage, batch)), batch.mask)
-        self._facts = replace(self._facts, scores=self._facts.scores - self._facts.gather(penalties, self.ranks))
-        self._credit = self._row_credit(self._facts, lambda: sum_moments(sums.tolist(), self.ranks))
+    def _trusted(self, one: Seen) -> Tensor:
+        """Log-ratios and advantages [2, n] of the tokens that no guard removes."""
+        ell, advantages = one.log_ratios, self._advantages(one.batch, one.scored.policy)
+        chosen = self._guard(one.batch, ell, advantages, None).keep
+        return torch.stack([ell[chosen], advantages[chosen]])
 
-    def _weigh_baseline(self) -> None:
-        """Replace the plain baseline by one that weighs siblings by their ratio to the current policy."""
-        assert self._facts is not None
-        mine, norms = torch.zeros(len(self._facts.places)), torch.zeros(len(self._facts.places))
-        for rows, scored in self._scored.items():
-            if not rows:
-                continue
-            batch = self._observed[rows]
-            weights = seq_tis_weights(
-                self._ell(batch, scored.policy), batch.mask, cap=self._advantage.weight_cap
-            )
-            mine[list(rows)] = weights.amax(1).cpu()  # one number a row, on each of its tokens
-            if scored.square_norms is not None:
-                norms[list(rows)] = scored.square_norms.float().cpu()
-        self._credit = row_credit(
-            self._facts, self._facts.scores, baseline=self._advantage.baseline, scale="none",
-            ratios=self._facts.gather(mine, self.ranks), square_norms=self._facts.gather(norms, self.ranks),
-            min_ess=self._advantage.min_ess,
-        )
-
-    def _fit_rho_bar(self, target: float) -> None:
-        assert self._facts is not None
-        sums = torch.zeros(len(self._facts.places))
-        for rows, scored in self._scored.items():
-            if rows:
-                sums[list(rows)] = self._ell(self._observed[rows], scored.policy).sum(1).cpu()
-        everyone = self._facts.gather(sums, self.ranks)[:, None]
-        self._rho_bar = rho_bar_for_ess(everyone, torch.ones_like(everyone, dtype=torch.bool), ess_target=target)
-        self._meter.add("control/rho_bar", self._rho_bar)
-
-    def _whiten(self) -> None:
-        sums = torch.zeros(3, dtype=torch.float64)
-        for rows, credited in self._credited.items():
-            sums += _sums(credited.advantages, self._observed[rows].mask)
-        moments = sum_moments(sums.tolist(), self.ranks)
-        for rows, credited in self._credited.items():
-            even = whiten(credited.advantages, self._observed[rows].mask, moments=moments)
-            self._credited[rows] = Credited(even, credited.targets, credited.trained)
-
-    def _fit_clip(self) -> None:
-        """Clip bounds from the trusted tokens of the whole batch."""
-        mine = [torch.zeros(2, 0, dtype=torch.float64)]
-        for rows, batch in self._observed.items():
-            if rows:
-                policy = self._scored[rows].policy
-                ell, advantages = self._ell(batch, policy), self._advantages(batch, policy)
-                chosen = self._guard(batch, ell, advantages, None).keep
-                mine.append(torch.stack([ell[chosen], advantages[chosen]]).double().cpu())
-        gathered = self.ranks.gather(torch.cat(mine, dim=1).flatten().tolist())
-        everyone = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in gathered]
-        ell, advantages = torch.cat(everyone, dim=1)
-        self._bounds = clip_from_budget(
-            ell[None], advantages[None], torch.ones(1, ell.numel(), dtype=torch.bool), **self._options
-        )
+    def _scored(self, batch: MicroBatch) -> Scored:
+        """What the scoring pass saw of this micro-batch; nothing if there was none."""
+        seen = self._seen.get(batch.rows)
+        return Scored() if seen is None else seen.scored
 
     # --- the loss -----------------------------------------------------------------------------------------------
 
@@ -289,7 +215,7 @@ class Objective:
             return logprobs.sum()  # 0, and connected to every parameter: the backward collectives must run
         mask, policy = batch.mask, batch.padded(logprobs)
         ell, lags = self._ell(batch, policy), token_lags(batch.versions, self._version, mask)
-        scored = self._scored.get(batch.rows, Scored())
+        scored = self._scored(batch)
         advantages = self._advantages(batch, policy.detach())
         proximal = proximal_logprobs(
             self._anchor, batch, policy, lags, before=scored.policy, average=scored.proximal
@@ -341,13 +267,12 @@ class Objective:
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
         """[S, A], detached, as the surrogate multiplies them."""
         credited = self._credited.get(batch.rows) or self._credit_of(batch, policy)
-        scored = self._scored.get(batch.rows, Scored())
-        return self._regularisers.shaped_advantages(credited.advantages, batch, policy, scored)
+        return self._regularisers.shaped_advantages(credited.advantages, batch, policy, self._scored(batch))
 
     def _credit_of(self, batch: MicroBatch, policy: Tensor) -> Credited:
         """Advantages [S, A], detached, without the token's own ratio, and the critic's targets."""
         assert self._credit is not None
-        scored = self._scored.get(batch.rows, Scored())
+        scored = self._scored(batch)
         return credit_tokens(
             self._advantage, batch, policy, self._of_rows(self._credit.credit.float(), batch),
             row_baseline=self._of_rows(self._credit.baseline.float(), batch), rho_bar=self._rho_bar,
@@ -362,12 +287,6 @@ class Objective:
         measure(self._meter, seen, version=self._version, cap=self._loss.cap or RATIO_CAP)
         if self._advantage.estimator in ("vtrace_critic_free", "vtrace"):
             measure_traces(self._meter, seen, lam=self._advantage.lam, c_bar=self._advantage.c_bar)
-
-
-def _sums(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares over action tokens, float64 [3]."""
-    chosen = values[mask].double().cpu()
-    return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
 
 
 def _everyones_truncated(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks) -> Tensor:

@@ -229,7 +229,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     frozen = FrozenPolicy(other, name="ewma")
     score_batch(policy, [micro], made, proximal=frozen)
 
-    scored = made._scored[micro.rows]
+    scored = made._seen[micro.rows].scored
     assert torch.equal(scored.proximal, micro.padded(frozen.score(micro)))
     assert scored.policy is None  # nobody asked for the policy's own
 
