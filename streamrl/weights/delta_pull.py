@@ -10,11 +10,11 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Chunk, ChunkStatus, DeltaIndex, Layout, Limits, Manifest, VersionRef
-from streamrl.weights.chunks import Ask, PullPlan, PullStats
 from streamrl.weights.delta import HEADER_BYTES, DeltaError, apply, max_encoded
 from streamrl.weights.delta_store import INDEX_BUCKET
 from streamrl.weights.document import Document, NotAvailable
 from streamrl.weights.manifest import bucket_ranges, document_nbytes
+from streamrl.weights.pull_plan import Ask, PullPlan, PullStats
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The logic is in `chunks`, the socket here.
+"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The logic is in `chunks` and `pull_plan`, the socket here.
 
 A PULL is one frame. Its answer is two: the CHUNK, and the payload, which is empty unless the status is OK.
 """
@@ -27,11 +27,11 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.weights.assets import MAX_ASSETS_BYTES
-from streamrl.weights.chunks import PullPlan, PullStats
 from streamrl.weights.delta_pull import IndexPlan, NoDelta, Shadow, apply_delta
 from streamrl.weights.document import Document, NotAvailable, Superseded
 from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
 from streamrl.weights.memory import DocumentMemory
+from streamrl.weights.pull_plan import PullPlan, PullStats
 
 log = logging.getLogger(__name__)
 

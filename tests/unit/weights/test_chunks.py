@@ -7,9 +7,10 @@ import pytest
 
 from streamrl.errors import ContentError, WeightsError
 from streamrl.messages import Chunk, ChunkStatus, Limits, Pull, PullMode, VersionRef
-from streamrl.weights.chunks import Ask, ChunkServer, PullPlan
+from streamrl.weights.chunks import ChunkServer
 from streamrl.weights.document import Gone, NotAvailable
 from streamrl.weights.manifest import bucket_digest, bucket_ranges
+from streamrl.weights.pull_plan import Ask, PullPlan
 
 LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=1.0)
 
