@@ -1,4 +1,4 @@
-"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The logic is in `chunks` and `pull_plan`, the socket here.
+"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The socket is here, the logic in `pull_plan`.
 
 A PULL is one frame. Its answer is two: the CHUNK, and the payload, which is empty unless the status is OK.
 """
