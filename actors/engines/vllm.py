@@ -23,7 +23,8 @@ import torch
 
 from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes
 from actors.engines.native import INSTALL_POLICIES, build_model, end_of_sequence_ids
-from actors.engines.vllm_core import Core, names
+from actors.engines.vllm_core import Core
+from actors.engines.vllm_names import vllm
 from actors.engines.vllm_process import Household, StagedDocument, engine_arguments, kv_bytes_per_token
 from actors.engines.vllm_requests import check_request, generation_of, sampling_arguments
 from actors.engines.weight_sets import check_document, checkpoint_tensors
@@ -106,9 +107,8 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`; waits for weights, for a free slot, and while a version is exchanged."""
         check_request(request, self.max_tokens, self._vocab_size)
-        vllm = names()
-        params = vllm.SamplingParams(
-            **sampling_arguments(request, self._eos_ids), output_kind=vllm.RequestOutputKind.FINAL_ONLY
+        params = vllm().SamplingParams(
+            **sampling_arguments(request, self._eos_ids), output_kind=vllm().RequestOutputKind.FINAL_ONLY
         )
         output = await self._submit(list(map(int, request.prompt_ids)), params)
         generation = generation_of(output.outputs[0], greedy=request.sampling.temperature == 0)
@@ -129,7 +129,7 @@ class VllmEngine:
                 f"score needs 1 <= start <= tokens < {self._context} and temperature 1; "
                 f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
             )
-        params = names().SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        params = vllm().SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         rows = (await self._submit(list(token_ids), params)).prompt_logprobs
         return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
 
@@ -152,12 +152,16 @@ class VllmEngine:
 
     async def _run(self, prompt_ids: list[int], params: Any) -> Any:
         llm = self._core.llm
-        prompt = names().tokens_input(prompt_ids, cache_salt=str(self.installed))
+        prompt = vllm().tokens_input(prompt_ids, cache_salt=str(self.installed))
         try:
             async for output in llm.generate(prompt, params, f"streamrl-{next(self._request_numbers)}"):
                 if output.finished:
+                    if output.outputs[0].finish_reason == "abort":
+                        raise EngineError("the engine is closed" if self._closed else "vLLM gave the sequence up")
                     self._prefill_tokens += len(prompt_ids)
                     return output
+        except EngineError:
+            raise
         except Exception as error:  # of vLLM's own making: it is a foreign library
             if not llm.errored:
                 raise EngineError(f"vLLM failed: {error!r}") from error

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from actors.engines.vllm_names import check_names, vllm
 from actors.engines.vllm_process import (
     Household,
     StagedDocument,
@@ -18,19 +19,6 @@ from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
 log = logging.getLogger("streamrl.actor")
-
-
-def names() -> Any:
-    """The module with vLLM's names; the first call imports vLLM.
-
-    Raises:
-        EngineError: vLLM is not installed.
-    """
-    try:
-        from actors.engines import vllm_names
-    except ImportError as error:
-        raise EngineError(f"actors.engine=vllm needs vLLM ({error}): run `make vllm`, or see docs/vllm.md") from error
-    return vllm_names
 
 
 class Core:
@@ -59,14 +47,13 @@ class Core:
         """
         eager = bool(self._arguments.get("enforce_eager"))
         with environment(self._home.mark, self._device, self._num_threads, eager), interrupts_held_back():
-            vllm = names()
-            vllm.check_names()
-            check_argument_names(self._arguments, vllm.AsyncEngineArgs, vllm.VLLM_VERSION)
+            check_names()
+            check_argument_names(self._arguments, vllm().AsyncEngineArgs, vllm().version)
             try:
-                self.llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**self._arguments))
+                self.llm = vllm().AsyncLLM.from_engine_args(vllm().AsyncEngineArgs(**self._arguments))
             except Exception as error:  # whatever a foreign library raises while it starts
                 self._home.sweep()
-                raise EngineError(f"vLLM {vllm.VLLM_VERSION} did not start: {error}") from error
+                raise EngineError(f"vLLM {vllm().version} did not start: {error}") from error
 
     def bury(self) -> None:
         """At once: a core holds nothing that is worth a farewell, and a polite one takes seconds."""

@@ -1,28 +1,18 @@
 """Every name of vLLM that streamrl uses, in one place: where versions differ, this file changes and no other.
 
-Importing this module imports vLLM, which reads its environment then: call `vllm_process.environment` first.
+The table can be read without vLLM. `vllm()` imports it, and vLLM reads its environment then: be inside
+`vllm_process.environment`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.version import __version__ as VLLM_VERSION
-
 from streamrl.errors import EngineError
-
-__all__ = [
-    "VLLM_VERSION", "AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "RequestOutputKind", "SamplingParams",
-    "check_names", "moved", "tokens_input",
-]
 
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
@@ -50,7 +40,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
     "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs"),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids", "cache_salt"),
-    "vllm.v1.engine.exceptions:EngineDeadError": (),
     "vllm.config:set_current_vllm_config": ("vllm_config",),
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
@@ -73,14 +62,35 @@ def moved(name: str, parameters: tuple[str, ...]) -> str | None:
     return f"{name} takes no {', '.join(missing)}" if missing else None
 
 
+@cache
+def vllm() -> SimpleNamespace:
+    """The names that the engine calls, and the version.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    try:
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.version import __version__
+    except ImportError as error:
+        raise EngineError(f"actors.engine=vllm needs vLLM ({error}): run `make vllm`, or see docs/vllm.md") from error
+    return SimpleNamespace(
+        AsyncEngineArgs=AsyncEngineArgs, AsyncLLM=AsyncLLM, RequestOutputKind=RequestOutputKind,
+        SamplingParams=SamplingParams, tokens_input=tokens_input, version=__version__,
+    )
+
+
 def check_names() -> None:
     """Say at the start, and by name, that this vLLM is another than the one that this file was written for.
 
     Raises:
-        EngineError: names everything that moved.
+        EngineError: vLLM is not installed, or lacks names; all of them are in the message.
     """
+    version = vllm().version
     problems = [problem for name, parameters in NAMES.items() if (problem := moved(name, parameters)) is not None]
     if problems:
-        raise EngineError(
-            f"vLLM {VLLM_VERSION} lacks what streamrl uses of it: {'; '.join(problems)}. see docs/vllm.md"
-        )
+        raise EngineError(f"vLLM {version} lacks what streamrl uses of it: {'; '.join(problems)}. See docs/vllm.md")

@@ -1,0 +1,168 @@
+"""What vLLM is started with, and that nothing of it outlives its actor; none of this needs vLLM itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import request
+
+from actors.engines.base import VersionSpan
+from actors.engines.vllm_guard import MARK, family
+from actors.engines.vllm_process import (
+    OURS,
+    StagedDocument,
+    cache_bytes,
+    check_argument_names,
+    engine_arguments,
+    environment,
+    kv_bytes_per_token,
+)
+from actors.engines.vllm_requests import generation_of, spans_of, turn_seed
+from actors.engines.vllm_worker import mapped_tensors
+from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def arguments(device: str = "cpu", **extra) -> dict:
+    return engine_arguments(
+        slots=4, max_tokens=100, device=device, dtype="float32", extra=extra, kv_bytes_per_token=1000
+    )
+
+
+def test_the_users_engine_arguments_win_over_defaults_and_never_over_ours():
+    assert arguments()["enforce_eager"] and arguments()["enable_prefix_caching"]
+    assert arguments(enforce_eager=False, tensor_parallel_size=2).items() >= {
+        "enforce_eager": False, "tensor_parallel_size": 2,
+    }.items()
+    for name in OURS:
+        with pytest.raises(EngineError, match=f"actors.vllm.{name} is not yours"):
+            arguments(**{name: 1})
+
+
+def test_the_cache_on_a_cpu_holds_every_slots_longest_sequence_unless_the_user_says_how_much(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert arguments()["kv_cache_memory_bytes"] == cache_bytes(4, 100, 1000) >= 4 * 100 * 1000
+    assert "kv_cache_memory_bytes" not in arguments("cuda") and "enforce_eager" not in arguments("cuda")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert "kv_cache_memory_bytes" not in arguments()
+    config = SimpleNamespace(num_hidden_layers=3, num_key_value_heads=2, head_dim=8, num_attention_heads=4)
+    assert kv_bytes_per_token(config, 4) == 2 * 3 * 2 * 8 * 4
+
+
+def test_an_unknown_engine_argument_is_refused_with_the_nearest_one():
+    @dataclass
+    class Arguments:
+        tensor_parallel_size: int = field(default=1)
+
+    check_argument_names({"tensor_parallel_size": 2}, Arguments, "0.0")
+    with pytest.raises(EngineError, match="did you mean actors.vllm.tensor_parallel_size"):
+        check_argument_names({"tensor_paralel_size": 2}, Arguments, "0.0")
+
+
+def test_the_environment_is_ours_inside_the_users_where_set_and_as_before_outside(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    before = dict(os.environ)
+
+    with environment("mark", "cpu", 2, eager=True):
+        inside = dict(os.environ)
+
+    assert dict(os.environ) == before
+    assert inside.items() >= {
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1", "OMP_NUM_THREADS": "2", MARK: "mark", "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }.items()
+    with environment("mark", "cuda", 2, eager=False):
+        assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_a_staged_document_is_read_back_bit_for_bit_by_another_mapping_and_leaves_no_name(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "none": torch.empty(0, 4),
+        "c": torch.randn(6, 4).t(), "scalar": torch.tensor(2.5),
+    }
+    staged = StagedDocument(tensors)
+    try:
+        found = dict(mapped_tensors(staged.path, staged.entries))
+    finally:
+        staged.close()
+
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    with pytest.raises(OSError):
+        next(mapped_tensors(staged.path, staged.entries))
+
+
+def test_labels_become_versions_and_what_is_not_ours_is_refused():
+    def span(version: str, start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(version=version, start=start, end=end)
+
+    labels = [span("1:4", 0, 0), span("1:5", 0, 3), span("2:0", 3, 4)]
+    assert spans_of(labels, 4) == [VersionSpan(VersionRef(1, 5), 0, 3), VersionSpan(VersionRef(2, 0), 3, 4)]
+    assert spans_of([], 0) == spans_of(None, 0) == []
+    with pytest.raises(EngineError, match="'default', which is no version"):
+        spans_of([span("default", 0, 4)], 4)
+    with pytest.raises(EngineError, match="cover 0 of 4"):
+        spans_of(None, 4)
+
+
+def test_logprobs_that_are_missing_or_no_numbers_are_refused():
+    def output(*logprobs: float) -> SimpleNamespace:
+        versions = [SimpleNamespace(version="1:0", start=0, end=2)]
+        return SimpleNamespace(
+            token_ids=[5, 6], logprobs=SimpleNamespace(logprobs=list(logprobs)), weight_versions=versions,
+            finish_reason="length",
+        )
+
+    assert generation_of(output(-1.0, -2.0), greedy=False).logprobs == [-1.0, -2.0]
+    assert generation_of(output(-1.0, -2.0), greedy=True).logprobs == [0.0, 0.0]
+    for bad in ((-1.0,), (-1.0, float("nan"))):
+        with pytest.raises(EngineError, match="log-probs"):
+            generation_of(output(*bad), greedy=False)
+
+
+def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits():
+    seeds = [turn_seed(request([3] * length, 4, seed=seed)) for length in (1, 2, 9) for seed in (0, 1, 2**64 - 1)]
+    assert len(set(seeds)) == 9 and all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds[0] == turn_seed(request([4], 9, seed=0))
+
+
+PARENT = """
+import subprocess, sys, time, os
+from actors.engines.vllm_guard import MARK
+from actors.engines.vllm_process import Household, environment
+home = Household(sys.argv[1])
+with environment(home.mark, "cpu", 1, eager=True):
+    grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    child = subprocess.Popen([sys.executable, "-c", grandchild])
+print(home.mark, home.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    mark, folder = parent.stdout.readline().split()
+    while len(family(mark)) < 2:  # the child, and what the child started
+        assert parent.poll() is None
+        time.sleep(0.01)
+    assert os.listdir(folder) == ["config.json"]
+
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+
+    while family(mark) or os.path.exists(folder):
+        time.sleep(0.01)
+    parent.stdout.close()
