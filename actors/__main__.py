@@ -21,7 +21,7 @@ from streamrl.errors import ConfigError
 
 log = logging.getLogger("streamrl.actor")
 
-EXIT_WRONG_RUN = 6
+EXIT_WRONG_RUN, EXIT_ANEW = 6, 11
 USAGE = __doc__ or ""
 
 
@@ -80,8 +80,9 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if exit_code == EXIT_WRONG_RUN:
-        log.info("another run is at %s now: joining it anew", endpoint)
+    if exit_code in (EXIT_WRONG_RUN, EXIT_ANEW):
+        who = "another run is" if exit_code == EXIT_WRONG_RUN else "the run with its other settings is"
+        log.info("%s at %s now: joining it anew", who, endpoint)
         lifeline.renew()
         os.execv(sys.executable, [sys.executable, "-m", "actors", *words])
     return exit_code

@@ -96,7 +96,7 @@ class PlantBuilder:
         return Plant(
             engine, installer, *runners, set_welcome=self._set_welcome,
             slots=lease_slots(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
-            device_weights=self.device_weights,
+            device_weights=self.device_weights, fits=lambda later: built_from(later) == built_from(welcome),
         )
 
     def _set_welcome(self, welcome: Welcome) -> None:
@@ -133,6 +133,15 @@ class PlantBuilder:
             max_tokens=max_tokens, device=device, num_threads=config.actors.num_threads or None,
             install_policy=INSTALL_POLICY[config.actors.on_install],
         )
+
+
+def built_from(welcome: Welcome) -> tuple[object, ...]:
+    """What of a WELCOME goes into a plant; a resumed run may come with other settings."""
+    told = json.loads(welcome.task)
+    sections = {name: told.get(name) for name in ("env", "data", "rollout", "actors")}
+    longest = told.get("learner", {}).get("max_tokens_per_device")
+    tensors = None if welcome.layout is None else welcome.layout.tensors
+    return sections, longest, welcome.assets_digest, tensors
 
 
 def pick_device(name: str) -> str:

@@ -48,6 +48,7 @@ log = logging.getLogger("streamrl.actor")
 
 PROGRESS_S = 0.2
 EXIT_WEDGED = 9
+EXIT_ANEW = 11
 WEDGED_DRAIN_S = 5.0
 """How long a broken actor may take to hand its leases back."""
 
@@ -63,6 +64,7 @@ class Plant:
     set_welcome: Callable[[Welcome], None]
     slots: int  # groups held at once
     device_weights: DeviceWeights | None = None
+    fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
 
     async def close(self) -> None:
         self.installer.close()
@@ -137,14 +139,17 @@ class Worker:
 
     def _break_down(self, detail: str) -> None:
         """This process can do no more work: hand back what it holds, then end so that it is started anew."""
-        if self._broken is not None:
-            return
-        self._broken = Gone(EXIT_WEDGED, detail)
-        log.error("beyond repair: %s", detail)
+        if self._broken is None:
+            log.error("beyond repair: %s", detail)
+            self._end_politely(Gone(EXIT_WEDGED, detail), ReturnReason.ENGINE_ERROR, "beyond repair")
+
+    def _end_politely(self, gone: Gone, reason: ReturnReason, farewell: str) -> None:
+        """Leases back, the outbox settled, BYE: then `gone`."""
+        self._broken = gone
         self._draining = True
-        self._hand_back(lambda running: True, ReturnReason.ENGINE_ERROR, detail)
+        self._hand_back(lambda running: True, reason, gone.detail)
         self._update_progress()
-        self.client.drain("beyond repair", WEDGED_DRAIN_S)
+        self.client.drain(farewell, WEDGED_DRAIN_S)
 
     def _handle(self, deliver: Deliver) -> None:
         match deliver.event:
@@ -176,8 +181,9 @@ class Worker:
             if not keep:
                 self._cancel(ref)
         if self._plant is not None:
-            self._plant.set_welcome(welcome)
-            self._spawn(self._install_newest())
+            if self._fits(self._plant, welcome):
+                self._plant.set_welcome(welcome)
+                self._spawn(self._install_newest())
         elif self._building is None:
             self._building = self._spawn(self._build_plant(welcome))
 
@@ -188,9 +194,19 @@ class Worker:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
             self._end(Gone(1, str(error)))
             return
-        if self._welcome is not None:
+        assert self._welcome is not None
+        if self._fits(self._plant, self._welcome):
             self._plant.set_welcome(self._welcome)
-        await self._install_newest()
+            await self._install_newest()
+
+    def _fits(self, plant: Plant, welcome: Welcome) -> bool:
+        """False if this run has other settings now than the plant was built for: then the process starts anew."""
+        if self._draining or plant.fits(welcome):
+            return True
+        detail = "the run goes on with other settings than this actor was built for"
+        log.warning("%s: it hands back %d leases and joins anew", detail, len(self._running))
+        self._end_politely(Gone(EXIT_ANEW, detail), ReturnReason.DRAIN, "other settings")
+        return False
 
     def _takes_part(self, announce: Announce) -> bool:
         """Tell who moves weights between GPUs; False if that is all that the announcement was for."""

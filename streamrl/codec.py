@@ -54,6 +54,13 @@ def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
     return frame
 
 
+def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
+    """The protocol number in a frame's preamble, whatever follows it; None if there is no such preamble."""
+    if len(frame) < PREAMBLE.size or bytes(frame[:4]) != MAGIC:
+        return None
+    return int(PREAMBLE.unpack_from(frame)[1])
+
+
 class Decoder:
     """Typed decoding for one direction; made once, used for ever.
 

@@ -387,6 +387,8 @@ class ActorBeat(Message):
     """Of the version in `installed`; empty without one."""
     nccl: NcclState | None = None
     """Where it is with the communicators that it was invited to; None if it takes no part in any."""
+    held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] | None = None
+    """Leases at work here; None does not say."""
 
 
 class HubBeat(Message):

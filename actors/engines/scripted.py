@@ -139,7 +139,7 @@ class ScriptedEngine:
             steps_total=self._steps_total,
             running=self._running,
             waiting=self._waiting,
-            extra={"dead": 0.0, "installs": float(len(self.installs))},
+            extra={"dead": float(self._closed), "installs": float(len(self.installs))},
         )
 
     async def close(self) -> None:

@@ -9,8 +9,8 @@ import msgspec
 
 from learner.hub.links import Link, Links
 from learner.hub.weight_checks import WeightChecks
-from streamrl.codec import Decoder, encode
-from streamrl.errors import WireError
+from streamrl.codec import Decoder, encode, protocol_of
+from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,
     TO_HUB,
@@ -68,6 +68,8 @@ class ControlPlane:
             self.hub.counters[f"num_wire_errors_{error.counter}"] += 1
             who = link.actor_id if link else "a stranger"
             log.warning("refused a message of %s (%s): %s", who, error.counter, error)
+            if link is None and isinstance(error, ProtocolVersionError):
+                self._stop_other_protocol(routing_id, frames[0])
             self._strike(link, str(error), now)
             return
         if isinstance(message, Hello):
@@ -77,6 +79,17 @@ class ControlPlane:
         else:
             link.heard_at = now
             self._linked(link, message, frames[0], now)
+
+    def _stop_other_protocol(self, routing_id: bytes, frame: bytes) -> None:
+        """In the stranger's own number, or it could not read it: STOP is the same in every protocol."""
+        theirs = protocol_of(frame)
+        assert theirs is not None
+        detail = (
+            f"this actor speaks protocol {theirs}, the hub {PROTOCOL}: install the same release of streamrl on both "
+            "sides"
+        )
+        stop = Stop(int(StopReason.PROTOCOL), False, 0.0, EXIT_CODES[StopReason.PROTOCOL], detail)
+        self.hub.send_control(routing_id, encode(stop, protocol=theirs))
 
     def _linked(self, link: Link, message: Message, frame: bytes, now: float) -> None:
         ledger = self.hub.ledger

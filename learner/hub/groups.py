@@ -62,6 +62,8 @@ class OpenLease(Struct):
     renewed_at: float
     orphan: bool = False
     """Its actor came back without it; kept until that actor's re-sends are in."""
+    seen: bool = False
+    """A heartbeat of its actor has named it, so it did arrive."""
 
 
 class GroupRecord(Struct, array_like=True):

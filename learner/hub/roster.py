@@ -21,6 +21,9 @@ from streamrl.messages import (
     VersionRef,
 )
 
+LOST_AFTER = 3
+"""A lease that no beat has named for so many times `dead_after_s` since it was granted never arrived."""
+
 
 @dataclass(frozen=True, slots=True)
 class HelloVerdict:
@@ -77,7 +80,8 @@ class Roster(Books):
         return True
 
     def beat(self, actor_id: str, beat: ActorBeat, now: float) -> bool:
-        """Renew its leases, except those it calls stuck, and note what it has free. False: no link, or a fenced one."""
+        """Renew its leases, except those it calls stuck or does not hold, and note what it has free. False: no link, or
+        a fenced one."""
         actor = self.actors.get(actor_id)
         if actor is None or actor.incarnation != beat.incarnation or not self.heard(actor_id, now):
             return False
@@ -85,11 +89,23 @@ class Roster(Books):
         actor.slots_eval = max(actor.slots_eval, beat.free_eval)
         actor.slots = beat.slots or actor.slots
         self._set_installed(actor, beat.installed)
-        stuck = set(beat.stuck)
-        for group_id, lease in self._open_leases(actor):
-            if (group_id, lease.attempt) not in stuck and not lease.orphan:
-                lease.renewed_at = now
+        self._renew(actor, beat, now)
         return True
+
+    def _renew(self, actor: Actor, beat: ActorBeat, now: float) -> None:
+        """A lease goes on while its actor works on it; one that its beats never named was lost on the way."""
+        stuck, held = set(beat.stuck), None if beat.held is None else set(beat.held)
+        for group_id, lease in self._open_leases(actor):
+            ref = (group_id, lease.attempt)
+            if lease.orphan:
+                continue
+            at_work = held is None or ref in held
+            lease.seen = lease.seen or at_work
+            if at_work and ref not in stuck:
+                lease.renewed_at = now
+            elif not lease.seen and now - lease.granted_at >= LOST_AFTER * self.settings.dead_after_s:
+                self._counts["num_leases_lost"] += 1
+                self._release(group_id, now, failed=False, revoke=True)
 
     def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
         """A version is live at this actor, or it refused it. The shell has checked that the root was published."""

@@ -317,7 +317,7 @@ class ActorLink:
             running=p.running, installed=self.installed[0] if self.installed else None, tokens_total=p.tokens_total,
             stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
             free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
-            root=self.installed[1] if self.installed else b"",
+            root=self.installed[1] if self.installed else b"", held=p.held if len(p.held) <= 1024 else None,
             nccl=self.nccl,
         )
         return [Send(encode(beat))]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from streamrl.codec import Decoder
-from streamrl.errors import WireError
+from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import TO_ACTOR, Group, Installed, NcclState
 from streamrl.transport.actor_link import ActorLink, Deliver, Effect, Gone, Progress, Send
 from streamrl.transport.sockets import actor_dealer
@@ -24,6 +24,7 @@ from streamrl.transport.sockets import actor_dealer
 log = logging.getLogger("streamrl.actor")
 
 TICK_S = 0.05
+EXIT_PROTOCOL = 4
 
 
 class HubClient:
@@ -133,6 +134,8 @@ class HubClient:
             except WireError as error:
                 self.num_wire_errors += 1
                 log.warning("refused a message of the hub (%s): %s", error.counter, error)
+                if isinstance(error, ProtocolVersionError) and not self.link.linked:
+                    self._apply(socket, [Gone(EXIT_PROTOCOL, str(error))])  # nothing of it can ever be understood
                 continue
             self._apply(socket, self.link.received(message, time.monotonic()))
 

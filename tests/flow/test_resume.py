@@ -89,3 +89,24 @@ def test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_addres
     assert stage.finish(second, 120) == 0, stage.logs()
     assert stage.finish(actor, 15) == 0, stage.logs()
     assert "another run is at" in (stage.path / "a0.log").read_text()
+
+
+def test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run(stage: Stage):
+    words = ("trainer.num_steps=12", "checkpoint.every_steps=2", *SLOW)
+    first = stage.learner(*words)
+    actor = stage.actor("a0")
+    wait_until(lambda: list(stage.run_dir.glob("ckpt-00000002")), 90, "a checkpoint", stage.logs)
+    first.kill()
+    first.wait()
+
+    second = stage.learner(*words, "checkpoint.resume=true", "rollout.train.sampling.max_new_tokens=5")
+
+    assert stage.finish(second, 120) == 0, stage.logs()
+    assert stage.finish(actor, 15) == 0, stage.logs()
+    log = (stage.path / "a0.log").read_text()
+    assert "the run goes on with other settings" in log and log.count("joined run") == 3
+    rows = [row for row in stage.metrics() if "policy/loss" in row]
+    lengths = {row["run/version"]: row["rollout/response_tokens/train"] for row in rows}
+    assert lengths[1.0] == 32 and lengths[12.0] == 5
+    assert stage.summary()["num_groups_trained"] == 12 * 8
+    assert stage.leftovers() == []

@@ -273,11 +273,13 @@ class Actor:
         self.runners = [make_runner(task, engine, num_threads=num_threads, **rules) for _ in range(2)]
         self.worker = Worker(self.client, self._plant, **({"clock": clock} if clock else {}))  # type: ignore[arg-type]
         self._slots = slots
+        self.fits: Callable[[Welcome], bool] = lambda welcome: True
         self.life: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
 
     def _plant(self, welcome: Welcome) -> Plant:
         installer = Installer(self.engine, self.weights.fetch)
-        return Plant(self.engine, installer, *self.runners, set_welcome=lambda welcome: None, slots=self._slots)
+        return Plant(self.engine, installer, *self.runners, set_welcome=lambda welcome: None, slots=self._slots,
+                     fits=lambda later: self.fits(later))
 
     def welcome(self, ref: VersionRef = V1) -> Welcome:
         return Welcome(

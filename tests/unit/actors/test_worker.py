@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.engines.native import NativeEngine
 from actors.engines.scripted import ScriptedEngine
 from actors.env_calls import MAX_ABANDONED
-from actors.worker import EXIT_WEDGED
+from actors.worker import EXIT_ANEW, EXIT_WEDGED
 from streamrl.environment import Step
 from streamrl.errors import EngineError
 from streamrl.messages import Limits, Outcome, Purpose, ReturnReason
@@ -177,6 +177,25 @@ def test_leaving_hands_every_lease_back_before_the_link_is_drained():
             assert (await one.life).exit_code == 0
             assert one.client.returns() == {1: ReturnReason.DRAIN, 2: ReturnReason.DRAIN}
             assert one.client.drained_with[0] == 2 and one.client.closed
+
+    run(work)
+
+
+def test_a_resumed_run_with_other_settings_gets_its_leases_back_and_a_new_process():
+    async def work():
+        engine, _ = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1), lease(2))
+            await until(lambda: engine.stats().running == 2)
+            one.client.says(one.welcome(V2))
+            await until(lambda: V2 in one.client.installed)
+            assert one.client.returns() == {} and not one.life.done(), "the same settings: the same process"
+            one.fits = lambda later: False
+            one.client.says(one.welcome(V3))
+            gone = await one.life
+            assert gone.exit_code == EXIT_ANEW and "other settings" in gone.detail
+            assert one.client.returns() == {1: ReturnReason.DRAIN, 2: ReturnReason.DRAIN}
+            assert one.client.drained_with == (2, ()) and V3 not in one.client.installed
 
     run(work)
 

@@ -103,12 +103,15 @@ class FakeActor:
         )
         return Hello(**{**values, **changes})  # type: ignore[arg-type]
 
-    def beat(self, now: float = 0.0, *, stuck: Sequence[LeaseRef] = (), free_eval: int = 0) -> bool:
+    def beat(
+        self, now: float = 0.0, *, stuck: Sequence[LeaseRef] = (), free_eval: int = 0,
+        held: Sequence[LeaseRef] | None = None,
+    ) -> bool:
         num_train = sum(lease.purpose == 0 for lease in self.leases.values())
         return self.ledger.beat(self.actor_id, ActorBeat(
             incarnation=self.incarnation, beat=1, state=int(ActorState.RUNNING), free=max(0, self.slots - num_train),
             running=num_train, installed=self.ref, tokens_total=0, stuck=tuple(stuck), outbox_groups=len(self.outbox),
-            outbox_bytes=0, free_eval=free_eval,
+            outbox_bytes=0, free_eval=free_eval, held=None if held is None else tuple(held),
         ), now)
 
     def ask(self, now: float = 0.0, *, free_eval: int = 0) -> list[Lease]:
