@@ -183,6 +183,19 @@ def test_the_mode_says_what_becomes_of_an_old_group():
     assert list(late.values()) == ["rejected", "accepted", "accepted", "rejected"]
 
 
+def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
+    settings = hub_settings(
+        config_of("staleness.adaptive.enabled=true"), run_id="run", run_dir=Path("/nowhere"), learner_epoch=1,
+        version=0, lineage=(), world=1, bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
+        shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
+    )
+    ledger = build_ledger(settings)
+    ledger.publish(VersionRef(1, 0))
+
+    assert (ledger.eta, ledger.max_lag) == (5, 6)
+    assert len(joined(ledger).ask()) == 2 * (5 + 1)
+
+
 def test_under_wait_no_group_overtakes_another():
     for mode, trained in (("drop", [1, 2]), ("wait", None)):
         ledger = ledger_of(f"staleness.mode={mode}")
