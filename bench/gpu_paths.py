@@ -1,0 +1,320 @@
+"""The paths that `bench.gpu` measures, set up as the system sets them up."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from actors.engines.base import GenerateRequest
+from actors.engines.native import NativeEngine
+from actors.engines.weight_sets import checkpoint_tensors
+from learner.attention import make_layout as packed_layout
+from learner.gradients import optimizer_step
+from learner.model import load_policy
+from learner.optimizer import Schedule, make_optimizer
+from learner.publish import Publisher, policy_parameters
+from learner.ranks import Ranks
+from streamrl.config.schema import OptimizerConfig
+from streamrl.errors import WeightsError
+from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
+from streamrl.weights.broadcast import Broadcaster
+from streamrl.weights.communicator import GuardedCommunicator, Threads
+from streamrl.weights.device_document import BucketSource, HostBuckets
+from streamrl.weights.document import Document
+from streamrl.weights.fold128 import DocumentFold
+from streamrl.weights.ipc import CudaMemory, SlotReader, SlotReceiver, SlotServer, wait_for_device
+from streamrl.weights.manifest import (
+    DIGEST_FOLD128,
+    bucket_digest,
+    bucket_ranges,
+    make_layout,
+    make_manifest,
+)
+from streamrl.weights.nccl import CupyNccl
+from streamrl.weights.shm import ShmPublisher
+
+DEVICE = "cuda"
+VOCAB = 32_000
+MULTI_RANK_FROM = 23003
+
+
+def random_model(layers: int, *, hidden: int = 1536) -> AutoModelForCausalLM:
+    """Random weights of a Qwen3-like model on the CPU; 16 layers are about 0.6 B parameters, 28 about 1 B."""
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 128, num_key_value_heads=hidden // 256, head_dim=128,
+        max_position_embeddings=8192, tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+# --- slots --------------------------------------------------------------------------------------------------------
+
+
+class DeviceBuckets:
+    """A document that lies on the sender's device."""
+
+    def __init__(self, layout: Layout, body: torch.Tensor) -> None:
+        self.layout, self._body, self._ranges = layout, body, bucket_ranges(layout)
+
+    def fill(self, index: int, out: torch.Tensor) -> None:
+        start, end = self._ranges[index]
+        out[: end - start].copy_(self._body[start:end])
+        wait_for_device(torch.device(DEVICE))
+
+
+class SlotScene:
+    """A sender with one document of this size in its memory (`device`) or on the host (`host`)."""
+
+    def __init__(self, nbytes: int, kind: str, bucket_bytes: int) -> None:
+        self._home, self._context = tempfile.TemporaryDirectory(prefix="slots-"), zmq.Context()
+        self.layout = make_layout([("w", "uint8", (nbytes,))], bucket_bytes)
+        self._server = SlotServer(
+            CudaMemory(DEVICE), self._context, f"ipc://{self._home.name}/slots", slot_bytes=bucket_bytes,
+            deadline_s=60.0,
+        )
+        body = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
+        fold = DocumentFold(self.layout, DEVICE)
+        fold.append(body)
+        self._digests = fold.digests()
+        self._source: BucketSource = DeviceBuckets(self.layout, body)
+        if kind == "host":
+            host = body.cpu().numpy()
+            digests = [bucket_digest(memoryview(host[a:b])) for a, b in bucket_ranges(self.layout)]
+            document = Document(host, make_manifest(self.layout, VersionRef(1, 0), None, digests), self.layout)
+            bounce = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=True)
+            self._source = HostBuckets(document.verify(), bounce)
+        self._version, self.first_ms = 0, 0.0
+
+    def update(self, reader: ReaderProcess) -> tuple[float, float, float]:
+        """(transfer_s, verify_s, seconds from asking to the reader's word) of one more version."""
+        self._version += 1
+        ref = VersionRef(1, self._version)
+        manifest = make_manifest(self.layout, ref, None, self._digests, DIGEST_FOLD128)
+        self._server.publish(ref, self._source)
+        offer = Offer("ipc", self._server.endpoint, 0, manifest=manifest, slots=self._server.ticket)
+        started = time.perf_counter()
+        transfer_s, verify_s = reader.receive(self.layout, manifest, offer)
+        seconds = time.perf_counter() - started
+        self.first_ms = self.first_ms or 1000 * seconds
+        return transfer_s, verify_s, seconds
+
+    def __enter__(self) -> SlotScene:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+        self._context.destroy(linger=0)
+        self._home.cleanup()
+        self._source = None  # type: ignore[assignment]
+        torch.cuda.empty_cache()
+
+
+class ReaderProcess:
+    """An actor's end in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu_paths", "reader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def receive(self, layout: Layout, manifest: Manifest, offer: Offer) -> tuple[float, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.msgpack.encode((layout, manifest, offer)).hex() + "\n")
+        self._process.stdin.flush()
+        words = self._process.stdout.readline().split()
+        if len(words) != 2:
+            raise WeightsError(f"the reading process failed: {words}")
+        return float(words[0]), float(words[1])
+
+    def __enter__(self) -> ReaderProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def read_for_ever() -> None:
+    reader = SlotReader(CudaMemory(DEVICE), zmq.Context())
+    for line in sys.stdin:
+        layout, manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Layout, Manifest, Offer])
+        document, transfer_s, verify_s = SlotReceiver(offer, reader).receive(
+            manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 120
+        )
+        print(transfer_s, verify_s, flush=True)
+        del document
+
+
+# --- installs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Installs:
+    num_parameters: int
+    nbytes: int
+    step_ms: float
+    pause_ms: list[float]
+    install_ms: list[float]
+
+
+def measure_installs(layers: int, running: int, repeats: int, seed: int) -> Installs:
+    """Weights that lie on the device go into an engine whose sequences run on."""
+    torch.manual_seed(seed)
+    model = random_model(layers).to(DEVICE)
+    weights = {name: owners[0].detach().clone() for name, owners in checkpoint_tensors(model).items()}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+    async def work() -> tuple[float, list[float], list[float]]:
+        engine = NativeEngine(model, None, slots=max(1, running), max_tokens=4096, device=DEVICE)
+        await engine.install(weights, VersionRef(1, 0))
+        requests = [
+            GenerateRequest([5 + n % 7] * 64, Sampling(), 4000, seed=n, ignore_eos=True) for n in range(running)
+        ]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while running and engine.stats().steps_total < 20:
+            await asyncio.sleep(0.01)
+        before, began = engine.stats().steps_total, time.perf_counter()
+        await asyncio.sleep(1.0 if running else 0.0)
+        steps = engine.stats().steps_total - before
+        step_ms = 1000 * (time.perf_counter() - began) / steps if steps else 0.0
+        pauses, installs = [], []
+        for version in range(1, repeats + 3):
+            times = await engine.install(weights, VersionRef(1, version))
+            if version > 2:
+                pauses.append(1000 * times.pause_s)
+                installs.append(1000 * times.install_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
+        return step_ms, pauses, installs
+
+    return Installs(sum(t.numel() for t in weights.values()), nbytes, *asyncio.run(work()))
+
+
+# --- NCCL ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NcclNumbers:
+    version: int
+    form_ms: list[float]
+    call_ms: list[float]
+    two_rank_ms: list[float] | None
+    why_not: str
+
+
+def measure_nccl(repeats: int, nbytes: int) -> NcclNumbers:
+    """Raises ConfigError if cupy or NCCL is missing."""
+    library = CupyNccl(DEVICE)
+    sender, form_ms, call_ms = Broadcaster(library, DEVICE), [], []
+    data = torch.ones(nbytes, dtype=torch.uint8, device=DEVICE)
+    for epoch in range(1, repeats + 2):
+        started = time.perf_counter()
+        sender.form(epoch, 1, sender.name(), 60.0)
+        form_ms.append(1000 * (time.perf_counter() - started))
+    guard = sender._guard
+    assert guard is not None
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        guard.broadcast(data, 60.0)
+        call_ms.append(1000 * (time.perf_counter() - started))
+    sender.close()
+    if library.version < MULTI_RANK_FROM:
+        why = f"NCCL {library.version} refuses two ranks on one GPU; 2.30.3 and later can be told to"
+        return NcclNumbers(library.version, form_ms[1:], call_ms[2:], None, why)
+    return NcclNumbers(library.version, form_ms[1:], call_ms[2:], _two_ranks(library, repeats, nbytes), "")
+
+
+def _two_ranks(library: CupyNccl, repeats: int, nbytes: int) -> list[float]:
+    """Needs NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment (bench/gpu.sh sets it): two threads of this process."""
+    unique_id, samples = library.unique_id(), []
+
+    def rank(number: int) -> None:
+        guard = GuardedCommunicator(
+            library, Threads(), rank=number, world=2, unique_id=unique_id, what="two ranks on one GPU"
+        )
+        guard.form(60.0)
+        data = torch.full((nbytes,), 7 - 7 * number, dtype=torch.uint8, device=DEVICE)
+        for _ in range(repeats + 2):
+            started = time.perf_counter()
+            guard.broadcast(data, 60.0)
+            if number == 0:
+                samples.append(1000 * (time.perf_counter() - started))
+        assert int(data[-1]) == 7
+        guard.close()
+
+    other = threading.Thread(target=rank, args=(1,), daemon=True)
+    other.start()
+    rank(0)
+    other.join(60.0)
+    return samples[2:]
+
+
+# --- FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    num_parameters: int
+    num_tokens: int
+    nbytes: int
+    step_ms: list[float]
+    publish_ms: list[float]
+
+
+def measure_fsdp2(layers: int, num_tokens: int, repeats: int, seed: int) -> Steps:
+    """One rank, sharded, bf16 compute over float32 masters: forward, backward, clip, AdamW; then a publish."""
+    torch.manual_seed(seed)
+    ranks = Ranks.start(DEVICE, sharded=True)
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(layers).save_pretrained(folder)
+        policy = load_policy(folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks)
+        optimizer, schedule = make_optimizer(policy, OptimizerConfig()), Schedule("constant", 1e-6, 1000)
+        length = 1024
+        count = num_tokens // length
+        tokens = torch.randint(0, VOCAB, (count * length,), device=DEVICE)
+        positions = torch.arange(length, device=DEVICE).repeat(count)
+        index = torch.cat([torch.arange(length - 1, device=DEVICE) + i * length for i in range(count)])
+        packing, ones = packed_layout([length] * count).to(ranks.device), torch.ones(len(index), device=DEVICE)
+
+        def step(number: int) -> float:
+            wait_for_device(torch.device(DEVICE))
+            started = time.perf_counter()
+            scored = policy(tokens, positions, packing, index, tokens[index + 1], ones)
+            (-scored[0].mean()).backward()
+            optimizer_step(policy, optimizer, schedule, step=number, max_grad_norm=1.0, ranks=ranks)
+            wait_for_device(torch.device(DEVICE))
+            return 1000 * (time.perf_counter() - started)
+
+        step_ms = [step(number) for number in range(repeats + 3)][3:]
+        with ShmPublisher(Path(folder) / "docs", "bench") as shm:
+            publisher = Publisher(
+                policy_parameters(policy.model), wire_dtype=torch.bfloat16, bucket_bytes=256 << 20, shm=shm, fold=True
+            )
+            publish_ms = []
+            for version in range(repeats + 2):
+                published = publisher.publish(VersionRef(1, version))
+                assert published is not None
+                publish_ms.append(1000 * published.seconds)
+                shm.settle()
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    ranks.close()
+    return Steps(num_parameters, count * length, published.nbytes, step_ms, publish_ms[2:])
+
+
+if __name__ == "__main__":
+    read_for_ever()
