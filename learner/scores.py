@@ -9,6 +9,7 @@ estimators with a critic see the same. Metrics of rewards keep to what the task 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,14 +46,15 @@ class ScoreRules:
     """
 
     def __init__(self, objectives: ObjectivesConfig, overlong: OverlongConfig, *, max_tokens: int) -> None:
-        _check(objectives, overlong, max_tokens)
+        _check(objectives, overlong)
         self._objectives, self._overlong, self._max_tokens = objectives, overlong, max_tokens
         self._names = sorted(objectives.components)
+        self._cache_tokens = math.ceil(overlong.cache_ratio * max_tokens)
         self._ideal: dict[str, float] = {}
 
     @property
     def changes_nothing(self) -> bool:
-        return self._objectives.combine == "reward" and not self._overlong.cache_tokens
+        return self._objectives.combine == "reward" and not self._cache_tokens
 
     def apply(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks
@@ -69,9 +71,9 @@ class ScoreRules:
         scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
         if self._objectives.combine != "reward":
             scores = self._combine(self._components(trajectories, places, len(plan), ranks), plan)
-        if self._overlong.cache_tokens:
+        if self._cache_tokens:
             counts = torch.tensor([row.num_action_tokens for row in plan])
-            price = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._overlong.cache_tokens)
+            price = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
             scores = scores + self._overlong.scale * price.double()
         paid = scores.tolist()
         return (
@@ -151,7 +153,7 @@ def _repaid(row: Trajectory, reward: float) -> Trajectory:
     return replace(row, rewards=rewards, reward=reward)
 
 
-def _check(objectives: ObjectivesConfig, overlong: OverlongConfig, max_tokens: int) -> None:
+def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
     method, names = objectives.combine, sorted(objectives.components)
     if method not in METHODS:
         raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")
@@ -170,7 +172,5 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig, max_tokens: i
     unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
     if unknown:
         raise ConfigError(f"objectives.ideal and objectives.reference_point name {unknown}, which are no components.")
-    if not 0 <= overlong.cache_tokens <= max_tokens:
-        raise ConfigError(
-            f"overlong.cache_tokens={overlong.cache_tokens} must lie between 0 (off) and the {max_tokens} new tokens."
-        )
+    if not 0.0 <= overlong.cache_ratio <= 1.0:
+        raise ConfigError(f"overlong.cache_ratio={overlong.cache_ratio} must lie between 0 (off) and 1.")

@@ -248,8 +248,8 @@ class AdaptiveConfig:
 
 @dataclass
 class OverlongConfig:
-    cache_tokens: int = 0
-    """Soft overlong penalty: the reward falls from 0 to -1 over the last so many of the allowed new tokens; 0 is off."""
+    cache_ratio: float = 0.0
+    """Soft overlong penalty: the reward falls by up to 1 over this last part of the allowed new tokens; 0 is off."""
     scale: float = 1.0
     """Size of the penalty at the limit."""
 
@@ -310,7 +310,7 @@ class OptimizerConfig:
 
 @dataclass
 class AdvantageConfig:
-    estimator: str = "vtrace_critic_free"
+    estimator: str = "group"
     """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`; those that need values bring a critic."""
     baseline: str = "leave_one_out"
     """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centres the
@@ -575,13 +575,6 @@ class HubConfig:
 
 @dataclass
 class PublishConfig:
-    transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
-    """Ways in which weights are offered, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here,
-    shm reaches this machine, zmq everybody. An actor takes the first one that it may use and that it can prove."""
-    nccl_init_deadline_s: float = 20.0
-    """For all members to build a communicator; whoever is later is left out of it and pulls."""
-    nccl_bucket_deadline_s: float = 10.0
-    """For one bucket to reach everybody by broadcast or slot; then the broadcast is aborted."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
     """Ways in which weights are offered, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here,
     shm reaches this machine, zmq everybody. An actor takes the first one that it may use and that it can prove."""

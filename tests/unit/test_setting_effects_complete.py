@@ -131,7 +131,7 @@ SHOWN_BY = {
     "loss.correction": f"{GUARDS}::test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token",
     "loss.veto_stat": f"{GUARDS}::test_the_veto_looks_at_any_ratio_or_at_their_mean",
     "filter.truncated": f"{SCORES}::test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline",
-    "overlong.cache_tokens": f"{SCORES}::test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed",
+    "overlong.cache_ratio": f"{SCORES}::test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed",
     "overlong.scale": f"{SCORES}::test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed",
     "objectives.combine": f"{SCORES}::test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish",
     "objectives.components": f"{SCORES}::test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish",

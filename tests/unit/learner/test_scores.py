@@ -48,8 +48,8 @@ def test_nothing_set_changes_nothing():
 
 def test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed():
     rows = batch(3, 4)
-    for cache, scale in ((4, 1.0), (4, 0.5), (8, 1.0)):
-        got = rewards(rows, overlong=OverlongConfig(cache_tokens=cache, scale=scale))
+    for cache, scale in ((3, 1.0), (3, 0.5), (6, 1.0)):
+        got = rewards(rows, overlong=OverlongConfig(cache_ratio=cache / 12, scale=scale))
         price = [min(0.0, max(-1.0, (12 - cache - r.num_action_tokens) / cache)) for r in rows]
         assert got == pytest.approx([r.reward + scale * p for r, p in zip(rows, price, strict=True)], abs=1e-6)
 
@@ -134,7 +134,7 @@ def test_a_missing_component_is_named():
         (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}), NONE, "reference_point for each"),
         (ObjectivesConfig(ideal={"a": 1.0}), NONE, "do nothing with objectives.combine=reward"),
         (ObjectivesConfig(combine="tchebycheff", components={"a": 1.0}, ideal={"b": 1.0}), NONE, "no components"),
-        (OFF, OverlongConfig(cache_tokens=13), "must lie between 0"),
+        (OFF, OverlongConfig(cache_ratio=1.5), "must lie between 0"),
     ],
 )
 def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
