@@ -10,7 +10,7 @@ pull, delta, pause: see `weights_pull`, `weights_delta` and `weights_pause`, eac
 
 Before any clock starts, the received tensors are compared with the parameters bit for bit.
 
-Run: python -m bench.weights [--mib 64] [--repeats 15] [--quick] [--check]
+Run: python -m bench.weights [--mib 64] [--repeats 15] [--parts shm zmq delta pause] [--quick] [--check]
      python -m bench.weights --interrupt 10000      see `interrupts`; nothing else is measured then
 """
 
@@ -41,6 +41,7 @@ from streamrl.weights.rundir import document_directory
 from streamrl.weights.shm import ShmPublisher, shm_offer
 from streamrl.weights.source import WeightSource
 
+PARTS = ("shm", "zmq", "delta", "pause")
 GOALS_MS = {1: 25.0, 4: 70.0}
 WARM_UP = 4
 """Rounds before the clock: the first documents make the machine find memory for the first time."""
@@ -92,7 +93,7 @@ class ReceiverProcess:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
 
 def visible_rounds(
@@ -143,6 +144,7 @@ def baseline(name: str, value: float, unit: str) -> dict[str, Any]:
 def main() -> int:
     parser = shared_arguments(__doc__ or "")
     parser.add_argument("--mib", type=int, default=64, help="size of the document")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these")
     parser.add_argument("--interrupt", type=int, default=0, help="interrupt so many publishes instead")
     parser.add_argument("--receiver", action="store_true", help="be a receiving process")
     parser.add_argument("--server", action="store_true", help="be a serving process")
@@ -158,6 +160,15 @@ def main() -> int:
     if options.interrupt:
         return exit_status([interrupt_line(options.interrupt, options.seed)], options.check)
     repeats = 3 if options.quick else options.repeats
+    lines = publish_lines(repeats, options) if {"shm", "zmq"} & set(options.parts) else []
+    if "delta" in options.parts:
+        lines += delta_lines(options.mib, repeats, options.seed)
+    if "pause" in options.parts:
+        lines.append(pause_line(repeats, options.seed))
+    return exit_status(lines, options.check)
+
+
+def publish_lines(repeats: int, options: Any) -> list[dict[str, Any]]:
     lines = []
     parameters = make_parameters(options.mib, options.seed)
     refs = (VersionRef(1, version) for version in range(1 << 30))
@@ -166,12 +177,11 @@ def main() -> int:
         shm = stack.enter_context(ShmPublisher(document_directory("bench-weights", folder), "bench-weights"))
         publisher = Publisher(parameters, wire_dtype=torch.float32, bucket_bytes=16 << 20, shm=shm)
         check_bits(publisher, parameters, next(refs))
-        for num_receivers in (1, 4):
+        for num_receivers in (1, 4) if "shm" in options.parts else ():
             lines.append(shm_line(publisher, shm, refs, num_receivers, repeats, options))
-        lines.append(zmq_line(publisher, refs, repeats, options))
-    lines += delta_lines(options.mib, repeats, options.seed)
-    lines.append(pause_line(repeats, options.seed))
-    return exit_status(lines, options.check)
+        if "zmq" in options.parts:
+            lines.append(zmq_line(publisher, refs, repeats, options))
+    return lines
 
 
 def shm_line(

@@ -75,7 +75,7 @@ def serving(path: Path, manifest: Manifest, layout: Layout) -> Iterator[list[str
         yield [f"tcp://127.0.0.1:{port}" for port in process.stdout.readline().split()]
     finally:
         process.stdin.close()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def bare_pull(context: zmq.Context, endpoint: str, count: int, window: int, target: memoryview) -> float:
