@@ -28,8 +28,6 @@ from streamrl.metrics.meter import Meter
 log = logging.getLogger("streamrl.learner")
 
 MODES = ("normal", "cautious", "drain")
-LEAST_DRIFT = 0.25
-"""Oscillation of a drift below this share of the budget is noise around nothing."""
 CAUTIOUS_OPSM = 0.5
 """Factor on the threshold of off-policy sequence masking while the circuit breaker is not normal."""
 _BREAKER_FLOOR = 0.1  # what `step_breaker` takes for a learning rate at its floor
@@ -237,9 +235,8 @@ class StalenessControl:
 
     def _step_breaker(self, ess: float | None, grad_norm: float, queue_lag: float) -> None:
         floor, scale = self._scheduler.ess_floor, self._scale
-        swing = self.tracker.oscillation_at(self._mean_lag)
-        if self.tracker.m2_at(self._mean_lag) < LEAST_DRIFT * self._adaptive.m2_target:
-            swing = 0.0
+        # A drift within its budget may swing as it likes: at a few hundred tokens that is mostly noise.
+        swing = self.tracker.oscillation_at(self._mean_lag) if self.opsm_on else 0.0
         self._breaker = step_breaker(
             self._breaker, ess=1.0 if ess is None else ess, grad_norm=grad_norm, oscillation=swing,
             step_scale=min(scale, _BREAKER_FLOOR) if scale <= floor < 1.0 else scale, queue_lag=queue_lag,

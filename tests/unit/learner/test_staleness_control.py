@@ -242,7 +242,7 @@ def test_a_collapse_with_a_full_queue_drains_it_and_an_empty_queue_ends_the_drai
 
 
 def test_drift_that_swings_back_is_trouble_only_if_it_is_large_enough_to_matter():
-    for size, mode in ((0.05, "cautious"), (0.0005, "normal")):
+    for size, mode in ((0.05, "cautious"), (0.02, "normal")):
         control = control_of("staleness.adaptive.rule=fixed")
         step(control, {0: 0.0, 2: size, 10: 0.1 * size, 12: 0.1 * size})
         assert control.mode == mode
