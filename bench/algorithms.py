@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,9 +107,8 @@ def measure_recursion(repeats: int, seed: int) -> list[dict[str, Any]]:
         increments = torch.randn(ROWS, TOKENS, generator=generator, dtype=dtype)
         decays = torch.rand(ROWS, TOKENS, generator=generator, dtype=dtype)
         last = torch.randn(ROWS, generator=generator, dtype=dtype)
-        samples = interleaved(
-            {name: lambda scan=scan: scan(increments, decays, last) for name, scan in SCANS.items()}, repeats
-        )
+        inputs = (increments, decays, last)
+        samples = interleaved({name: partial(scan, *inputs) for name, scan in SCANS.items()}, repeats)
         lines += recorded(f"recursion.{str(dtype).removeprefix('torch.')}", samples, {"dtype": str(dtype)}, seed)
     return lines
 
@@ -158,7 +158,8 @@ def recorded(name: str, samples: dict[str, list[float]], params: dict[str, Any],
                 "version": torch.__version__, "measured_here": True}
     shape = {"rows": ROWS, "tokens": TOKENS, "threads": 1, "clock": "CPU time of the thread"}
     return [
-        record(f"algorithms.{name}.{kind}" if len(samples) > 1 else f"algorithms.{name}", medians[kind], "ms", "lower", times, {**shape, **params},
+        record(f"algorithms.{name}.{kind}" if len(samples) > 1 else f"algorithms.{name}", medians[kind], "ms", "lower",
+               times, {**shape, **params},
                baseline=None if kind == "loop" else baseline, seed=seed)
         for kind, times in samples.items()
     ]
@@ -177,7 +178,7 @@ def main() -> int:
         tokens, steps = (512, 1) if arguments.quick else (4096, arguments.steps)
         lines += share_of_step(arguments.model, num_tokens=tokens, num_steps=steps, seed=arguments.seed)
     else:
-        print(f"No {arguments.model.name}: make it with `make smollm2`; the share of a step is left out.", file=sys.stderr)
+        print(f"No {arguments.model.name} (`make smollm2` makes it): the share of a step is left out.", file=sys.stderr)
     return exit_status(lines, arguments.check)
 
 
