@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,7 @@ from learner.tiny_model import make_tiny_model
 from streamrl.codec import Decoder, encode
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import Config
-from streamrl.messages import TO_ACTOR, Hello, Manifest, Message, VersionRef, Welcome
+from streamrl.messages import TO_ACTOR, Hello, Manifest, Message, Probe, VersionRef, Welcome
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm import ShmPublisher
@@ -72,7 +73,7 @@ class LiveHub:
         self._publisher: Publisher | None = None
         self.context = zmq.Context()
 
-    def publish(self, version: int, model_dir: Path) -> Manifest:
+    def publish(self, version: int, model_dir: Path, probe: Probe | None = None) -> Manifest:
         """Make this model's weights the version, and its files the assets; waits until the hub has them."""
         if self._publisher is None:
             assets = self.path / "assets.msgpack"
@@ -88,7 +89,8 @@ class LiveHub:
             layout, assets_path = None, ""
         done = self._publisher.publish(VersionRef(1, version))
         assert done is not None
-        self.link.publish(done.manifest, str(done.path), done.nbytes, layout, assets_path, done.device_manifest)
+        manifest = msgspec.structs.replace(done.manifest, probe=probe)
+        self.link.publish(manifest, str(done.path), done.nbytes, layout, assets_path, done.device_manifest)
         self.link.refresh_status()
         return done.manifest
 

@@ -15,8 +15,10 @@ from streamrl.messages import Chunk, Layout, Limits, Manifest, Offer, VersionRef
 from streamrl.weights.chunks import ChunkServer
 from streamrl.weights.delta_pull import Shadow
 from streamrl.weights.document import HEADER_BYTES, Document
+from streamrl.weights.host_share import HostShare, SharedReceiver
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, make_manifest
 from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
+from streamrl.weights.source import Receiver
 from streamrl.weights.zmq import ZmqReceiver
 from tests.unit.weights.conftest import TOKEN, WeightRouter
 
@@ -121,17 +123,21 @@ class ZmqWire(HostWire):
 
     def receive(self, manifest, *, layout=None, cancelled=None, deadline_s=20.0) -> Document:
         self._moved = 0
-        receiver = ZmqReceiver(
+        puller = ZmqReceiver(
             self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, shadow=self.shadow,
             parent=self.server.delta_parent(manifest.ref),
         )
+        receiver = self._at_the_actor(puller)
         parts = receiver.receive(
             manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
             deadline=time.monotonic() + deadline_s,
         )
-        self.source, self.moved_bytes = receiver.source, receiver.moved_bytes
+        self.source, self.moved_bytes = receiver.source, puller.moved_bytes
         self.shadow.keep(parts[0])
         return parts[0]
+
+    def _at_the_actor(self, puller: ZmqReceiver) -> Receiver:
+        return puller
 
     def join(self) -> None:
         self.shadow = Shadow()
@@ -166,4 +172,27 @@ class ZmqWire(HostWire):
     def close(self) -> None:
         self._router.close()
         self._context.destroy(linger=0)
+        super().close()
+
+
+class ShareWire(ZmqWire):
+    """Actors of one host that share what one of them pulled; each `join` is another actor, the old ones stay."""
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        super().__init__(layout, folder)
+        self._root = folder / "host"
+        self._root.mkdir()
+        self._members = [HostShare("conformance", self._root)]
+
+    def _at_the_actor(self, puller: ZmqReceiver) -> Receiver:
+        return SharedReceiver(self._members[-1], puller)
+
+    def join(self) -> None:
+        super().join()
+        self._members.append(HostShare("conformance", self._root))
+
+    def close(self) -> None:
+        for member in self._members:
+            member.close()
+        assert not list(self._root.iterdir())
         super().close()

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.messages import InstallSource, VersionRef
 from tests.unit.weights.conformance import TransportConformance, bytes_of, changed
-from tests.unit.weights.host_wires import ShmWire, ZmqWire
+from tests.unit.weights.host_wires import ShareWire, ShmWire, ZmqWire
 
 
 class TestShm(TransportConformance):
@@ -25,6 +25,16 @@ class TestZmq(TransportConformance):
     @pytest.fixture
     def wire(self, layout, tmp_path):
         wire = ZmqWire(layout, tmp_path)
+        yield wire
+        wire.close()
+
+
+class TestShareOfAHost(TransportConformance):
+    sources = {InstallSource.ZMQ, InstallSource.SHM}
+
+    @pytest.fixture
+    def wire(self, layout, tmp_path):
+        wire = ShareWire(layout, tmp_path)
         yield wire
         wire.close()
 
