@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from streamrl.messages import Layout, Manifest, NcclState, Offer
-from streamrl.weights.broadcast import BroadcastMember, BroadcastReceiver
+from streamrl.weights.broadcast_member import BroadcastMember, BroadcastReceiver
 from streamrl.weights.communicator import CommunicatorLibrary
-from streamrl.weights.ipc import CudaMemory, SlotMemory, SlotReader, SlotReceiver
+from streamrl.weights.cuda_memory import CudaMemory, SlotMemory
+from streamrl.weights.ipc import SlotReader, SlotReceiver
 from streamrl.weights.nccl import CupyNccl
 from streamrl.weights.source import ReceiverFactory
 

@@ -30,10 +30,11 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
 from streamrl.weights.broadcast import Broadcaster
 from streamrl.weights.communicator import GuardedCommunicator, Threads
+from streamrl.weights.cuda_memory import CudaMemory, wait_for_device
 from streamrl.weights.device_document import BucketSource, HostBuckets
 from streamrl.weights.document import Document
 from streamrl.weights.fold128 import DocumentFold
-from streamrl.weights.ipc import CudaMemory, SlotReader, SlotReceiver, SlotServer, wait_for_device
+from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer
 from streamrl.weights.manifest import (
     DIGEST_FOLD128,
     bucket_digest,

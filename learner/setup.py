@@ -46,9 +46,7 @@ from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
-from streamrl.weights.ipc import require_ipc
-from streamrl.weights.nccl import require_nccl
-from streamrl.weights.ipc import require_ipc
+from streamrl.weights.cuda_memory import require_ipc
 from streamrl.weights.nccl import require_nccl
 from streamrl.weights.rundir import clean_stale, document_directory
 from streamrl.weights.shm import ShmPublisher
@@ -91,15 +89,7 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
             require(str(device))
 
 
-def check_transports(transports: Sequence[str], device: torch.device) -> None:
-    """Refuse a way of moving weights that this machine cannot go. Raises ConfigError."""
-    for name, require in (("ipc", require_ipc), ("nccl", require_nccl)):
-        if name in transports:
-            require(str(device))
-
-
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
-    check_transports(config.publish.transports, ranks.device)
     check_transports(config.publish.transports, ranks.device)
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory

@@ -12,7 +12,7 @@ from streamrl.errors import WeightsError
 
 
 class FakeSlotMemory:
-    """As `streamrl.weights.ipc.CudaMemory`, on the CPU. A handle is the name of a file in `folder`."""
+    """As `streamrl.weights.cuda_memory.CudaMemory`, on the CPU. A handle is the name of a file in `folder`."""
 
     def __init__(self, folder: Path, device_id: str = "fake-gpu-0") -> None:
         self.device = torch.device("cpu")

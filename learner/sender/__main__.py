@@ -18,7 +18,8 @@ from learner.sender.service import SenderService
 from streamrl.errors import StreamrlError
 from streamrl.lifeline import watch
 from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.ipc import CudaMemory, SlotServer
+from streamrl.weights.cuda_memory import CudaMemory
+from streamrl.weights.ipc import SlotServer
 from streamrl.weights.nccl import CupyNccl
 
 

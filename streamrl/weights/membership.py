@@ -270,7 +270,7 @@ class Membership:
             missing = sorted(self.members.keys() - self._reported - self._joined)
             self._bar(missing, now)
             who = f"without {', '.join(missing)}" if missing else "although everybody came"
-            self._fail(f"not formed in {self._init_s:g} s {who}", now, hung=True, excluded=missing)
+            self._fail(f"not formed in {self._init_s:g} s {who}", now, excluded=missing)
         else:
             what = "gave no unique id" if self.phase is Phase.NAMING else "sent nothing more"
             self._fail(f"the sender {what} in time", now, hung=True)

@@ -14,9 +14,10 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Manifest, Offer, VersionRef
+from streamrl.weights.cuda_memory import CudaMemory
 from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.fold128 import DocumentFold, fold128, fold128_numpy
-from streamrl.weights.ipc import CudaMemory, SlotServer
+from streamrl.weights.ipc import SlotServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_layout, make_manifest
 from tests.gpu.device import needs_gpu, start
 
@@ -31,7 +32,8 @@ READER = """
 import sys, threading, time
 import msgspec, torch, zmq
 from streamrl.messages import Layout, Manifest, Offer
-from streamrl.weights.ipc import CudaMemory, SlotReader, SlotReceiver
+from streamrl.weights.cuda_memory import CudaMemory
+from streamrl.weights.ipc import SlotReader, SlotReceiver
 
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Layout)
 memory = CudaMemory("cuda")

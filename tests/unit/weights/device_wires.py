@@ -14,7 +14,8 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
-from streamrl.weights.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
+from streamrl.weights.broadcast import Broadcaster
+from streamrl.weights.broadcast_member import BroadcastMember, BroadcastReceiver
 from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.fold128 import fold128_numpy
 from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer

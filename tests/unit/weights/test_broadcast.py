@@ -17,7 +17,8 @@ import torch
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Layout, Manifest, NcclState, NcclTicket, VersionRef
 from streamrl.weights import communicator
-from streamrl.weights.broadcast import Broadcaster, BroadcastMember
+from streamrl.weights.broadcast import Broadcaster
+from streamrl.weights.broadcast_member import BroadcastMember
 from streamrl.weights.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
 from streamrl.weights.document import NotAvailable, Superseded
 from streamrl.weights.manifest import document_nbytes
@@ -190,7 +191,7 @@ def test_a_damaged_bucket_is_named_and_the_others_are_not_disturbed(group):
 
 
 def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_until_it_ends(layout, monkeypatch):
-    monkeypatch.setattr("streamrl.weights.broadcast.GRACE_S", 0.1)
+    monkeypatch.setattr("streamrl.weights.broadcast_member.GRACE_S", 0.1)
     one = Group(layout, 1)
     release = threading.Event()
     one.libraries[0].connect = lambda *args: release.wait()
@@ -238,7 +239,7 @@ def test_stop_ends_a_call_in_progress_from_another_thread():
 MEMBER = """
 import sys, threading, time, msgspec, torch
 from streamrl.messages import Layout, Manifest, NcclTicket
-from streamrl.weights.broadcast import BroadcastMember
+from streamrl.weights.broadcast_member import BroadcastMember
 from tests.fake_communicator import FakeLibrary
 
 torch.set_num_threads(1)
