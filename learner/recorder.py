@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from learner.hub_counts import HubCounts
 from learner.pareto import ParetoArchive
 from streamrl.config.checks import largest_max_lag
 from streamrl.config.load import to_plain, to_yaml
@@ -44,6 +45,7 @@ class Recorder:
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
         (run_dir / "config.yaml").write_text(to_yaml(config))
+        self._hub_counts = HubCounts()
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
         if config.tracking.wandb.enabled:
@@ -81,7 +83,8 @@ class Recorder:
             row["throughput/train_tokens_per_s"] = tokens / seconds
             row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
             row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
-        self.write(step, {**row, **self._run_keys(version, epoch), **hub_keys(status)})
+        counts = self._hub_counts.since_last(status.counters)
+        self.write(step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status)})
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if key != "step"}

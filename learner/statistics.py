@@ -150,7 +150,7 @@ def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
     rewards = [row.reward for row in plan]
     means = {
         "reward/mean": _mean(rewards), "rollout/reward/train": _mean(rewards),
-        "length/consumed": _mean([row.num_tokens for row in plan]),
+        "length/consumed": num_tokens / max(1, num_rows),
         "rollout/response_tokens/train": num_tokens / max(1, num_rows),
         "lag/head_groups": _mean([row.head_lag for row in plan]) * len(by_group),
     }

@@ -130,6 +130,7 @@ class Admission(Roster, Dispatch):
             return check_group(group, self.settings.bounds, leased)
         except ContentError as error:
             self._counts[f"num_malformed_{error.check}"] += 1
+            self._counts[f"num_malformed_{error.check}"] += 1
             raise Refusal(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
     def _find(self, actor: Actor, group: Group, facts: tuple[MemberFacts, ...]) -> GroupRecord:
@@ -190,6 +191,7 @@ class Admission(Roster, Dispatch):
         delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
         fresh = {one.index: one for one in facts if not one.aborted}
         self._counts["num_members_aborted"] += len(facts) - len(fresh)
+        self._counts["num_members_accepted"] += len(fresh)
         self._counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
         record.holder = ""
         if fresh:

@@ -115,7 +115,7 @@ def test_rewards_lengths_and_counts_are_of_the_whole_batch(step):
     assert stats["reward/mean"] == stats["rollout/reward/train"] == pytest.approx(rewards.mean())
     assert stats["reward/std"] == pytest.approx(rewards.std())
     assert stats["rollout/score/train"] == pytest.approx((rewards / 3).mean())
-    assert stats["length/consumed"] == pytest.approx(np.mean([r.num_tokens for r in rows]))
+    assert stats["length/consumed"] == pytest.approx(np.mean([r.num_action_tokens for r in rows]))
     assert stats["length/truncated_fraction"] == pytest.approx(np.mean([r.truncated for r in rows]))
     assert stats["rollout/num_turns/train"] == pytest.approx(np.mean([r.num_turns for r in rows]))
     assert (stats["policy/num_groups"], stats["policy/num_trajectories"]) == (5, 20)
