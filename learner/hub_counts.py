@@ -1,4 +1,4 @@
-"""The hub counts since it began; a row of metrics tells what a step added: drops by reason, and lengths of what came."""
+"""The hub counts since it began; a row of metrics tells what a step added: drops by reason, lengths of what came."""
 
 from __future__ import annotations
 

@@ -130,7 +130,6 @@ class Admission(Roster, Dispatch):
             return check_group(group, self.settings.bounds, leased)
         except ContentError as error:
             self._counts[f"num_malformed_{error.check}"] += 1
-            self._counts[f"num_malformed_{error.check}"] += 1
             raise Refusal(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
     def _find(self, actor: Actor, group: Group, facts: tuple[MemberFacts, ...]) -> GroupRecord:
