@@ -21,6 +21,7 @@ ARMS: Mapping[str, Preset] = MappingProxyType(
         arm.name: arm
         for arm in (
             Preset(name="none", surrogate="reinforce", anchor="none", **_LOO),
+            _STREAM,
             Preset(name="token_tis", surrogate="tis", cap=2.0, **_LOO),
             Preset(name="seq_tis", surrogate="seq_tis", cap=2.0, **_LOO),
             Preset(name="decoupled_ppo", surrogate="decoupled_ppo", anchor="loglinear", **_LOO),
@@ -34,7 +35,6 @@ ARMS: Mapping[str, Preset] = MappingProxyType(
             replace(_STREAM, name="retrace_v_clip", critic=True, estimator_with_critic="retrace_v"),
             Preset(name="m2po", surrogate="m2po", **_LOO),
             Preset(name="vespo", surrogate="vespo", **_LOO),
-            _STREAM,
         )
     }
 )  # fmt: skip
