@@ -160,7 +160,7 @@ class SlotTicket(Message):
 
 
 class NcclState(Message):
-    """An actor's place in the membership epochs: the epoch whose communicator it is building, the one that is formed and
+    """An actor's place in the membership epochs: the epoch whose communicator it builds, the one that is formed and
     tested, and the last one that failed here; 0 is none. `broken`: nothing more can be formed in this process."""
 
     joining: U32 = 0
