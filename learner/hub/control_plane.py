@@ -168,7 +168,7 @@ class ControlPlane:
         return link
 
     def _beat(self, link: Link, beat: ActorBeat, now: float) -> None:
-        link.version = str(beat.installed) if beat.installed else "-"
+        said, link.version = beat, str(beat.installed) if beat.installed else "-"
         if beat.installed is not None and not self.checks.usable(
             link.actor_id, link.incarnation, beat.installed, beat.root
         ):
@@ -181,7 +181,8 @@ class ControlPlane:
         link.stats = beat.stats
         self.tokens_generated += link.count_tokens(beat.tokens_total, now)
         self.hub.devices.beat(link, beat, now)
-        self._announce_again(link, beat, now)
+        # An actor in quarantine has the newest version: being told again would only make it fail again.
+        self._announce_again(link, said if quarantined else beat, now)
         self._beats += 1
         ledger = self.hub.ledger
         self._send(link.routing_id, HubBeat(

@@ -143,6 +143,26 @@ def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_pa
         assert relayed == num_actors * served(hub)
 
 
+def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
+    with LiveHub(tmp_path, config_of("publish.delta_max_ratio=0.5")) as hub:
+        hub.publish(0, models[0])
+        peer = hub.dial()
+        welcome = peer.join()
+        with relay_of(hub) as relay:
+            one = puller(hub, welcome, relay.endpoint)
+            one.fetch(welcome.manifest, welcome.offers, welcome.layout)
+            before, relayed = served(hub), relay.relay.socket.num_bytes_served
+            with torch.no_grad():
+                hub._publisher._parameters[0][1].view(-1)[5] += 1
+            hub.publish(1, models[0])
+            announce = peer.hear(Announce)
+            fetched = one.fetch(announce.manifest, announce.offers, welcome.layout)
+
+        small = sum(welcome.layout.bucket_bytes) // 2
+        assert fetched.source == InstallSource.ZMQ_DELTA and fetched.document.manifest == announce.manifest
+        assert 0 < served(hub) - before < small and 0 < relay.relay.socket.num_bytes_served - relayed < small
+
+
 def test_the_same_weights_under_a_new_number_need_no_transfer_to_the_relay(tmp_path, models):
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
