@@ -6,7 +6,7 @@ import pytest
 
 from tests.flow.processes import Stage
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(450)]
 
 PULLED = (
     "kl.mode=reward_k1", "kl.coef=0.01", "kl.controller=doubling", "kl.options.target=1e-6", "kl.options.high=0.5",
@@ -18,9 +18,9 @@ PULLED = (
 
 def test_two_ranks_pull_towards_a_reference_that_follows_and_go_on_with_it_after_a_restart(stage: Stage):
     first = stage.launch(*PULLED, "trainer.num_steps=4")
-    assert stage.finish(first, 120) == 0, stage.logs()
+    assert stage.finish(first, 200) == 0, stage.logs()
     second = stage.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")
-    assert stage.finish(second, 120) == 0, stage.logs()
+    assert stage.finish(second, 200) == 0, stage.logs()
 
     rows = [row for row in stage.metrics() if "policy/loss" in row]
     assert [row["run/version"] for row in rows] == list(range(1, 8))
