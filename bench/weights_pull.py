@@ -112,6 +112,6 @@ def pull_rounds(path: Path, manifest: Manifest, layout: Layout, repeats: int) ->
             held = found
             assert held[0].nbytes == nbytes
             bare.append(nbytes / bare_pull(context, raw, count, limits.pull_window, target) / 1e6)
-            assert target == Path(path).read_bytes()[HEADER_BYTES:], "the bare slices are not the document"
+    assert bytes(target) == Path(path).read_bytes()[HEADER_BYTES:], "the bare slices are not the document"
     context.destroy(linger=0)
     return pulled[WARM_UP:], bare[WARM_UP:]
