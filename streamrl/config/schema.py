@@ -241,7 +241,7 @@ class AdaptiveConfig:
     num_trial_steps: int = 20
     """Steps for which `goodput` measures one lead before it tries the next."""
     breaker: bool = True
-    """Halve the lead when the ESS collapses, gradients jump or drift oscillates, and drain the queue in the worst case."""
+    """Halve the lead when the ESS falls, gradients jump or drift oscillates; drain the queue in the worst case."""
     group_spread: bool = False
     """Give trajectories of one group baselines of their own when their lags differ by more than the drift allows."""
 
