@@ -42,7 +42,7 @@ class Prober:
 
     Args:
         token_ids: the first quarter is the prompt, the others are scored.
-        every: versions between two probes; 0 never.
+        every: versions between two probes, whether or not those in between are published; 0 never.
         tolerance: travels with the probe.
     """
 
@@ -52,13 +52,13 @@ class Prober:
         self._policy, self._ids, self._every, self._tolerance = policy, list(token_ids), every, tolerance
         self._device = torch.device(device)
         self._start = max(1, len(self._ids) // 4)
-        self._probed_before = False
+        self._last: int | None = None
 
     def probe_if_due(self, version: int) -> Probe | None:
         """A collective call on every rank, or on none: it depends on the version and on what was due before alone."""
-        if not self._every or (self._probed_before and version % self._every):
+        if not self._every or (self._last is not None and version - self._last < self._every):
             return None
-        self._probed_before = True
+        self._last = version
         logprobs = self._score().cpu().tolist()
         return Probe(pack_ids(self._ids), self._start, 1.0, pack_logprobs(logprobs), self._tolerance)
 

@@ -294,7 +294,10 @@ def _remove_dead(root: Path) -> None:
     """Directories whose members all died without a word: their lock says so, not their name."""
     for path in root.glob(f"streamrl.share.{os.getuid()}.*"):
         with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.getuid() or not (path / MEMBERS).exists():
+            if path.lstat().st_uid != os.getuid():
+                continue
+            if not (path / MEMBERS).exists():
+                path.rmdir()  # its maker died at once; one that still lives makes it again
                 continue
             if (fd := _flock(path / MEMBERS, fcntl.LOCK_EX)) is not None:
                 try:

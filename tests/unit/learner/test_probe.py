@@ -19,11 +19,17 @@ def prober(model_dir, *, every: int = 4) -> Prober:
     return Prober(load_policy(model_dir), IDS, every=every, tolerance=0.1, device="cpu")
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [3, 4, 5, 6, 7, 8, 9]), (4, [3, 4, 8])])
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [3, 4, 5, 6, 7, 8, 9]), (4, [3, 7])])
 def test_versions_are_probed_as_often_as_set_and_first_of_all(checkpoints, every, due):
     one = prober(checkpoints["qwen3"], every=every)
 
     assert [version for version in range(3, 10) if one.probe_if_due(version) is not None] == due
+
+
+def test_versions_that_are_not_published_do_not_put_a_probe_off(checkpoints):
+    one = prober(checkpoints["qwen3"], every=4)
+
+    assert [version for version in (0, 3, 7, 8, 11, 13) if one.probe_if_due(version) is not None] == [0, 7, 11]
 
 
 def test_the_numbers_are_the_models_own_log_probs(checkpoints):

@@ -226,6 +226,14 @@ def test_what_dead_members_left_is_removed_by_the_next_one_of_any_run(hub, membe
     assert [path.name.rpartition(".")[2] for path in root.iterdir()] == ["another-run"]
 
 
+def test_an_empty_directory_of_a_member_that_died_at_once_is_removed(hub, member, layout, root):
+    (root / f"streamrl.share.{os.getuid()}.dead").mkdir()
+    _, manifest, offers, _ = hub()
+    member("alive").fetch(manifest, offers, layout)
+
+    assert [path.name.rpartition(".")[2] for path in root.iterdir()] == ["alive"]
+
+
 def test_a_living_member_is_left_alone_by_the_janitor(hub, member, layout, root):
     _, manifest, offers, _ = hub()
     member("one").fetch(manifest, offers, layout)
