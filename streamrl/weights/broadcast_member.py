@@ -95,12 +95,12 @@ class BroadcastMember:
             )
             if over:
                 return  # that epoch failed here, or this version went by in it
-            if isinstance(self._outcome.get(manifest.ref), Exception):
-                del self._outcome[manifest.ref]
             if ticket.epoch > self._epoch and self._guard is not None:
                 self._guard.stop()
             for ref in [r for r, i in self._invitations.items() if i.ticket.epoch < ticket.epoch]:
                 self._settle(ref, NotAvailable(f"version {ref} was to come by an epoch that is over"))
+            if isinstance(self._outcome.get(manifest.ref), Exception):
+                del self._outcome[manifest.ref]  # another chance
             self._invitations[manifest.ref] = Invitation(manifest, layout, ticket)
             self._changed.notify_all()
 

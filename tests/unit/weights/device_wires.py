@@ -52,7 +52,7 @@ class Shelf:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.source: InstallSource | None = None
-        self.patience_s = 8.0
+        self.patience_s = 12.0
         self.documents: dict[VersionRef, Memory] = {}
         self._newest: VersionRef | None = None
 
@@ -98,17 +98,17 @@ class FakeBroadcastWire(Shelf):
             self._epoch += 1
             self._sent = set()
             unique_id = self._sender.name()
-            self._ticket = NcclTicket(self._epoch, unique_id, 2, 1, 5.0, 1.5)
+            self._ticket = NcclTicket(self._epoch, unique_id, 2, 1, 20.0, 5.0)
             self._sender.stop()
         return self._ticket
 
     def _serve(self, ref: VersionRef, ticket: NcclTicket, form: bool) -> None:
         try:
             if form:
-                self._sender.form(ticket.epoch, 2, ticket.unique_id, 5.0)
+                self._sender.form(ticket.epoch, 2, ticket.unique_id, 20.0)
             if ref in self.documents:
                 self._sent.add(ref)
-                self._sender.send(ref, self.documents[ref], deadline_s=3.0)
+                self._sender.send(ref, self.documents[ref], deadline_s=5.0)
         except WeightsError:
             self._formed = False
             self._sender.close()
@@ -178,7 +178,7 @@ class FakeSlotWire(Shelf):
         self._context = zmq.Context()
         self.server = SlotServer(
             FakeSlotMemory(folder), self._context, f"ipc://{self._home.name}/slots",
-            slot_bytes=max(layout.bucket_bytes), deadline_s=2.0,
+            slot_bytes=max(layout.bucket_bytes), deadline_s=5.0,
         )
         self._midway: Callable[[], None] | None = None
         self.join()
@@ -226,7 +226,7 @@ class FakeSlotWire(Shelf):
         self.server.close()
         self.server = SlotServer(
             FakeSlotMemory(self._folder), self._context, f"ipc://{self._home.name}/{time.monotonic_ns()}",
-            slot_bytes=max(self.layout.bucket_bytes), deadline_s=2.0,
+            slot_bytes=max(self.layout.bucket_bytes), deadline_s=5.0,
         )
 
     def join(self) -> None:

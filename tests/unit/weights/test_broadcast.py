@@ -28,12 +28,7 @@ from tests.unit.weights.conftest import random_bytes
 from tests.unit.weights.device_wires import Memory, device_manifest
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def short_abort(monkeypatch) -> None:
-    monkeypatch.setattr(communicator, "ABORT_DEADLINE_S", 0.5)
+pytestmark = pytest.mark.timeout(120)
 
 
 class States:
@@ -73,7 +68,7 @@ class Group:
         self.documents[ref] = (device_manifest(self.layout, ref, None, body), body)
         return ref, *self.documents[ref]
 
-    def invite(self, epoch: int, ref: VersionRef, unique_id: bytes, *, deadline_s: float = 5.0) -> None:
+    def invite(self, epoch: int, ref: VersionRef, unique_id: bytes, *, deadline_s: float = 20.0) -> None:
         world = len(self.members) + 1
         for rank, member in enumerate(self.members, start=1):
             ticket = NcclTicket(epoch, unique_id, world, rank, deadline_s, deadline_s)
@@ -82,11 +77,11 @@ class Group:
     def form(self, epoch: int, ref: VersionRef) -> None:
         unique_id = self.sender.name()
         self.invite(epoch, ref, unique_id)
-        self.sender.form(epoch, len(self.members) + 1, unique_id, 5.0)
+        self.sender.form(epoch, len(self.members) + 1, unique_id, 20.0)
         for states in self.states:
             states.wait(lambda state: state.formed == epoch)
 
-    def send(self, ref: VersionRef, deadline_s: float = 5.0) -> None:
+    def send(self, ref: VersionRef, deadline_s: float = 20.0) -> None:
         self.sender.send(ref, Memory(self.layout, self.documents[ref][1]), deadline_s=deadline_s)
 
     def close(self) -> None:
@@ -103,7 +98,7 @@ def group(layout) -> Iterator[Group]:
     one.close()
 
 
-def receive(member: BroadcastMember, ref: VersionRef, seconds: float = 10.0, cancelled: threading.Event | None = None):
+def receive(member: BroadcastMember, ref: VersionRef, seconds: float = 30.0, cancelled: threading.Event | None = None):
     deadline = time.monotonic() + seconds
     return member.wait_for(ref, cancelled=cancelled or threading.Event(), deadline=deadline)
 
@@ -143,7 +138,7 @@ def test_a_newer_epoch_frees_a_member_from_one_that_hangs(group):
 
     unique_id = group.sender.name()
     group.invite(2, ref, unique_id)
-    group.sender.form(2, 3, unique_id, 5.0)
+    group.sender.form(2, 3, unique_id, 20.0)
     group.send(ref)
 
     assert all(receive(member, ref).body.numpy().tobytes() == body for member in group.members)
@@ -209,13 +204,14 @@ def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_unt
     one.close()
 
 
-def test_an_abort_that_hangs_is_more_than_a_process_can_live_with():
+def test_an_abort_that_hangs_is_more_than_a_process_can_live_with(monkeypatch):
+    monkeypatch.setattr(communicator, "ABORT_DEADLINE_S", 0.5)
     library, threads = FakeLibrary(), Threads()
     unique_id = library.unique_id()
     other = threading.Thread(target=lambda: FakeLibrary().connect(2, unique_id, 1).test(), daemon=True)
     other.start()
     guard = GuardedCommunicator(library, threads, rank=0, world=2, unique_id=unique_id, what="epoch 1")
-    guard.form(5.0)
+    guard.form(20.0)
     library.abort_hangs.set()
 
     with pytest.raises(CommunicatorStuck, match="restart this process"):
@@ -228,7 +224,7 @@ def test_stop_ends_a_call_in_progress_from_another_thread():
     unique_id = library.unique_id()
     threading.Thread(target=lambda: FakeLibrary().connect(2, unique_id, 1).test(), daemon=True).start()
     guard = GuardedCommunicator(library, threads, rank=0, world=2, unique_id=unique_id, what="epoch 1")
-    guard.form(5.0)
+    guard.form(20.0)
     threading.Timer(0.1, guard.stop).start()
 
     with pytest.raises(CommunicatorError, match="stopped"):
@@ -244,6 +240,7 @@ from tests.fake_communicator import FakeLibrary
 
 torch.set_num_threads(1)
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout)
+print("ready now", flush=True)
 member = BroadcastMember(FakeLibrary(), "cpu", lambda state: print("state", state.formed, state.failed, flush=True))
 for line in sys.stdin:
     manifest, ticket = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, NcclTicket])
@@ -263,6 +260,7 @@ class MemberProcess:
             cwd=ROOT,
         )
         self.tell(layout)
+        self.hear("ready")
 
     def tell(self, message: object) -> None:
         assert self.process.stdin is not None
@@ -280,7 +278,7 @@ class MemberProcess:
         self.process.wait()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_and_a_new_epoch(layout, python_env):
     library = FakeLibrary()
     sender = Broadcaster(library, "cpu")
