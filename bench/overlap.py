@@ -41,7 +41,7 @@ def config_and_model() -> tuple[Any, Path]:
 
     from envs.registry import load_task
     from learner.ranks import Ranks
-    from learner.setup import model_directory
+    from learner.starting_model import model_directory
     from streamrl.config.load import load_config
 
     logging.disable(logging.INFO)
@@ -98,13 +98,13 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     """Median seconds of one optimizer step on a canned batch, decoding and packing included."""
     import torch
 
+    from learner.gradients import optimizer_step
     from learner.hub_config import response_limit
     from learner.model import load_policy
     from learner.objective import Objective
     from learner.optimizer import make_optimizer, make_schedule
     from learner.packing import pack
     from learner.ranks import Ranks
-    from learner.gradients import optimizer_step
     from learner.step import forward_backward
     from learner.trajectories import TrajectoryReader
     from streamrl.messages import PlanRow

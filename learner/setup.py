@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from envs.check import check_task
 from envs.registry import load_task
-from learner.checkpoint import Checkpoint, find_checkpoint
+from learner.checkpoint import Checkpoint
 from learner.critic import Critic
 from learner.critic_network import build_critic
 from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
@@ -27,6 +24,7 @@ from learner.kl_options import check_regularisers
 from learner.model import Policy, load_policy
 from learner.objective import Objective
 from learner.optimizer import make_optimizer, make_schedule
+from learner.past import Past, find_past, surviving
 from learner.probe import Prober, probe_tokens
 from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
@@ -37,13 +35,11 @@ from learner.run import Run
 from learner.run_dir import claim_run_dir
 from learner.scores import ScoreRules
 from learner.staleness_control import StalenessControl
+from learner.starting_model import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.stop_flag import StopFlag
-from learner.tiny_model import prepare_tiny_model
 from learner.trajectories import TrajectoryReader
 from streamrl.config.checks import largest_max_lag, lookahead
-from streamrl.config.schema import Config, WireDtype
-from streamrl.environment import Task
-from streamrl.errors import ConfigError
+from streamrl.config.schema import Config
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.cuda_memory import require_ipc
@@ -52,18 +48,6 @@ from streamrl.weights.rundir import clean_stale, document_directory
 from streamrl.weights.shm import ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a checkpoint says of the run so far; the defaults are a run that has none."""
-
-    run_id: str
-    version: int = 0
-    lineage: tuple[Lineage, ...] = ()
-    wall_s: float = 0.0
-    trained_tokens: int = 0
-    checkpoint: Checkpoint | None = None
 
 
 def start_ranks(config: Config) -> Ranks:
@@ -272,79 +256,6 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
     if resume and bind.endswith(":0") and note.exists():
         return str(json.loads(note.read_text())["connect"])
     return bind
-
-
-def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
-    """The checkpoint to start from; a tiny model is made by rank 0 first."""
-    if not config.policy.tiny.enabled:
-        assert config.policy.model_path is not None
-        return Path(config.policy.model_path)
-    tiny = config.policy.tiny
-    for rank in range(ranks.world):
-        if rank == ranks.rank:
-            path = prepare_tiny_model(
-                tiny.cache_dir, task, hidden_size=tiny.hidden_size, num_layers=tiny.num_layers,
-                num_heads=tiny.num_heads, num_warm_start_steps=tiny.num_warm_start_steps,
-                warm_start_lr=tiny.warm_start_lr, stop_at=tiny.warm_start_until, seed=config.run.seed,
-                num_threads=config.run.num_threads or torch.get_num_threads(), progress=log.info,
-                max_positions=config.learner.max_tokens_per_device,
-            )
-        ranks.barrier()
-    return path
-
-
-def find_past(config: Config, run_dir: Path, ranks: Ranks) -> Past:
-    """What to go on from; collective. Raises CheckpointError if there are checkpoints and none of them is good."""
-    name = run_dir / "run_id"
-    if ranks.rank == 0 and not name.exists():
-        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
-        name.write_text(f"{safe}-{secrets.token_hex(4)}")
-    ranks.barrier()
-    run_id = name.read_text().strip()
-    found = find_checkpoint(run_dir, ranks) if config.checkpoint.resume else None
-    if found is None:
-        if config.checkpoint.resume:
-            log.warning("no checkpoint in %s yet: starting from version 0", run_dir)
-        return Past(run_id)
-    extra: Mapping[str, Any] = found.extra
-    if extra["run_id"] != run_id:
-        raise ConfigError(f"{found.path} belongs to run {extra['run_id']}, {run_dir} to {run_id}: do not mix them")
-    lineage = tuple(Lineage(*row) for row in extra["lineage"])
-    log.info("resuming from %s (version %d)", found.path, found.version)
-    return Past(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found)
-
-
-def surviving(past: Past, epoch: int) -> tuple[Lineage, ...]:
-    """The known versions after a restart: earlier epochs cut at the restored version, then this epoch."""
-    cut = (Lineage(row.learner_epoch, row.first, min(row.last, past.version)) for row in past.lineage)
-    return (*cut, Lineage(epoch, past.version, past.version))
-
-
-def policy_vocab_size(model_dir: Path) -> int:
-    """From config.json, without loading the model: the hub checks token ids against it."""
-    try:
-        config = json.loads((model_dir / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"policy.model_path={model_dir} holds no config.json: give a local Hugging Face checkpoint directory"
-        ) from error
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """float32 on a CPU, where bfloat16 is emulated and very slow; bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"policy.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
-    return dtype
-
-
-def wire_dtype(choice: WireDtype, device: torch.device) -> torch.dtype:
-    if choice is WireDtype.auto:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if choice is WireDtype.float32 else torch.bfloat16
 
 
 def tear_down(run: Run) -> None:

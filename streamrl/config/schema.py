@@ -591,7 +591,7 @@ class PublishConfig:
     max_bytes_per_s: int = 0
     """Cap of the hub's bandwidth for pulled weights; 0 is none."""
     delta_max_ratio: float = 0.25
-    """Actors that pull get only what changed since the version they hold, if it is at most this part of all; 0 never."""
+    """Actors that pull get just what changed since the version they hold, if at most this part of all; 0 never."""
     when: PublishWhen = PublishWhen.every_step
     """Publish after every step, or only once the predicted drift since the last one exceeds a quarter of
     `staleness.adaptive.m2_target` (and before the actors' lead runs out)."""

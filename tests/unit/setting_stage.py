@@ -20,7 +20,7 @@ from learner.hub_config import hub_settings
 from learner.hub_link import HubLink
 from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
-from learner.setup import wire_dtype
+from learner.starting_model import wire_dtype
 from learner.tiny_model import make_tiny_model
 from streamrl.codec import Decoder, encode
 from streamrl.config.load import from_plain, load_config, to_plain

@@ -16,7 +16,7 @@ from learner.hub_link import HubLink
 from learner.publish import Publisher
 from learner.ranks import Ranks
 from learner.run import Run
-from learner.setup import wire_dtype
+from learner.starting_model import wire_dtype
 from streamrl.codec import Decoder, encode
 from streamrl.errors import StreamrlError
 from streamrl.messages import (

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from envs.registry import load_task
+from learner.gradients import optimizer_step
 from learner.model import load_policy
 from learner.objective import Objective
 from learner.optimizer import make_optimizer, make_schedule
 from learner.packing import pack
 from learner.ranks import Ranks
 from learner.recorder import Recorder
-from learner.setup import compute_dtype, model_directory, start_ranks
-from learner.gradients import optimizer_step
+from learner.setup import start_ranks
+from learner.starting_model import compute_dtype, model_directory
 from streamrl.errors import ConfigError
 from streamrl.run_dirs import choose_run_dir
 from tests.unit.learner.learner_samples import batch, plan_of, trajectory
