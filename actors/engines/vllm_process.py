@@ -51,6 +51,8 @@ def engine_arguments(
     if device == "cpu":
         # Compiling takes longer than most runs on a CPU; and without the warm-up nobody measures the cache's size.
         defaults["enforce_eager"] = True
+        if extra.get("tensor_parallel_size", 1) == extra.get("pipeline_parallel_size", 1) == 1:
+            defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process: one process less
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = cache_bytes(slots, max_tokens, kv_bytes_per_token)
     ours = {
@@ -87,6 +89,8 @@ def environment(mark: str, device: str, num_threads: int | None, eager: bool) ->
     if device == "cpu":
         # No binding: several actors on one host would bind to the same cores. The number of threads is enough.
         values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Or vLLM puts every model into a process of its own, to give it the binding that it does not get.
+        values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager:
             values["TORCHDYNAMO_DISABLE"] = "1"  # the sampler's helpers would be compiled for 20 s at the first token
     changed = {name: value for name, value in values.items() if name not in os.environ}

@@ -9,7 +9,16 @@ from itertools import count
 
 import pytest
 import torch
-from tiny_models import GREEDY, character_tokenizer, document, prompt_of, request, truth_logprobs, two_model_logprobs
+from tiny_models import (
+    GREEDY,
+    character_tokenizer,
+    document,
+    prompt_of,
+    request,
+    truth_logprobs,
+    two_model_logprobs,
+    until,
+)
 from vllm_stage import MAX_TOKENS, NEEDS_VLLM, SLOTS, Learner, Theatre, model, save
 
 from actors.engines import vllm as vllm_engine
@@ -154,7 +163,7 @@ def test_with_finish_no_sequence_sees_two_versions_and_none_begins_before_the_in
         running = [asyncio.ensure_future(theatre.engine.generate(job)) for job in jobs]
         await theatre.under_way(5)
         install = asyncio.ensure_future(serve(theatre, 2))
-        await asyncio.sleep(0)
+        await until(lambda: not theatre.engine._open.is_set())  # staged, and the door is closed
         late = asyncio.ensure_future(theatre.engine.generate(request(prompt_of(5), 8)))
         new = await install
         assert all(task.done() for task in running)
@@ -331,7 +340,7 @@ def test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder(theatre
     async def whole() -> None:
         running = asyncio.ensure_future(engine.generate(request(prompt_of(5), 240)))
         await theatre.under_way(3)
-        assert len(family(mark)) >= 2 and os.path.isdir(folder)
+        assert family(mark) and os.path.isdir(folder)
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await running

@@ -22,9 +22,9 @@ from learner.packing import make_layout
 NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
-WAIT_S = 120.0
+WAIT_S = 280.0
 MAX_TOKENS, SLOTS = 256, 8
 
 

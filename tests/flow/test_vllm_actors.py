@@ -1,0 +1,99 @@
+"""vLLM actors in real runs: alone under `streamrl launch`, and in a mixed fleet from which one is killed."""
+
+from __future__ import annotations
+
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from actors.engines.vllm_guard import MARK
+from tests.flow.processes import SLOW, Stage, wait_until
+
+pytestmark = [
+    pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
+]
+VLLM = ("actors.engine=vllm", "actors.device=cpu")
+HEADS = "policy.tiny.num_heads=2"  # of 32 each, the least that vLLM has an attention for on a CPU
+START_S = 240  # three processes that import vLLM, on cores that others may use
+
+
+def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(stage: Stage):
+    launch = stage.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2")
+
+    assert stage.finish(launch, START_S + 120) == 0, stage.logs()
+    summary, rows = stage.summary(), stage.metrics()
+    assert summary["num_groups_trained"] == 48 and summary["num_lag_violations"] == 0
+    assert [row["step"] for row in rows if "policy/loss" in row] == [1, 2, 3, 4, 5, 6]
+    log = (stage.run_dir / "logs" / "actor-0.log").read_text()
+    assert "installed version 1:6" in log and "paused" in log, stage.logs()
+    assert last(rows, "hub/num_probes") >= 2 and last(rows, "hub/num_probe_failures") == 0
+    assert stage.leftovers() == [] and orphans() == []
+
+
+def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(stage: Stage):
+    num_steps = 30
+    learner = stage.learner(f"trainer.num_steps={num_steps}", HEADS, "staleness.eta=2", "hub.dead_after_s=3",
+                            "publish.probe_every=3", *SLOW)
+    fleet = {name: stage.actor(name, *VLLM) for name in ("v0", "v1")}
+    for name in fleet:
+        stage.wait_for_actor(name, START_S)
+    fleet["n0"] = stage.actor("n0")
+    stage.wait_for_actor("n0", 90)
+    at_kill = stage.status()["version"]
+    owner = fleet["v1"].pid
+    assert engine_processes()[owner] and fleet["v0"].pid in engine_processes()
+
+    fleet["v1"].send_signal(signal.SIGKILL)
+    stage.wait_for_eviction("v1")
+    wait_until(lambda: owner not in engine_processes(), 20, "the end of the killed actor's engine", stage.logs)
+    fleet["n1"] = stage.actor("n1")
+    stage.wait_for_actor("n1", 90)
+
+    assert stage.finish(learner, 240) == 0, stage.logs()
+    for name in ("v0", "n0", "n1"):
+        assert stage.finish(fleet[name], 20) == 0, stage.logs()
+    summary, rows = stage.summary(), stage.metrics()
+    assert at_kill < num_steps and summary["num_groups_trained"] == num_steps * 8
+    assert summary["num_lag_violations"] == 0 and summary["lag_max"] <= summary["max_lag_bound"]
+    # Every engine computed with what was published: roots by heartbeat, log-probs by the probe.
+    assert last(rows, "hub/num_probes") >= 6 and last(rows, "hub/num_probe_failures") == 0
+    log = (stage.path / "learner.log").read_text()
+    assert "published was" not in log and "QUARANTINE" not in log
+    installed = {name: versions(stage, name) for name in ("v0", "n0", "n1")}
+    assert all(max(numbers) >= num_steps - 2 for numbers in installed.values()), installed
+    stage.close()
+    assert stage.leftovers() == [] and orphans() == []
+
+
+def versions(stage: Stage, name: str) -> set[int]:
+    """What an actor says it installed."""
+    lines = (stage.path / f"{name}.log").read_text().splitlines()
+    words = [line.split("installed version ", 1)[1] for line in lines if "installed version " in line]
+    return {int(word.split(" ", 1)[0].partition(":")[2]) for word in words}
+
+
+def last(rows: list[dict], key: str) -> float:
+    return next(row[key] for row in reversed(rows) if key in row)
+
+
+def engine_processes() -> dict[int, list[int]]:
+    """Processes of vLLM by the process id of the actor that started them."""
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment, words = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        mark = next((part for part in environment.split(b"\0") if part.startswith(f"{MARK}=".encode())), b"")
+        if mark and words and b"resource_tracker" not in words:
+            found.setdefault(int(mark.partition(b"=")[2].partition(b"-")[0]), []).append(int(entry.name))
+    return found
+
+
+def orphans() -> list[int]:
+    return [owner for owner in engine_processes() if not Path(f"/proc/{owner}").exists()]
