@@ -22,7 +22,7 @@ import configs
 from bench.record import exit_status, record, shared_arguments
 
 EVAL_SAMPLES = 50
-TIME_LIMIT_S = 600.0
+TIME_LIMIT_S = 1800.0
 
 
 def preset_names() -> list[str]:
@@ -67,7 +67,8 @@ def launch(name: str, num_steps: int, seed: int) -> tuple[int, dict[str, Any], l
                 _, errors = process.communicate()
                 code = 124
         if code:
-            print(f"{name}: {errors[-2000:]}", file=sys.stderr)
+            why = f"no end within {TIME_LIMIT_S:g} s; " if code == 124 else ""
+            print(f"{name}: {why}{errors[-2000:]}", file=sys.stderr)
         return code, _json(run_dir / "summary.json"), _rows(run_dir / "metrics.jsonl")
 
 
