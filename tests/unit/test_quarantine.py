@@ -20,7 +20,7 @@ from streamrl.transport.actor_link import ActorLink, Gone
 from streamrl.transport.client import HubClient
 from tests.unit.setting_stage import VOCAB_SIZE, LiveHub, config_of, tiny_model
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(400)
 WORDS = (
     "rollout.max_prompt_tokens=64", "rollout.train.sampling.max_new_tokens=4", "rollout.num_responses_per_prompt=2",
     "actors.num_concurrent=4", "actors.share_weights=false", "hub.heartbeat_s=0.05", "staleness.eta=200",
@@ -35,7 +35,7 @@ class LiveActor:
         self._endpoint, self._up = endpoint, threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="actor")
         self._thread.start()
-        assert self._up.wait(20)
+        assert self._up.wait(200)
 
     async def _live(self) -> None:
         context, local = zmq.Context(), from_plain({"policy": {"tiny": {"enabled": True}}}, [])
@@ -52,11 +52,11 @@ class LiveActor:
 
     def look(self) -> None:
         """What happens by itself once a minute."""
-        asyncio.run_coroutine_threadsafe(self.worker._upkeep.look(), self.loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.worker._upkeep.look(), self.loop).result(200)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.worker.client.events.put_nowait, Gone(0, "the test is over"))
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=200)
 
 
 def until(condition: Callable[[], object]) -> None:

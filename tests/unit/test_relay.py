@@ -35,7 +35,7 @@ from streamrl.weights.manifest import bucket_digest, make_layout, make_manifest
 from streamrl.weights.source import WeightSource
 from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 NUM_VERSIONS = 3
 ANY = "tcp://127.0.0.1:0"
 
@@ -72,7 +72,7 @@ class Running:
         self.exit_code: int | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live(learner)), name="relay")
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(200)
 
     async def _live(self, learner: str) -> None:
         self.loop, self.relay = asyncio.get_running_loop(), Relay(learner, ANY)
@@ -85,7 +85,7 @@ class Running:
         return self.relay.endpoint
 
     def join(self) -> int | None:
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=200)
         assert not self._thread.is_alive()
         return self.exit_code
 

@@ -24,7 +24,7 @@ from streamrl.weights.host_share import MEMBERS, HostShare, SharedReceiver
 from streamrl.weights.manifest import make_manifest
 from streamrl.weights.source import WeightSource
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -189,12 +189,12 @@ def test_when_the_puller_is_killed_another_member_takes_over(hub, member, child,
     stuck = Stuck(9)
     _, manifest, offers, body = hub(tamper=stuck)
     puller = child(manifest, offers)
-    assert stuck.reached.wait(30)
+    assert stuck.reached.wait(200)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(member().fetch, manifest, offers, layout)
         puller.kill()
         stuck.open = True
-        found = waiting.result(30)
+        found = waiting.result(200)
 
     assert whole(found) == body and found.source == InstallSource.ZMQ
 
@@ -204,7 +204,7 @@ def test_a_puller_that_is_stopped_is_not_waited_for(hub, member, child, layout, 
     stuck = Stuck(9)
     _, manifest, offers, body = hub(tamper=stuck)
     puller = child(manifest, offers)
-    assert stuck.reached.wait(30)
+    assert stuck.reached.wait(200)
     os.kill(puller.pid, signal.SIGSTOP)
     stuck.open = True
 
