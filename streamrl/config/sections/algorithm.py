@@ -1,0 +1,238 @@
+"""How data become a loss: filters, rewards, staleness, credit, surrogate, KL, entropy, constraints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrl.config.sections.choices import (
+    AdaptiveRule,
+    ConstraintMethod,
+    Discount,
+    EntropyAdapt,
+    OnStale,
+    OpsmWhen,
+    Segment,
+    StalenessMode,
+    VetoStat,
+)
+
+
+@dataclass
+class FilterConfig:
+    zero_std: bool = False
+    """Drop groups whose rewards are all equal: they carry no gradient; others are drawn in their place."""
+    min_std: float = 1e-6
+    """Rewards that spread less than this count as equal under `filter.zero_std`."""
+    truncated: bool = False
+    """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
+    accuracy_range: list[float] | None = None
+    """[low, high]: drop groups whose mean score is not strictly between; null is off."""
+
+
+@dataclass
+class AdaptiveConfig:
+    enabled: bool = False
+    """Let measured staleness move eta and max_lag during the run; they start from the values set above."""
+    rule: AdaptiveRule = AdaptiveRule.ess
+    """What moves the lead: `ess` keeps the predicted ESS at its target, `goodput` climbs groups per second times ESS,
+    `fixed` leaves it to the circuit breaker alone."""
+    min_eta: int = 1
+    """Smallest lead that the rule may choose; the circuit breaker may go below it."""
+    max_eta: int = 16
+    """Largest lead that the rule may choose."""
+    ess_target: float = 0.5
+    """ESS of whole trajectories (`ess/sequence_clipped`) that the largest admitted lag should still have."""
+    m2_target: float = 0.04
+    """Budget of drift, mean squared log-ratio of a token: for off-policy masking, publishing and the group spread."""
+    half_life_steps: float = 30.0
+    """Steps after which an old measurement of the drift counts half."""
+    num_trial_steps: int = 20
+    """Steps for which `goodput` measures one lead before it tries the next."""
+    breaker: bool = True
+    """Halve the lead when the ESS falls, gradients jump or drift oscillates; drain the queue in the worst case."""
+    group_spread: bool = False
+    """Give trajectories of one group baselines of their own when their lags differ by more than the drift allows."""
+
+
+@dataclass
+class OverlongConfig:
+    cache_ratio: float = 0.0
+    """Soft overlong penalty: the reward falls by up to 1 over this last part of the allowed new tokens; 0 is off."""
+    scale: float = 1.0
+    """Size of the penalty at the limit."""
+
+
+@dataclass
+class ObjectivesConfig:
+    combine: str = "reward"
+    """What is trained on: the task's reward, or its named scores as weighted_sum, tchebycheff, gdpo, or a weighted sum
+    with a bonus in the group for not being dominated (pareto) or for volume that only it covers (hypervolume)."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Name of a score -> weight; a negative weight makes smaller better. Two or more also keep a Pareto archive."""
+    ideal: dict[str, float] = field(default_factory=dict)
+    """The point that tchebycheff aims at; what is not given is the best seen in the run."""
+    reference_point: dict[str, float] = field(default_factory=dict)
+    """What a point must exceed to have any hypervolume."""
+    bonus: float = 0.1
+    """Weight of the group bonus of pareto and hypervolume."""
+    archive_size: int = 100
+    """Most evaluations in pareto.json."""
+
+
+@dataclass
+class StalenessConfig:
+    eta: int = 1
+    """Allowed lead in batches: how far generation may run ahead of training. 0 is strictly synchronous."""
+    num_lookahead_groups: int | None = None
+    """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
+    max_lag: int | None = None
+    """Bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
+    mode: StalenessMode = StalenessMode.drop
+    """Beyond max_lag: `drop` the group; `mask_old_tokens` and train the others; `reweight` old tokens down to a hard
+    bound; or `wait` for the oldest group at every cut, so that none gets there."""
+    hard_max_lag: int | None = None
+    """Under mode=reweight: the lag at which a group is refused after all; null derives eta + ceil(W / B)."""
+    decay: float = 0.5
+    """Under mode=reweight: factor on a token's loss for each step of its lag beyond max_lag."""
+    on_stale: OnStale = OnStale.reissue
+    """A group that is refused for its lag is generated again, or dropped."""
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
+    """The staleness control."""
+
+
+@dataclass
+class AdvantageConfig:
+    estimator: str = "group"
+    """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`; those that need values bring a critic."""
+    baseline: str = "leave_one_out"
+    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centres the
+    rewards."""
+    scale: str = "none"
+    """Divide centred scores by: none, std (of the group) or batch_std."""
+    whiten: str = "none"
+    """Normalise the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    discount: Discount = Discount.token
+    """Apply gamma at every `token`, or once at the end of every `turn`."""
+    lam: float = 1.0
+    """Trace decay."""
+    rho_bar: float = 1.0
+    """Cap of the ratio in the last step's error (V-trace)."""
+    rho_bar_ess_target: float | None = None
+    """Choose rho_bar every step: the largest cap up to 10 whose clipped-sequence ESS reaches this; null is off."""
+    c_bar: float = 1.0
+    """Cap of the ratio in the trace (V-trace)."""
+    rho_bar_pg: float | None = None
+    """Cap of the token's own ratio inside the estimator (published IMPALA form); null leaves it to the surrogate."""
+    segment: Segment = Segment.turn
+    """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
+    segment_tokens: int = 32
+    """Tokens of one block."""
+    weight_cap: float = 2.0
+    """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
+    min_ess: float = 2.0
+    """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
+
+
+@dataclass
+class LossConfig:
+    surrogate: str = "ppo_clip"
+    """Trust region: a key of `streamrl.algorithms.SURROGATES`."""
+    clip_low: float = 0.2
+    """Lower clip distance of the ratio from 1."""
+    clip_high: float = 0.28
+    """Upper clip distance of the ratio from 1."""
+    dual_clip: float | None = 3.0
+    """Cap of the loss of negative advantages, in units of the advantage; null is off."""
+    cap: float | None = None
+    """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
+    anchor: str | None = None
+    """Whom the ratio is taken against: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
+    ewma_decay: float = 0.95
+    """Per step, of the averaged weights behind `loss.anchor=ewma`."""
+    correction: str = "disabled"
+    """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`."""
+    opsm_delta: float | None = None
+    """Drop harmful tokens of trajectories whose mean log-ratio is below minus this; null is off."""
+    opsm_when: OpsmWhen = OpsmWhen.always
+    """`over_budget` masks them only while the drift at the mean lag exceeds its target."""
+    zscore_bound: float | None = None
+    """Drop harmful tokens whose log-ratio is this many standard deviations of their lag's drift; null is off."""
+    veto_low: float | None = 1e-4
+    """Drop a trajectory if one of its token ratios is below this; null is off."""
+    veto_high: float | None = 100.0
+    """Drop a trajectory if one of its token ratios is above this; null is off."""
+    veto_stat: VetoStat = VetoStat.any
+    """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
+    entropy_coef: float = 0.0
+    """Bonus on the mean token entropy."""
+    behavior_penalty: float = 0.0
+    """Weight of the squared log-ratio that pulls the policy back to where its data came from."""
+    avg_level: str = "token-mean"
+    """How token losses are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
+    prompt-mean."""
+    allow_uncorrected: bool = False
+    """Permit training on stale data without any importance ratio (negative control of experiments)."""
+
+
+@dataclass
+class KlConfig:
+    mode: str = "off"
+    """Pull towards the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
+    (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
+    coef: float | None = None
+    """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
+    cap: float = 2.0
+    """Cap of the KL term's own importance weight (k2_is, advantage without a ratio, constraint.kl_limit)."""
+    allow_biased: bool = False
+    """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
+    controller: str = "constant"
+    """Who moves the weight each step: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the controller by their name in `streamrl.algorithms`, e.g. `kl.options.target=0.01`."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "False":  # YAML reads a bare `off` as false
+            self.mode = "off"
+
+
+@dataclass
+class ReferenceConfig:
+    model_path: str | None = None
+    """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
+    sync_every_steps: int = 0
+    """The reference becomes the policy of the moment every so many steps; 0 never."""
+
+
+@dataclass
+class EntropyConfig:
+    target: float | None = None
+    """Mean token entropy in nats that `entropy.adapt` steers to; the bonus rests while the entropy is above it."""
+    adapt: EntropyAdapt = EntropyAdapt.none
+    """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
+    step: float = 0.005
+    """How far it moves per optimizer step."""
+    low: float | None = None
+    """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
+    high: float | None = None
+    """Highest value it may take; null is 1 for the bonus and 0.5 for the clip."""
+
+
+@dataclass
+class ConstraintConfig:
+    kl_limit: float | None = None
+    """The mean KL to the reference model in nats per token must stay below this; null is off."""
+    entropy_min: float | None = None
+    """The mean token entropy in nats must stay above this; null is off."""
+    method: ConstraintMethod = ConstraintMethod.lagrangian
+    """How a violation becomes a weight: dual ascent, a PID controller, or the slope of a squared penalty."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the method by their name in `streamrl.algorithms`, e.g. `constraint.options.lr=0.1`."""
+    one_sided: bool = False
+    """A weight that is left over acts only while the constraint is violated."""
