@@ -41,7 +41,8 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.out or ROOT / "runs" / "staleness" / ("quick" if arguments.quick else "full")
     wanted, began = jobs(quick=arguments.quick), time.perf_counter()
     run_all(wanted, folder / "jobs", num_workers=arguments.workers, quick=arguments.quick, resume=arguments.resume)
-    results = collect(wanted, folder / "jobs", wall_s=time.perf_counter() - began, workers=arguments.workers)
+    results = collect(wanted, folder / "jobs", wall_s=time.perf_counter() - began, workers=arguments.workers,
+                      resumed=arguments.resume)  # fmt: skip
     write(results, folder, eval_every=wanted[0].plan.eval_every)
     print("\n".join(goal_lines(results["parts"]["A"])))
     committed = COMMITTED / "results.json"
@@ -53,8 +54,10 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def collect(wanted: Sequence[Job], folder: Path, *, wall_s: float, workers: int) -> dict[str, Any]:
-    """One document from the files of all jobs."""
+def collect(
+    wanted: Sequence[Job], folder: Path, *, wall_s: float, workers: int, resumed: bool = False
+) -> dict[str, Any]:
+    """One document from the files of all jobs; of a resumed run `wall_s` is only the last part."""
     results = [json.loads((folder / f"{job.name}.json").read_text()) for job in wanted]
     first = next(result for result in results if result["part"] == "A")
     return {
@@ -66,6 +69,7 @@ def collect(wanted: Sequence[Job], folder: Path, *, wall_s: float, workers: int)
         "cpu_s": round(sum(result["cpu_s"] for result in results), 1),
         "wall_s": round(wall_s, 1),
         "workers": workers,
+        "resumed": resumed,
         "task": first["plan"]["task"],
         "env": environment_stamp(),
         "parts": run_records(results),

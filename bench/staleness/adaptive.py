@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.staleness.arms import ARMS, check
 from bench.staleness.history import History
-from bench.staleness.learner import LAG_EDGES, Learner
+from bench.staleness.learner import LAG_EDGES, M2_TARGET, Learner
 from bench.staleness.policy import Shape, generate
 from bench.staleness.simulate import sample, sampling_ticks
 from bench.staleness.task import Luck, Task, scores
@@ -29,6 +29,7 @@ from streamrl.algorithms import (
     fit_drift,
     lag_for_ess,
     oscillation,
+    predict_m2,
     step_breaker,
     step_lag_bound,
     update_drift,
@@ -99,10 +100,11 @@ class LagControl:
         tokens = self._effective_tokens(float(ell.square().mean()), ess, ell.shape[1])
         target = lag_for_ess(fit_drift(self._drift), ess_target=ESS_TARGET, num_effective_tokens=tokens)
         self._bound = step_lag_bound(self._bound, min(target, float(LARGEST_BOUND)), high=LARGEST_BOUND)
+        # As in the learner: a drift that swings back within its budget is no trouble.
+        swing = oscillation(self._drift, float(lag)) if predict_m2(self._drift, float(lag)) > M2_TARGET else 0.0
         self.breaker = step_breaker(
-            self.breaker, ess=ess, step_scale=step_scale, grad_norm=norm, queue_lag=float(lag),
-            oscillation=oscillation(self._drift, float(lag)),
-        )  # fmt: skip
+            self.breaker, ess=ess, step_scale=step_scale, grad_norm=norm, queue_lag=float(lag), oscillation=swing
+        )
 
     def idle(self, lag: int) -> None:
         """No update at this tick: a draining breaker looks at the age of what waits."""

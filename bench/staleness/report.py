@@ -30,10 +30,10 @@ def tables(results: Mapping[str, Any]) -> str:
     seeds = len({record["seed"] for record in parts["A"]})
     head = [
         "# Learning under staleness: the numbers",
-        f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds, {results['wall_s']:.0f} s of wall time on "
-        f"{results['workers']} processes. {seeds} seeds, {results['num_steps']} updates, learning rate "
-        f"{results['lr']:g}. Mean ± standard deviation over seeds; chance is {CHANCE:.2f}. What it means: "
-        "[docs/staleness.md](../../staleness.md).",
+        f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds, {results['wall_s']:.0f} s of wall time"
+        f"{' for its last part' if results['resumed'] else ''} on {results['workers']} processes. {seeds} seeds, "
+        f"{results['num_steps']} updates, learning rate {results['lr']:g}. Mean ± standard deviation over seeds; "
+        f"chance is {CHANCE:.2f}. What it means: [docs/staleness.md](../../staleness.md).",
         "Final = mean of the last four evaluations. Area = mean of all evaluations. A run has collapsed if its final "
         f"score is below {COLLAPSED:g} of the best arm's at lag 0.",
     ]
