@@ -178,6 +178,7 @@ def test_a_member_that_loses_its_communicator_ends_the_epoch(scene):
     sender.report(1, SenderStage.NAMED, unique_id=b"id")
     sender.report(1, SenderStage.FORMED)
     for member in (peer, other):
+        assert ways(member.hear(Announce))[0] == "nccl"
         one.beat(member, formed=1)
     sender.hear(SenderSend)
 
