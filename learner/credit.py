@@ -96,7 +96,16 @@ def credit_tokens(
         return Credited(vtrace_critic_free(batch.behavior_logprobs, policy, row_credit, zero, mask, **knobs))
     assert scored is not None and scored.values is not None, f"{name} needs the critic's values"
     centred = rewards - place_terminal(row_baseline.to(rewards.dtype), mask)
-    return _with_values(name, batch, policy, centred, scored, settings, knobs)
+    # A recursion over time is thousands of tiny kernels on an accelerator, and one quick loop on the host.
+    given = [policy, centred, scored.values, scored.bootstrap, scored.action_values]
+    policy, centred, values, ends, actions = (None if x is None else x.cpu() for x in given)
+    knobs = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in knobs.items()}
+    found = _with_values(
+        name, batch.to("cpu"), policy, centred, Scored(values=values, bootstrap=ends, action_values=actions), settings,
+        knobs,
+    )
+    back = (found.advantages, found.targets, found.trained)
+    return Credited(*(None if x is None else x.to(mask.device) for x in back))
 
 
 def _with_values(

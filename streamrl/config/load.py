@@ -145,6 +145,7 @@ def _type_name(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
 
 
+@cache
 def field_sentences(cls: type) -> dict[str, str]:
     """The sentence under each field of a dataclass, read from its source (Python keeps none at run time)."""
     import ast
