@@ -30,10 +30,10 @@ def tables(results: Mapping[str, Any]) -> str:
     seeds = len({record["seed"] for record in parts["A"]})
     head = [
         "# Learning under staleness: the numbers",
-        f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds, {results['wall_s']:.0f} s of wall time"
-        f"{' for its last part' if results['resumed'] else ''} on {results['workers']} processes. {seeds} seeds, "
-        f"{results['num_steps']} updates, learning rate {results['lr']:g}. Mean ± standard deviation over seeds; "
-        f"chance is {CHANCE:.2f}. What it means: [docs/staleness.md](../../staleness.md).",
+        f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds on {results['workers']} processes, "
+        f"{_wall(results)}. {seeds} seeds, {results['num_steps']} updates, learning rate {results['lr']:g}. Mean ± "
+        f"standard deviation over seeds; chance is {CHANCE:.2f}. What it means: "
+        "[docs/staleness.md](../../staleness.md).",
         "Final = mean of the last four evaluations. Area = mean of all evaluations. A run has collapsed if its final "
         f"score is below {COLLAPSED:g} of the best arm's at lag 0.",
     ]
@@ -47,6 +47,10 @@ def tables(results: Mapping[str, Any]) -> str:
         ("The goal", "\n".join(goal_lines(parts["A"]))),
     ]
     return "\n\n".join([*head, *(f"## {title}\n\n{body}" for title, body in sections)]) + "\n"
+
+
+def _wall(results: Mapping[str, Any]) -> str:
+    return "in parts (interrupted and resumed)" if results["resumed"] else f"{results['wall_s']:.0f} s of wall time"
 
 
 def goal_lines(records: Sequence[Run]) -> list[str]:
