@@ -12,12 +12,12 @@ from actors.engines.vllm_guard import MARK
 from tests.flow.processes import SLOW, Stage, wait_until
 
 pytestmark = [
-    pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(600),
+    pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
 ]
 VLLM = ("actors.engine=vllm", "actors.device=cpu")
 HEADS = "policy.tiny.num_heads=2"  # of 32 each, the least that vLLM has an attention for on a CPU
-START_S = 240  # three processes that import vLLM, on cores that others may use
+START_S = 420  # three processes that import vLLM; seconds on quiet cores, minutes on busy ones
 
 
 def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(stage: Stage):
@@ -34,36 +34,38 @@ def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(stage
 
 
 def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(stage: Stage):
-    num_steps = 30
-    learner = stage.learner(f"trainer.num_steps={num_steps}", HEADS, "staleness.eta=2", "hub.dead_after_s=3",
-                            "publish.probe_every=3", *SLOW)
+    # No end of its own: how many steps pass while actors start depends on the machine. One that is told to leave does.
+    learner = stage.learner("trainer.num_steps=100000", "staleness.eta=2", "hub.dead_after_s=3", "eval.num_samples=0",
+                            "publish.probe_every=3", "checkpoint.every_steps=1000", HEADS, *SLOW)
     fleet = {name: stage.actor(name, *VLLM) for name in ("v0", "v1")}
+    fleet["n0"] = stage.actor("n0")
     for name in fleet:
         stage.wait_for_actor(name, START_S)
-    fleet["n0"] = stage.actor("n0")
-    stage.wait_for_actor("n0", 90)
-    at_kill = stage.status()["version"]
     owner = fleet["v1"].pid
     assert engine_processes()[owner] and fleet["v0"].pid in engine_processes()
+    stage.wait_for_version(stage.status()["version"] + 2)
 
-    fleet["v1"].send_signal(signal.SIGKILL)
+    fleet.pop("v1").send_signal(signal.SIGKILL)
     stage.wait_for_eviction("v1")
-    wait_until(lambda: owner not in engine_processes(), 20, "the end of the killed actor's engine", stage.logs)
+    wait_until(lambda: owner not in engine_processes(), 30, "the end of the killed actor's engine", stage.logs)
     fleet["n1"] = stage.actor("n1")
-    stage.wait_for_actor("n1", 90)
+    stage.wait_for_actor("n1", START_S)
+    stage.wait_for_version(stage.status()["version"] + 6)
 
-    assert stage.finish(learner, 240) == 0, stage.logs()
-    for name in ("v0", "n0", "n1"):
-        assert stage.finish(fleet[name], 20) == 0, stage.logs()
-    summary, rows = stage.summary(), stage.metrics()
-    assert at_kill < num_steps and summary["num_groups_trained"] == num_steps * 8
-    assert summary["num_lag_violations"] == 0 and summary["lag_max"] <= summary["max_lag_bound"]
+    for process in fleet.values():
+        process.send_signal(signal.SIGTERM)
+    for process in fleet.values():
+        assert stage.finish(process, 60) == 0, stage.logs()
+    learner.send_signal(signal.SIGTERM)
+    assert stage.finish(learner, 60) == 0, stage.logs()
+    rows = [row for row in stage.metrics() if "policy/loss" in row]
+    assert [row["run/version"] for row in rows] == list(range(1, len(rows) + 1))
+    assert last(rows, "hub/num_lag_violations") == 0 and last(rows, "hub/num_groups_trained") == 8 * len(rows)
     # Every engine computed with what was published: roots by heartbeat, log-probs by the probe.
     assert last(rows, "hub/num_probes") >= 6 and last(rows, "hub/num_probe_failures") == 0
     log = (stage.path / "learner.log").read_text()
     assert "published was" not in log and "QUARANTINE" not in log
-    installed = {name: versions(stage, name) for name in ("v0", "n0", "n1")}
-    assert all(max(numbers) >= num_steps - 2 for numbers in installed.values()), installed
+    assert all(max(versions(stage, name)) >= len(rows) - 3 for name in fleet), stage.logs()
     stage.close()
     assert stage.leftovers() == [] and orphans() == []
 
