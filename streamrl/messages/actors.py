@@ -1,0 +1,218 @@
+"""Between actors and the hub, about the actor: joining, heartbeats, installs, leaving."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from streamrl.messages.base import (
+    U16,
+    U32,
+    U64,
+    Digest,
+    Id,
+    LeaseRef,
+    Lineage,
+    LongText,
+    Message,
+    SeqRange,
+    Text,
+    VersionRef,
+    Word,
+)
+from streamrl.messages.weights import Layout, Manifest, NcclState, Offer
+
+
+class Limits(Message):
+    """Numbers of the hub that an actor must respect."""
+
+    heartbeat_s: float = 1.0
+    hub_silent_s: float = 3.0
+    hello_timeout_s: float = 5.0
+    ack_timeout_s: float = 5.0
+    progress_deadline_s: float = 120.0
+    chunk_timeout_s: float = 5.0
+    drain_deadline_s: float = 60.0
+    bye_timeout_s: float = 2.0
+    chunk_bytes: U32 = 1 << 20
+    pull_window: U16 = 8
+    max_message_bytes: U32 = 64 << 20
+    outbox_groups: U16 = 256
+    outbox_bytes: U64 = 1 << 30
+    max_prompt_tokens: U32 = 1 << 20
+    max_new_tokens: U32 = 1 << 20
+    vocab_size: U32 = 1 << 31
+    max_lag: U32 = 1 << 31
+
+
+class Hello(Message):
+    """Kind 1, actor -> hub: who I am, what I hold, what I can do. First message of every link."""
+
+    protocol_min: U16
+    protocol_max: U16
+    actor_id: Id
+    incarnation: U64
+    run_id: Id | None
+    engine: Word
+    software: Id
+    slots: U16
+    transports: Annotated[tuple[str, ...], Meta(max_length=8)]
+    installed: tuple[VersionRef, Digest] | None
+    held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)]
+    outbox: Annotated[tuple[SeqRange, ...], Meta(max_length=1024)]
+    next_seq: U64
+    device: Id = ""
+    """UUID of the GPU that the engine is on; empty on a CPU."""
+
+
+class Welcome(Message):
+    """Kind 2, hub -> actor: run, limits, task, layout, current manifest, and what is already settled."""
+
+    protocol: U16
+    run_id: Id
+    learner_epoch: U32
+    version: U64
+    lineage: Annotated[tuple[Lineage, ...], Meta(max_length=1024)]
+    limits: Limits
+    task: Annotated[bytes, Meta(max_length=1 << 20)]
+    layout: Layout | None
+    manifest: Manifest | None
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
+    pull_token: Digest
+    assets_nbytes: U64
+    assets_digest: Digest
+    settled_upto: U64
+    settled: Annotated[tuple[SeqRange, ...], Meta(max_length=1024)]
+    durable_upto: U64
+    durable: Annotated[tuple[SeqRange, ...], Meta(max_length=1024)]
+    held: Annotated[tuple[tuple[LeaseRef, bool], ...], Meta(max_length=1024)]
+
+
+class ActorState(IntEnum):
+    CONNECTING = 0
+    SYNCING = 1
+    RUNNING = 2
+    PARTED = 3
+    DRAINING = 4
+    LEAVING = 5
+    GONE = 6
+
+
+class ActorBeat(Message):
+    """Kind 6, actor -> hub: alive, and making progress."""
+
+    incarnation: U64
+    beat: U64
+    state: Annotated[int, Meta(ge=0, le=6)]
+    free: U16
+    running: U16
+    installed: VersionRef | None
+    tokens_total: U64
+    stuck: Annotated[tuple[LeaseRef, ...], Meta(max_length=64)]
+    outbox_groups: U16
+    outbox_bytes: U64
+    free_eval: U16 = 0
+    stats: Annotated[dict[Word, float], Meta(max_length=64)] = {}
+    slots: U16 = 0
+    """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
+    root: Annotated[bytes, Meta(max_length=16)] = b""
+    """Of the version in `installed`; empty without one."""
+    nccl: NcclState | None = None
+    """Where it is with the communicators that it was invited to; None if it takes no part in any."""
+    held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] | None = None
+    """Leases at work here; None does not say."""
+
+
+class HubBeat(Message):
+    """Kind 6, hub -> actor: alive; what the learner waits for; the oldest version that is still useful."""
+
+    beat: U64
+    learner_epoch: U32
+    version: U64
+    min_useful: VersionRef
+    waiting_for: Annotated[str, Meta(max_length=128)]
+
+
+class Announce(Message):
+    """Kind 7, hub -> actor: a new version and the ways to get it, best first."""
+
+    manifest: Manifest
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
+
+
+class InstallSource(IntEnum):
+    SAME = 0
+    SHM = 1
+    ZMQ = 2
+    ZMQ_DELTA = 3
+    NCCL = 4
+    IPC = 5
+
+
+class Probed(Message):
+    """How an actor's engine compares with what it should serve; `failed` is "" for a healthy one.
+
+    `mean` and `largest` are absolute differences from the learner's log-probs, in nats; None where the manifest has no
+    probe or the engine cannot score tokens.
+    """
+
+    mean: float | None
+    largest: float | None
+    failed: LongText
+    probe_s: float
+
+
+class Installed(Message):
+    """Kind 10, actor -> hub: this version is live here, or why not."""
+
+    target: VersionRef
+    root: Digest
+    ok: bool
+    source: Annotated[int, Meta(ge=0, le=5)]
+    transfer_s: float
+    verify_s: float
+    pause_s: float
+    install_s: float
+    nbytes: U64
+    error: LongText
+    probe: Probed | None = None
+
+
+class Drain(Message):
+    """Kind 11, both ways: finish what you hold, take no more."""
+
+    reason: Id
+    deadline_s: float
+    until: Annotated[int, Meta(ge=0, le=1)] = 1
+
+
+class Bye(Message):
+    """Kind 12, both ways: all settled, closing."""
+
+    last_seq: U64
+    note: Annotated[str, Meta(max_length=256)]
+
+
+class StopReason(IntEnum):
+    NO_LINK = 1
+    RESTARTING = 2
+    FINISHED = 3
+    FENCED = 4
+    PROTOCOL = 5
+    MODEL = 6
+    WRONG_RUN = 7
+    EVICTED = 8
+    BUSY = 9
+    AUTH = 10
+
+
+class Stop(Message):
+    """Kind 13, hub -> actor: refused, fenced, finished, or "say HELLO again"."""
+
+    reason: Annotated[int, Meta(ge=1, le=10)]
+    rejoin: bool
+    retry_after_s: float
+    exit_code: Annotated[int, Meta(ge=0, le=255)]
+    detail: Text

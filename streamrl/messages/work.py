@@ -1,0 +1,140 @@
+"""Between actors and the hub, about the work: leases, groups, verdicts."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from streamrl.messages.base import (
+    U16,
+    U32,
+    U64,
+    LeaseRef,
+    Message,
+    Range,
+    Sampling,
+    SeqRange,
+    SpanRow,
+    Text,
+    TurnRow,
+    VersionRef,
+    Word,
+)
+
+
+class Purpose(IntEnum):
+    TRAIN = 0
+    EVAL = 1
+
+
+class Lease(Message):
+    """Generate these members of this group with these seeds. A repeated attempt is the same draw: same seeds."""
+
+    group_id: U64
+    attempt: U16
+    prompt_index: U64
+    pass_index: U32
+    prompt: Annotated[bytes, Meta(max_length=1 << 20)] | None
+    members: Annotated[tuple[U16, ...], Meta(max_length=1024)]
+    seeds: Annotated[tuple[U64, ...], Meta(max_length=1024)]
+    min_version: VersionRef
+    sampling: Sampling
+    ttl_s: float
+    purpose: Annotated[int, Meta(ge=0, le=1)] = 0
+
+    @property
+    def ref(self) -> tuple[int, int]:
+        return (self.group_id, self.attempt)
+
+
+class Leases(Message):
+    """Kind 3, hub -> actor: grants and revocations."""
+
+    grants: Annotated[tuple[Lease, ...], Meta(max_length=64)] = ()
+    revoked: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] = ()
+
+
+class Outcome(IntEnum):
+    COMPLETE = 0
+    PARTIAL = 1
+    RETURNED = 2
+
+
+class ReturnReason(IntEnum):
+    NONE = 0
+    STALE = 1
+    ENV_ERROR = 2
+    ENGINE_ERROR = 3
+    DRAIN = 4
+    TOO_LONG = 5
+    PROMPT_INVALID = 6
+    TIMEOUT = 7
+    POISON = 8
+    NO_SLOT = 9
+
+
+class MemberStatus(IntEnum):
+    FINISHED = 0
+    TRUNCATED = 1
+    ABORTED = 2
+
+
+class Member(Message):
+    """One trajectory. `token_ids` holds every token after the prompt, actions and observations alike (T of them).
+
+    `logprobs` are natural logs of the sampled token under the *processed* sampling distribution, exactly 0.0 off the
+    mask: the denominator of the importance ratio, always. `mask` lists action-token ranges; `versions` rows are (epoch,
+    version, start, end), `turns` rows are (start, end, reward): each action token is in exactly one of each.
+    """
+
+    index: U16
+    status: Annotated[int, Meta(ge=0, le=2)]
+    prompt_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    mask: Annotated[tuple[Range, ...], Meta(max_length=4096)]
+    versions: Annotated[tuple[SpanRow, ...], Meta(max_length=256)]
+    turns: Annotated[tuple[TurnRow, ...], Meta(max_length=1024)]
+    reward: float
+    scores: Annotated[dict[Word, float], Meta(max_length=64)]
+    finish: Word
+
+
+class Group(Message):
+    """Kind 4, actor -> hub: finished trajectories of a lease, or the lease handed back."""
+
+    incarnation: U64
+    seq: U64
+    group_id: U64
+    attempt: U16
+    outcome: Annotated[int, Meta(ge=0, le=2)]
+    reason: Annotated[int, Meta(ge=0, le=9)]
+    detail: Text
+    sampling: Sampling
+    members: Annotated[tuple[Member, ...], Meta(max_length=1024)]
+    stats: Annotated[dict[Word, float], Meta(max_length=64)]
+
+
+class RejectReason(IntEnum):
+    NONE = 0
+    DUPLICATE = 1
+    STALE = 2
+    VERSION = 3
+    FENCED = 4
+    MALFORMED = 5
+    NO_LEASE = 6
+    OVERSIZE = 7
+    FINISHED = 8
+
+
+class Ack(Message):
+    """Kind 5, hub -> actor, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
+
+    incarnation: U64
+    settled_upto: U64
+    accepted: Annotated[tuple[SeqRange, ...], Meta(max_length=256)]
+    durable_upto: U64
+    durable: Annotated[tuple[SeqRange, ...], Meta(max_length=256)]
+    rejected: Annotated[tuple[tuple[U64, int, Annotated[str, Meta(max_length=256)]], ...], Meta(max_length=64)]
