@@ -21,11 +21,12 @@ def train(run: Run) -> bool:
         with run.timed("pack"):
             rows = run.objective.begin(rows, share.plan, version=run.version, age=run.staleness.age_rules)
             batch = equalize(pack(rows, run.token_budget, bootstrap=run.objective.has_critic), run.ranks)
-        with run.timed("score"):
-            run.score(batch)  # only for losses that must see the whole batch first
-        with run.timed("forward_backward"):
-            for micro_batch in batch:
-                forward_backward(run.policy, micro_batch, run.objective)
+        with run.as_published():  # the policy that is scored is the one that actors sample from
+            with run.timed("score"):
+                run.score(batch)  # only for losses that must see the whole batch first
+            with run.timed("forward_backward"):
+                for micro_batch in batch:
+                    forward_backward(run.policy, micro_batch, run.objective)
         with run.timed("critic"):
             run.fit_critic(batch)
         with run.timed("optimizer"):

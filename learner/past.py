@@ -29,6 +29,11 @@ class Past:
     trained_tokens: int = 0
     checkpoint: Checkpoint | None = None
 
+    @property
+    def controls(self) -> Mapping[str, Any]:
+        """What steered the run, by name; empty if there was none or its checkpoint is older than the controls."""
+        return self.checkpoint.extra.get("controls", {}) if self.checkpoint is not None else {}
+
 
 def find_past(config: Config, run_dir: Path, ranks: Ranks) -> Past:
     """What to go on from; collective. Raises CheckpointError if there are checkpoints and none of them is good."""

@@ -13,7 +13,7 @@ gathers go on to the end, and only then it is raised. A rank that left early wou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,18 +51,6 @@ def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
             name = name.replace(wrapper, "")
         named.append((name, parameter))
     return named
-
-
-def round_trip_(parameters: Iterable[torch.Tensor], wire_dtype: torch.dtype) -> None:
-    """Round in place to what a published document holds, so that the learner scores with what actors sample from.
-
-    For copies that only score, never for the optimizer's master weights: small updates would be lost in the rounding.
-    Where `wire_dtype` holds every value of the parameters (float32 in float32, bfloat16 in float32) nothing changes.
-    """
-    with torch.no_grad():
-        for parameter in parameters:
-            if torch.promote_types(parameter.dtype, wire_dtype) != wire_dtype:
-                parameter.copy_(parameter.to(wire_dtype))
 
 
 class Publisher:

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from learner.kl_options import needs_reference
 from learner.model import Policy, load_policy
 from learner.packing import MicroBatch
 from learner.ranks import Ranks
-from learner.shards import ShardReader, local_part
+from learner.shards import ShardReader, local_part, reshard
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
@@ -57,7 +56,7 @@ class FrozenPolicy:
         logprobs, _ = self._policy(
             batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
         )
-        _reshard(self._policy)  # no backward pass will free the gathered root
+        reshard(self._policy)  # no backward pass will free the gathered root
         return logprobs
 
     def check_alike(self, source: nn.Module) -> None:
@@ -91,7 +90,7 @@ class FrozenPolicy:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded weight) of every parameter, for a checkpoint."""
-        _reshard(self._policy)
+        reshard(self._policy)
         for name, parameter in self._policy.named_parameters():
             yield f"frozen/{self.name}/{name}", parameter.detach()
 
@@ -109,8 +108,8 @@ class FrozenPolicy:
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's shards of both, parameter by parameter."""
-        _reshard(self._policy)
-        _reshard(source)
+        reshard(self._policy)
+        reshard(source)
         theirs = dict(source.named_parameters())
         for name, parameter in self._policy.named_parameters():
             mine, other = local_part(parameter.detach()), local_part(theirs[name].detach())
@@ -153,9 +152,3 @@ def sync_if_due(reference: FrozenPolicy | None, policy: nn.Module, *, every: int
     """Let the reference follow after every so many optimizer steps; 0 never."""
     if reference is not None and every and version % every == 0:
         reference.sync(policy)
-
-
-def _reshard(module: nn.Module) -> None:
-    """Free what FSDP2 has gathered of the root: its gathered copy would hide a change of the shards."""
-    if isinstance(module, FSDPModule):
-        module.reshard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,12 +25,14 @@ from learner.optimizer import Schedule
 from learner.packing import MicroBatch
 from learner.probe import Prober
 from learner.publish import Publisher
+from learner.published_weights import as_published
 from learner.ranks import Ranks
 from learner.recorder import Recorder
 from learner.reference import FrozenPolicy, sync_if_due
 from learner.run_dir import RunClaim
 from learner.scoring import score_batch
 from learner.staleness_control import StalenessControl
+from learner.starting_model import compute_dtype, wire_dtype
 from learner.stop_flag import StopFlag
 from learner.trajectories import Trajectory, TrajectoryReader
 from streamrl.config.schema import Config
@@ -114,6 +116,14 @@ class Run:
         """Only the critic learns yet."""
         return self.critic is not None and self.version < self.config.critic.num_warmup_steps
 
+    def as_published(self) -> AbstractContextManager[None]:
+        """Inside, the policy holds the values that actors got, where the wire rounds them."""
+        device, config = self.ranks.device, self.config
+        return as_published(
+            self.policy, compute_dtype=compute_dtype(config.policy.dtype, device),
+            wire_dtype=wire_dtype(config.publish.dtype, device),
+        )
+
     def score(self, batch: Sequence[MicroBatch]) -> None:
         """What the objective must know of the whole batch before its first gradient; a collective call."""
         score_batch(
@@ -140,7 +150,10 @@ class Run:
     def _try_to_publish(self) -> bool:
         """Whether it worked, on rank 0; False elsewhere."""
         with self.timed("publish"):
-            probe = self.prober.probe_if_due(self.version) if self.prober is not None else None
+            probe = None
+            if self.prober is not None:
+                with self.as_published():
+                    probe = self.prober.probe_if_due(self.version)
             try:
                 published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
             except WeightsError as error:

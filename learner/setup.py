@@ -13,26 +13,23 @@ import torch
 
 from envs.check import check_task
 from envs.registry import load_task
-from learner.checkpoint import Checkpoint
-from learner.critic import Critic
-from learner.critic_network import build_critic
 from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
 from learner.kl_control import LossControls
 from learner.kl_options import check_regularisers
-from learner.model import Policy, load_policy
+from learner.model import Policy
+from learner.networks import load_networks
 from learner.objective import Objective
-from learner.optimizer import make_optimizer, make_schedule
+from learner.optimizer import make_schedule
 from learner.past import Past, find_past, surviving
 from learner.probe import Prober, probe_tokens
 from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
 from learner.recorder import Recorder
-from learner.reference import FrozenPolicy, load_reference
 from learner.regularisers import Regularisers
 from learner.run import Run
-from learner.run_dir import claim_run_dir
+from learner.run_dir import RunClaim, claim_run_dir
 from learner.scores import ScoreRules
 from learner.staleness_control import StalenessControl
 from learner.starting_model import compute_dtype, model_directory, policy_vocab_size, wire_dtype
@@ -86,91 +83,88 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     past = find_past(config, run_dir, ranks)
     controls = _make_controls(config, past)
     lineage = surviving(past, epoch)
-    first = ranks.rank == 0
     endpoint = _agree_on_endpoint(run_dir, ranks)
-    shm_dir = document_directory(past.run_id, run_dir)
     staleness = _make_staleness(config, past)
     hub_process = None
-    if first:
-        hub_process = _start_hub(
-            config, run_dir, ranks, past, epoch, lineage, endpoint, shm_dir, model_dir, staleness.bounds
-        )
+    if ranks.rank == 0:  # it imports and binds while the networks load here
+        hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, model_dir, staleness.bounds)
         undo.callback(hub_process.abandon)
-    objective = Objective(
+    objective = _make_objective(config, past, controls, ranks)
+    networks = load_networks(config, model_dir, past, ranks, with_critic=objective.has_critic)
+    shm = _open_documents(config, run_dir, past) if ranks.rank == 0 else None
+    if shm is not None:
+        undo.callback(shm.close)
+    vocab_size = policy_vocab_size(model_dir)
+    run = Run(
+        config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
+        ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
+        reference=networks.reference, proximal=networks.proximal, controls=controls, staleness=staleness,
+        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
+        objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, claim),
+        prober=_make_prober(config, networks.policy, model_dir, ranks), stop=stop, claim=claim,
+        hub=_link_to_hub(config, endpoint, past, ranks, hub_process, stop), hub_process=hub_process, shm=shm,
+        reader=TrajectoryReader(vocab_size=vocab_size),
+        saved_version=past.version if past.checkpoint is not None else -1,
+    )
+    if ranks.rank == 0:
+        _finish_rank_zero(run, model_dir, past)
+    return run
+
+
+def _make_objective(config: Config, past: Past, controls: LossControls, ranks: Ranks) -> Objective:
+    return Objective(
         config.advantage, config.loss, regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
         max_new_tokens=response_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
         score_rules=_make_score_rules(config, past), filter_truncated=config.filter.truncated,
     )
-    dtype = compute_dtype(config.policy.dtype, ranks.device)
-    policy = _load(config, model_dir, dtype, ranks)
-    optimizer = make_optimizer(policy, config.policy.optimizer)
-    critic = _make_critic(config, policy, model_dir, dtype, ranks) if objective.has_critic else None
-    reference = load_reference(config, model_dir, policy, ranks, dtype=dtype)
-    proximal = None
-    if config.loss.anchor == "ewma":
-        proximal = FrozenPolicy(_load(config, model_dir, dtype, ranks), name="ewma")
-    if past.checkpoint is not None:
-        past.checkpoint.restore(policy, optimizer, ranks)
-        _restore_beside(past.checkpoint, policy, critic, proximal)
-        if reference is not None and config.reference.sync_every_steps:
-            reference.restore(past.checkpoint.shards())  # not in the checkpoint of a run that only now lets it move
-    shm = None
-    if first:
-        clean_stale(shm_dir, past.run_id)
-        shm = ShmPublisher(
-            shm_dir, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights"
-        )
-        undo.callback(shm.close)
-    publisher = Publisher(
+
+
+def _open_documents(config: Config, run_dir: Path, past: Past) -> ShmPublisher:
+    """Where published weights lie, freed of what a dead predecessor left."""
+    directory = document_directory(past.run_id, run_dir)
+    clean_stale(directory, past.run_id)
+    return ShmPublisher(directory, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
+
+
+def _make_publisher(
+    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, claim: RunClaim | None
+) -> Publisher:
+    return Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
         bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
         fence=claim.check if claim else None, fold=bool(set(config.publish.transports) & {"ipc", "nccl"}),
     )
+
+
+def _make_prober(config: Config, policy: Policy, model_dir: Path, ranks: Ranks) -> Prober:
     longest = config.rollout.max_prompt_tokens + response_limit(config)  # the actors' engines hold that much
-    prober = Prober(
+    return Prober(
         policy, probe_tokens(model_dir, policy_vocab_size(model_dir), longest), every=config.publish.probe_every,
         tolerance=config.publish.probe_tolerance, device=ranks.device,
     )
-    hub = HubLink(
+
+
+def _link_to_hub(
+    config: Config, endpoint: str, past: Past, ranks: Ranks, hub_process: HubProcess | None, stop: StopFlag
+) -> HubLink:
+    return HubLink(
         endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
-    )
-    run = Run(
-        config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
-        ranks=ranks, policy=policy, optimizer=optimizer, critic=critic, proximal=proximal, controls=controls,
-        staleness=staleness,
-        reference=reference,
-        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
-        objective=objective, publisher=publisher, prober=prober, hub=hub, stop=stop, claim=claim,
-        hub_process=hub_process, shm=shm,
-        reader=TrajectoryReader(vocab_size=policy_vocab_size(model_dir)),
-        saved_version=past.version if past.checkpoint is not None else -1,
-    )
-    if first:
-        _finish_rank_zero(run, model_dir, past, dtype)
-    return run
-
-
-def _load(config: Config, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Policy:
-    return load_policy(
-        model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
-        gradient_checkpointing=config.policy.gradient_checkpointing,
     )
 
 
 def _make_staleness(config: Config, past: Past) -> StalenessControl:
     """Lead, bound and drift, as the predecessor left them."""
     staleness = StalenessControl(config)
-    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
-        staleness.restore(past.checkpoint.extra["controls"]["staleness"])
+    if "staleness" in past.controls:
+        staleness.restore(past.controls["staleness"])
     return staleness
 
 
 def _make_score_rules(config: Config, past: Past) -> ScoreRules:
     rules = ScoreRules(config.objectives, config.overlong, max_tokens=response_limit(config))
-    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
-        rules.restore(past.checkpoint.extra["controls"].get("scores", {}))
+    rules.restore(past.controls.get("scores", {}))
     return rules
 
 
@@ -180,38 +174,26 @@ def _make_controls(config: Config, past: Past) -> LossControls:
         config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=largest_max_lag(config)
     )
     controls = LossControls(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
-    if past.checkpoint is not None and "controls" in past.checkpoint.extra:
-        controls.restore(past.checkpoint.extra["controls"]["loss"])
+    if "loss" in past.controls:
+        controls.restore(past.controls["loss"])
     return controls
 
 
-def _make_critic(config: Config, policy: Policy, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Critic:
-    return build_critic(
-        config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
-        ranks=ranks,
-    )
-
-
-def _restore_beside(
-    checkpoint: Checkpoint, policy: Policy, critic: Critic | None, proximal: FrozenPolicy | None
-) -> None:
-    """The networks beside the policy; a run that gained one since the checkpoint starts it afresh, and says so."""
-    if critic is not None and not critic.restore(checkpoint.shards()):
-        log.warning("%s holds no critic: it starts untrained", checkpoint.path.name)
-    if proximal is not None and not proximal.restore(checkpoint.shards()):
-        log.warning("%s holds no averaged policy: the average starts at the present one", checkpoint.path.name)
-        proximal.sync(policy)
-
-
-def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype) -> None:
+def _finish_rank_zero(run: Run, model_dir: Path, past: Past) -> None:
     assets = run.run_dir / "assets.msgpack"
     assets.write_bytes(pack_assets(model_dir))
     run.assets_path = str(assets)
     run.hub.wait_until_up()
+    dtype = compute_dtype(run.config.policy.dtype, run.ranks.device)
     run.recorder = Recorder(
         run.config, run.run_dir, run.run_id, resume_step=past.version, wall_s=past.wall_s,
         trained_tokens=past.trained_tokens, device=run.ranks.device.type, dtype=str(dtype).removeprefix("torch."),
     )
+    _announce(run)
+
+
+def _announce(run: Run) -> None:
+    """What a person wants to know before the first step: where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
     log.info("hub listens at %s: start actors with  python -m actors connect=%s", connect, connect)
@@ -229,15 +211,15 @@ def _finish_rank_zero(run: Run, model_dir: Path, past: Past, dtype: torch.dtype)
 
 def _start_hub(
     config: Config, run_dir: Path, ranks: Ranks, past: Past, epoch: int, lineage: tuple[Lineage, ...], endpoint: str,
-    shm_dir: Path, model_dir: Path, bounds: tuple[int, int] | None,
+    model_dir: Path, bounds: tuple[int, int] | None,
 ) -> HubProcess:
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
         config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
         lineage=lineage[:-1], world=ranks.world,
         bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
-        rank_endpoint=endpoint, shm_dir=shm_dir, vocab_size=policy_vocab_size(model_dir), restore_path=ledger,
-        bounds=bounds, device=str(ranks.device),
+        rank_endpoint=endpoint, shm_dir=document_directory(past.run_id, run_dir),
+        vocab_size=policy_vocab_size(model_dir), restore_path=ledger, bounds=bounds, device=str(ranks.device),
     ))
 
 

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from streamrl.errors import CheckpointError
@@ -61,6 +62,12 @@ def local_box(tensor: Tensor) -> Box:
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what FSDP2 has gathered of the root: its gathered copy would hide a change of the shards."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
 
 
 def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
