@@ -101,16 +101,6 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(
-    run_dir: Path | str, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> Checkpoint | None:
-    """`find_checkpoint` and `restore`; None if the run has none. A collective call."""
-    found = find_checkpoint(run_dir, ranks)
-    if found is not None:
-        found.restore(policy, optimizer, ranks)
-    return found
-
-
 def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoint | None:
     """The newest good checkpoint, every digest checked; None if there is none at all. A collective call.
 

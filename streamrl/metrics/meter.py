@@ -8,7 +8,7 @@ The mean of two means is wrong as soon as their counts differ; nothing here divi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,6 @@ class Meter:
         """Add values under names that come from data, e.g. the hub's counters: `add_family("hub", status.counters)`."""
         for name, value in values.items():
             self.add(member(family, name), value)
-
-    def add_values(self, key: str, values: Iterable[float]) -> None:
-        """Add many single observations, each with weight 1: the usual way to feed std, ess and histograms."""
-        for value in values:
-            self.add(key, float(value))
 
     def add_moments(self, key: str, count: float, total: float, squares: float) -> None:
         """Add the sums of `count` observations to a std or ess metric: sum of x and sum of x^2."""

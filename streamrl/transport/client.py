@@ -69,10 +69,6 @@ class HubClient:
     def drain(self, reason: str, deadline_s: float | None = None) -> None:
         self._command(lambda now: self.link.drain(reason, now, deadline_s))
 
-    @property
-    def outbox_full(self) -> bool:
-        return self.link.outbox.full
-
     def close(self) -> None:
         """End the thread and the socket; nothing more is sent."""
         self._stopping = True

@@ -16,7 +16,7 @@ import torch
 from learner_samples import batch, plan_of
 from safetensors import safe_open
 
-from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.checkpoint import find_checkpoint, save_checkpoint
 from learner.gradients import optimizer_step
 from learner.model import load_policy
 from learner.objective import Objective
@@ -60,7 +60,8 @@ class Training:
         return save_checkpoint(run_dir, self.version, self.policy, self.optimizer, ALONE, **options)
 
     def load(self, run_dir):
-        found = load_checkpoint(run_dir, self.policy, self.optimizer, ALONE)
+        found = find_checkpoint(run_dir, ALONE)
+        found.restore(self.policy, self.optimizer, ALONE)
         self.version = found.version
         return found
 

@@ -35,9 +35,11 @@ def test_std_and_effective_sample_size_follow_their_formulas_over_uneven_parts()
     values = np.exp(rng.normal(0, 0.4, size=100))
     meter = Meter()
 
-    meter.add_values("reward/std", values[:7])
+    for value in values[:7]:
+        meter.add("reward/std", float(value))
     meter.add_moments("reward/std", 93, values[7:].sum(), (values[7:] ** 2).sum())
-    meter.add_values("ess/token", values)
+    for value in values:
+        meter.add("ess/token", float(value))
 
     row = meter.flush(1)
     assert row["reward/std"] == pytest.approx(values.std(), rel=1e-12)
