@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from learner.export import export_model
 from learner.run import Run
 
 log = logging.getLogger("streamrl.learner")
@@ -18,6 +19,9 @@ def finish(run: Run, *, completed: bool) -> None:
     run.save()
     if completed and not (run.config.trainer.eval_only and run.version == 0):
         run.evaluate(wait=True)
+    if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
+        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks)
+        log.info("the trained model is in %s", exported)
     if run.ranks.rank != 0:
         return
     run.hub.poll()

@@ -74,6 +74,7 @@ class Run:
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
     prober: Prober | None = None
+    model_dir: Path = Path()
     assets_path: str = ""
     saved_version: int = -1
     num_failed_publishes: int = 0

@@ -103,7 +103,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, claim),
         prober=_make_prober(config, networks.policy, model_dir, ranks), stop=stop, claim=claim,
         hub=_link_to_hub(config, endpoint, past, ranks, hub_process, stop), hub_process=hub_process, shm=shm,
-        reader=TrajectoryReader(vocab_size=vocab_size),
+        reader=TrajectoryReader(vocab_size=vocab_size), model_dir=model_dir,
         saved_version=past.version if past.checkpoint is not None else -1,
     )
     if ranks.rank == 0:

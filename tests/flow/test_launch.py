@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from learner.checkpoint import find_checkpoint
 from tests.flow.processes import Stage, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 
-def test_a_launched_run_trains_and_reports(stage: Stage):
+def test_a_launched_run_trains_and_leaves_a_report_and_a_model(stage: Stage):
     launch = stage.launch("trainer.num_steps=6", "eval.every_steps=3")
 
     assert stage.finish(launch, 120) == 0, stage.logs()
@@ -23,15 +26,24 @@ def test_a_launched_run_trains_and_reports(stage: Stage):
     printed = (stage.path / "launch.log").read_text()
     assert "evaluation" in printed and "report.html" in printed
     assert stage.leftovers() == []
+    model = AutoModelForCausalLM.from_pretrained(stage.run_dir / "model")
+    AutoTokenizer.from_pretrained(stage.run_dir / "model")
+    found = find_checkpoint(stage.run_dir)
+    assert found is not None and found.version == 6
+    for name, parameter in model.named_parameters():
+        saved = torch.empty_like(parameter)
+        found.shards().read_into(f"model/model.{name}", saved)
+        assert torch.equal(parameter, saved), name
 
 
 def test_a_dead_actor_is_restarted(stage: Stage):
-    launch = stage.launch("trainer.num_steps=150", "launch.num_actors=1", "hub.dead_after_s=2")
+    launch = stage.launch("trainer.num_steps=150", "launch.num_actors=1", "hub.dead_after_s=2",
+                          "checkpoint.export_hf=false")
     stage.wait_for_version(3)
     _kill_actor(stage)
 
     assert stage.finish(launch, 150) == 0, stage.logs()
-    assert stage.summary()["num_actor_restarts"] == 1
+    assert stage.summary()["num_actor_restarts"] == 1 and not (stage.run_dir / "model").exists()
     assert stage.summary()["num_groups_trained"] == 150 * 8
     assert stage.leftovers() == []
 

@@ -251,6 +251,7 @@ SHOWN_BY = {
     "publish.probe_tolerance": f"{HUB}::test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases",
     "checkpoint.every_steps": f"{HUB}::test_checkpoints_come_as_often_as_said_and_never_with_zero",
     "checkpoint.resume": "test_config.py::test_run_directories_count_up_and_resume_takes_the_newest",
+    "checkpoint.export_hf": "../flow/test_launch.py::test_a_launched_run_trains_and_leaves_a_report_and_a_model",
     "checkpoint.num_keep": "learner/test_checkpoint.py::test_only_the_newest_few_stay_and_drafts_go",
     "eval.every_steps": EVALS,
     "eval.num_samples": EVALS,

@@ -107,6 +107,9 @@ class CheckpointConfig:
     """Go on from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = 2
     """Checkpoints that are kept."""
+    export_hf: bool = True
+    """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
+    directory; `policy.model_path` may name it."""
 
 
 @dataclass
