@@ -55,7 +55,8 @@ def kl_loss(
     """KL penalty per action token on samples from mu, [B, T], differentiable in `policy_logprobs`; times beta, add.
 
     Args:
-        kind: "k2_is" `sg(min(rho, cap)) k2`; "k1_is", "k3_is" `rho kX` with differentiable rho, uncapped; "k2" for lag
+        kind: "k2_is" `sg(min(rho, cap)) k2`; "k1_is", "k3_is" `rho kX` with differentiable rho, uncapped (k3's
+            gradient is exactly `rho x`, at any distance); "k2" for lag
             0; "k3" the published GRPO term (forward-KL gradient, biased on stale data); "k1+", "k3+" the value of kX
             with the gradient of k2.
         cap: truncation of the weight of "k2_is".
@@ -69,8 +70,16 @@ def kl_loss(
         value = kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind[:2])
         return slope - slope.detach() + value.detach()
     penalty = kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind[:2])
-    ratio = differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
-    return (ratio.detach().clamp(max=cap) if kind == "k2_is" else ratio) * penalty
+    log_ratio = differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    if kind == "k2_is":
+        return log_ratio.detach().exp().clamp(max=cap) * penalty
+    if kind == "k1_is":
+        return log_ratio.exp() * penalty
+    # Differentiated as it stands, a token whose k3 is cut by its bound would keep `rho k3` of the two terms and lose
+    # `rho (1 - exp(-x))`: a push away from the reference just where the policy has left it farthest.
+    ratio, x = log_ratio.detach().exp(), kl_estimate(policy_logprobs, reference_logprobs, mask, kind="k1").detach()
+    slope = ratio * x * log_ratio
+    return slope - slope.detach() + ratio * penalty.detach()
 
 
 @torch.no_grad()

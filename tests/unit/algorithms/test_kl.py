@@ -141,6 +141,20 @@ def test_k3_is_clamped_with_gradient_zero_beyond():
     assert policy.grad[0, 0] == 0 and policy.grad[0, 1] != 0
 
 
+@pytest.mark.parametrize("likely", [0.1, 0.03, 0.01, 1e-4])
+def test_k3_is_pulls_back_however_far_the_policy_has_gone(likely):
+    first, others = torch.eye(NUM_ACTIONS, dtype=torch.float64)[0].bool(), NUM_ACTIONS - 1
+    logits, reference, behavior = (
+        torch.where(first, p, (1 - p) / others).log() for p in torch.tensor([likely, 0.5, 0.4], dtype=torch.float64)
+    )
+
+    grad = expected_gradient(
+        lambda p, m: alg.kl_loss(behavior[None], p, reference[None], m, kind="k3_is"), behavior, logits
+    )
+
+    assert (grad - true_gradients(logits, reference)["reverse"]).abs().max() < 1e-12
+
+
 def test_k2_is_uses_its_own_cap():
     mask = torch.ones(1, 1, dtype=torch.bool)
     behavior, policy, reference = (torch.full((1, 1), x, dtype=torch.float64) for x in (-3.0, -1.0, -2.0))
