@@ -99,7 +99,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     import torch
 
     from learner.gradients import optimizer_step
-    from learner.hub_config import response_limit
+    from learner.hub_config import answer_limit
     from learner.model import load_policy
     from learner.objective import Objective
     from learner.optimizer import make_optimizer, make_schedule
@@ -115,7 +115,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     optimizer = make_optimizer(policy, config.policy.optimizer)
     schedule = make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=num_steps)
     objective = Objective(
-        config.advantage, config.loss, max_new_tokens=response_limit(config), max_lag=3, ranks=ranks
+        config.advantage, config.loss, max_new_tokens=answer_limit(config), max_lag=3, ranks=ranks
     )
     reader, samples = TrajectoryReader(), []
     for step in range(num_steps):

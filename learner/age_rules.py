@@ -15,7 +15,8 @@ class AgeRules:
     """The rules of one step; the defaults treat all ages alike.
 
     Attributes:
-        mask_beyond: tokens of a larger lag are left out of the loss; None trains every age.
+        mask_beyond: tokens of a larger lag are left out of the loss, unless the hub's plan says that their trajectory
+            is trained under a wider bound (its head lag is larger); None trains every age.
         discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
         over_budget: drift exceeds its target, which is when some guards come on.
         opsm_scale: factor on loss.opsm_delta; below 1 off-policy sequence masking is stricter.

@@ -37,6 +37,7 @@ class BatchFacts:
         num_tokens: int64 [P] action tokens.
         places: int64 [R] of this rank's trajectories among the P.
         weights: float32 [R] factor of each token loss of the trajectory in the batch's loss.
+        head_lags: int64 [R] largest lag that the hub promised to train, of each trajectory.
     """
 
     scores: Tensor
@@ -44,6 +45,7 @@ class BatchFacts:
     num_tokens: Tensor
     places: Tensor
     weights: Tensor
+    head_lags: Tensor
 
     def gather(self, mine: Tensor, ranks: Ranks) -> Tensor:
         """Values [R] of every rank's trajectories as one [P], the same on all ranks; a collective call."""
@@ -88,10 +90,10 @@ def batch_facts(
         counts[kept], mode=avg_level, group_ids=group_ids[kept], max_tokens=max_new_tokens
     )
     scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
+    head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
     if spread_budget is not None:
-        head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
         group_ids = split_by_lag(group_ids, head_lags, budget=spread_budget)
-    return BatchFacts(scores, group_ids, counts, places, weights[places])
+    return BatchFacts(scores, group_ids, counts, places, weights[places], head_lags[places])
 
 
 def row_credit(

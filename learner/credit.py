@@ -75,7 +75,7 @@ def credit_tokens(
     Args:
         policy: [S, A] log-probs of the current policy.
         row_credit: [S] (score - baseline) / scale.
-        row_baseline: [S] what `row_credit` subtracted; with a critic it centres the rewards.
+        row_baseline: [S] what `row_credit` subtracted; with a critic it centres the rewards of trajectories that ended.
         rewards: [S, A] per token, with whatever shapes them.
         moments: of the returns over the batch's tokens; only `reinforce_pp` reads them.
         scored: the critic's values, for estimators that need them.
@@ -95,7 +95,9 @@ def credit_tokens(
         zero = torch.zeros_like(row_credit)
         return Credited(vtrace_critic_free(batch.behavior_logprobs, policy, row_credit, zero, mask, **knobs))
     assert scored is not None and scored.values is not None, f"{name} needs the critic's values"
-    centred = rewards - place_terminal(row_baseline.to(rewards.dtype), mask)
+    # V predicts centred returns: where a cut trajectory is continued by V, the baseline is in there already.
+    charged = row_baseline.to(rewards.dtype).index_fill(0, batch.bootstrap_rows, 0.0)
+    centred = rewards - place_terminal(charged, mask)
     # A recursion over time is thousands of tiny kernels on an accelerator, and one quick loop on the host.
     given = [policy, centred, scored.values, scored.bootstrap, scored.action_values]
     policy, centred, values, ends, actions = (None if x is None else x.cpu() for x in given)

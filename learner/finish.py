@@ -17,11 +17,12 @@ def finish(run: Run, *, completed: bool) -> None:
         completed: the steps are done: evaluate, and send the actors home. Otherwise they wait for a successor.
     """
     run.save()
-    if completed and not (run.config.trainer.eval_only and run.version == 0):
-        run.evaluate(wait=True)
+    # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
         exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks)
         log.info("the trained model is in %s", exported)
+    if completed and not (run.config.trainer.eval_only and run.version == 0):
+        run.evaluate(wait=True)
     if run.ranks.rank != 0:
         return
     run.hub.poll()

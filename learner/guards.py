@@ -41,14 +41,15 @@ class Guarded:
 
 @torch.no_grad()
 def guard(
-    loss: LossConfig, log_ratios: Tensor, advantages: Tensor, lags: Tensor, mask: Tensor, *, oldest: int | None = None,
-    proximal_ratios: Tensor | None = None, over_budget: bool = True, lag_m2: Tensor | None = None,
+    loss: LossConfig, log_ratios: Tensor, advantages: Tensor, lags: Tensor, mask: Tensor, *,
+    oldest: int | Tensor | None = None, proximal_ratios: Tensor | None = None, over_budget: bool = True,
+    lag_m2: Tensor | None = None,
 ) -> Guarded:
     """Which tokens to trust.
 
     Args:
         log_ratios: [S, A] log pi - log mu, clamped.
-        oldest: largest lag of a trainable token; None trusts every age.
+        oldest: largest lag of a trainable token, or [S, 1] of each trajectory's; None trusts every age.
         proximal_ratios: [S, A] log pi_prox - log mu, for decoupled corrections.
         over_budget: drift exceeds its target in this step, for `loss.opsm_when=over_budget`.
         lag_m2: [S, A] mean squared log-ratio expected at each token's lag, for `loss.zscore_bound`.

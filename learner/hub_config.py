@@ -46,6 +46,7 @@ def hub_settings(
         eval_sampling=wire_sampling(config.rollout.test.sampling),
         ledger=ledger_settings(config, bounds),
         zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
+        trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
         dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
         num_keep_versions=config.publish.num_keep_versions,
         max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
@@ -75,6 +76,11 @@ def response_limit(config: Config) -> int:
     if config.env.max_turns == 1:
         return new_tokens
     return max(config.learner.max_tokens_per_device, config.env.max_turns * new_tokens)
+
+
+def answer_limit(config: Config) -> int:
+    """Most action tokens of one training trajectory: what answers are measured by, not what is admitted."""
+    return config.env.max_turns * config.rollout.train.sampling.max_new_tokens
 
 
 def limits(config: Config, vocab_size: int) -> Limits:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from streamrl.codec import Decoder, encode
@@ -184,6 +185,8 @@ class HubLink:
         self._heard_at = time.monotonic()
         if isinstance(message, HubStatus):
             self.status = message
+        elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the second's
+            self.status = msgspec.structs.replace(self.status, counters=message.stats)
         elif isinstance(message, EvalResult):
             self.evals.append(message)
         return message

@@ -187,6 +187,11 @@ def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
         f"{what} does nothing with loss.surrogate={loss.surrogate!r}, which has no upper clip; only "
         f"{', '.join(_CLIPPED)}.",
     )
+    _need(
+        loss.anchor != "recomputed",
+        f"{what} does nothing with loss.anchor=recomputed: with one optimizer step per batch the policy is its own "
+        "anchor, and no ratio reaches a clip. Use loss.anchor=loglinear or the behaviour policy.",
+    )
     _within("loss.clip_high", loss.clip_high, bounds, "entropy.low", "entropy.high")
 
 

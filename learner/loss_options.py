@@ -105,6 +105,10 @@ def _check_estimator(advantage: AdvantageConfig) -> None:
             raise ConfigError(f"advantage.rho_bar_ess_target={advantage.rho_bar_ess_target} must lie in (0, 1].")
     if advantage.segment is Segment.block and name != "vtrace_segments":
         raise ConfigError("advantage.segment=block does nothing without advantage.estimator=vtrace_segments.")
+    if advantage.segment is not Segment.block and advantage.segment_tokens != AdvantageConfig().segment_tokens:
+        raise ConfigError(
+            f"advantage.segment_tokens={advantage.segment_tokens} does nothing without advantage.segment=block."
+        )
     if advantage.segment_tokens < 1:
         raise ConfigError(f"advantage.segment_tokens={advantage.segment_tokens} must be at least 1.")
 
@@ -121,6 +125,11 @@ def _check_baseline(advantage: AdvantageConfig) -> None:
             f"advantage.scale={scale!r} divides the centred scores of plain groups; with advantage.estimator={name!r} "
             f"and advantage.baseline={baseline!r} use advantage.whiten=batch."
         )
+    if baseline not in WEIGHTED_BASELINES:
+        for knob in ("weight_cap", "min_ess"):
+            value, usual = getattr(advantage, knob), getattr(AdvantageConfig(), knob)
+            if value != usual:
+                raise ConfigError(f"advantage.{knob}={value} does nothing with advantage.baseline={baseline!r}.")
     if advantage.weight_cap <= 0 or advantage.min_ess < 0:
         raise ConfigError(
             f"advantage.weight_cap={advantage.weight_cap} must be positive and advantage.min_ess={advantage.min_ess} "
@@ -142,6 +151,12 @@ def _check_correction(loss: LossConfig) -> None:
         )
     if loss.anchor is not None and loss.surrogate not in ("ppo_clip", "decoupled_ppo"):
         raise ConfigError(f"loss.anchor={loss.anchor!r} does nothing with loss.surrogate={loss.surrogate!r}.")
+    if loss.surrogate == "decoupled_ppo" and anchor == "behavior":
+        raise ConfigError(
+            "loss.surrogate=decoupled_ppo needs a proximal policy beside the behaviour policy: set loss.anchor to "
+            "recomputed, loglinear or ewma (or loss.surrogate=ppo_clip, whose anchor is the behaviour policy)."
+        )
+    _check_idle(loss, anchor)
     if not 0.0 <= loss.ewma_decay < 1.0:
         raise ConfigError(f"loss.ewma_decay={loss.ewma_decay} must lie in [0, 1).")
     if loss.opsm_delta is not None and loss.opsm_delta < 0:
@@ -150,6 +165,15 @@ def _check_correction(loss: LossConfig) -> None:
         raise ConfigError("loss.opsm_when=over_budget does nothing without loss.opsm_delta.")
     if loss.zscore_bound is not None and loss.zscore_bound <= 0:
         raise ConfigError(f"loss.zscore_bound={loss.zscore_bound} must be positive.")
+
+
+def _check_idle(loss: LossConfig, anchor: str) -> None:
+    """Constants of a part that is switched off."""
+    usual = LossConfig()
+    if loss.ewma_decay != usual.ewma_decay and anchor != "ewma":
+        raise ConfigError(f"loss.ewma_decay={loss.ewma_decay} does nothing without loss.anchor=ewma.")
+    if loss.veto_stat is not usual.veto_stat and loss.veto_low is None and loss.veto_high is None:
+        raise ConfigError(f"loss.veto_stat={loss.veto_stat.name} does nothing without loss.veto_low or loss.veto_high.")
 
 
 def _check_bars(advantage: AdvantageConfig) -> None:

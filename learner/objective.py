@@ -259,10 +259,16 @@ class Objective:
         if loss.opsm_delta is not None:
             loss = replace(loss, opsm_delta=loss.opsm_delta * self._age.opsm_scale)
         return guard(
-            loss, ell, advantages, lags, batch.mask, oldest=self._age.mask_beyond,
+            loss, ell, advantages, lags, batch.mask, oldest=self._oldest(batch),
             proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
             over_budget=self._age.over_budget, lag_m2=self._age.expected_m2(lags),
         )
+
+    def _oldest(self, batch: MicroBatch) -> Tensor | None:
+        """[S, 1] largest lag to train; a group that was leased under a wider bound than today's keeps that."""
+        if self._age.mask_beyond is None or self._facts is None:
+            return None
+        return self._of_rows(self._facts.head_lags, batch).clamp(min=self._age.mask_beyond)[:, None]
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
         """[S, A], detached, as the surrogate multiplies them."""

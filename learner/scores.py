@@ -162,7 +162,7 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
     if method != "reward" and not names:
         raise ConfigError(
             f"objectives.combine={method!r} combines named scores of the task: name them, "
-            "e.g. objectives.components='{score: 1.0, brevity: 0.2}'."
+            "e.g. objectives.components.score=1.0 objectives.components.brevity=0.2."
         )
     if method == "hypervolume" and not (2 <= len(names) <= 4 and set(objectives.reference_point) == set(names)):
         raise ConfigError(
@@ -172,5 +172,7 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
     unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
     if unknown:
         raise ConfigError(f"objectives.ideal and objectives.reference_point name {unknown}, which are no components.")
+    if overlong.scale != OverlongConfig().scale and not overlong.cache_ratio:
+        raise ConfigError(f"overlong.scale={overlong.scale} does nothing without overlong.cache_ratio.")
     if not 0.0 <= overlong.cache_ratio <= 1.0:
         raise ConfigError(f"overlong.cache_ratio={overlong.cache_ratio} must lie between 0 (off) and 1.")

@@ -13,11 +13,10 @@ import torch
 
 from envs.check import check_task
 from envs.registry import load_task
-from learner.hub_config import hub_settings, response_limit, steps_between_checkpoints
+from learner.hub_config import answer_limit, hub_settings, response_limit, steps_between_checkpoints
 from learner.hub_link import HubLink
 from learner.hub_process import HubProcess, private_rank_endpoint
 from learner.kl_control import LossControls
-from learner.kl_options import check_regularisers
 from learner.model import Policy
 from learner.networks import load_networks
 from learner.objective import Objective
@@ -28,6 +27,7 @@ from learner.publish import Publisher, policy_parameters
 from learner.ranks import Ranks
 from learner.recorder import Recorder
 from learner.regularisers import Regularisers
+from learner.rehearsal import rehearse
 from learner.run import Run
 from learner.run_dir import RunClaim, claim_run_dir
 from learner.scores import ScoreRules
@@ -75,6 +75,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
+    rehearse(config)
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
@@ -114,7 +115,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
 def _make_objective(config: Config, past: Past, controls: LossControls, ranks: Ranks) -> Objective:
     return Objective(
         config.advantage, config.loss, regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
-        max_new_tokens=response_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
+        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
         score_rules=_make_score_rules(config, past), filter_truncated=config.filter.truncated,
     )
 
@@ -163,16 +164,13 @@ def _make_staleness(config: Config, past: Past) -> StalenessControl:
 
 
 def _make_score_rules(config: Config, past: Past) -> ScoreRules:
-    rules = ScoreRules(config.objectives, config.overlong, max_tokens=response_limit(config))
+    rules = ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     rules.restore(past.controls.get("scores", {}))
     return rules
 
 
 def _make_controls(config: Config, past: Past) -> LossControls:
     """Weights of KL, entropy and constraints, as the predecessor left them."""
-    check_regularisers(
-        config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=largest_max_lag(config)
-    )
     controls = LossControls(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
     if "loss" in past.controls:
         controls.restore(past.controls["loss"])

@@ -21,7 +21,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import METRICS, member
 
 RATIO_CAP = 2.0
-"""Cap of `ess/sequence_clipped` and `ratio/share_truncated` where the surrogate has none."""
+"""Cap of `ess/sequence_clipped`; of `ratio/share_truncated` where the surrogate has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ def _ratio_sums(seen: Measured, cap: float) -> dict[str, Tensor]:
     weight = ratio * kept
     rows = kept.any(1)
     sequence = (ell.double() * kept).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp() * rows
-    clipped = sequence.clamp(max=cap)
+    clipped = sequence.clamp(max=RATIO_CAP)  # one yardstick for the controllers, whatever the surrogate's cap
     square = ell.double().square()
     at_lag_0 = mask & (seen.lags == 0)
     return {

@@ -5,7 +5,7 @@ What a filter drops leaves capacity at once and the stream supplies the next gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,15 +19,23 @@ def keep_all(group: HeldGroup) -> str | None:
     return None
 
 
-def zero_std(min_std: float = 1e-6) -> GroupFilter:
-    """Drop groups whose rewards spread less than `min_std` (unbiased): no gradient in them. A single member is kept."""
+def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilter:
+    """Drop groups whose rewards spread less than `min_std` (unbiased): no gradient in them. A single member is kept.
+
+    Args:
+        scores: what is trained on instead of the reward; a group is dropped if none of them spreads.
+    """
 
     def judge(group: HeldGroup) -> str | None:
-        rewards = np.array([member.reward for member in group.members], dtype=np.float64)
+        if len(group.members) < 2:
+            return None
+        columns = [[member.reward for member in group.members]]
+        if scores:
+            columns = [[member.scores.get(name, 0.0) for member in group.members] for name in scores]
+        values = np.array(columns, dtype=np.float64)
         # The lowest is taken off first, so that equal rewards have a spread of exactly zero.
-        if len(rewards) > 1 and (rewards - rewards.min()).std(ddof=1) < min_std:
-            return "zero_std"
-        return None
+        spread = (values - values.min(axis=1, keepdims=True)).std(axis=1, ddof=1)
+        return "zero_std" if (spread < min_std).all() else None
 
     return judge
 

@@ -41,6 +41,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_sampling: Sampling
     ledger: dict[str, object]
     zero_std_min: float | None
+    trained_scores: tuple[str, ...]
     accuracy_range: tuple[float, float] | None
     dead_after_s: float
     keep_until_durable: bool

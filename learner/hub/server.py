@@ -129,6 +129,7 @@ class HubServer:
         if self.stopped:
             return
         self.stopped = True
+        write_status(self, time.monotonic(), state="finished" if finished else "stopped")
         self.control.stop_all(reason, finished=finished)
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def group_filter(settings: HubSettings) -> GroupFilter:
     """All filters in one: the reason to drop a complete group, or None."""
     filters: list[GroupFilter] = []
     if settings.zero_std_min is not None:
-        filters.append(zero_std(settings.zero_std_min))
+        filters.append(zero_std(settings.zero_std_min, scores=settings.trained_scores))
     if settings.accuracy_range is not None:
         filters.append(accuracy_range(*settings.accuracy_range))
     return first_of(*filters)

@@ -1,4 +1,4 @@
-"""Two files in the run directory: `hub.json` (where to connect) and `status.json` (what goes on, each second)."""
+"""Two files in the run directory: `hub.json` (where to connect) and `status.json` (what goes on, and how it ended)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str) 
     }, indent=1))
 
 
-def write_status(hub: HubServer, now: float) -> None:
-    """What the live view shows beside the metrics."""
+def write_status(hub: HubServer, now: float, *, state: str = "running") -> None:
+    """What the live view shows beside the metrics; for the last time with how it ended: finished or stopped."""
     settings = hub.settings
     manifest = hub.weights.manifest
     write_atomic(Path(settings.run_dir) / "status.json", json.dumps({
         "run_id": settings.run_id,
-        "state": "starting" if manifest is None else "running",
+        "state": "starting" if manifest is None and state == "running" else state,
         "version": manifest.ref.version if manifest else 0,
         "total_steps": settings.total_steps,
         "max_lag": hub.ledger.max_lag,

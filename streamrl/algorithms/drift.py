@@ -16,6 +16,8 @@ from torch import Tensor
 from .contract import check_tokens, read_log_ratios, require
 from .types import DriftBins, DriftFit, DriftModel
 
+_LEAST_SHARE = 1e-3  # of all tokens that a bin remembers
+
 
 @torch.no_grad()
 def drift_bins(log_ratios: Tensor, lags: Tensor, mask: Tensor, *, edges: Sequence[float]) -> DriftBins:
@@ -121,8 +123,8 @@ def fit_drift(model: DriftModel) -> DriftFit:
 def predict_m2(model: DriftModel, lag: float, *, confidence: float = 1.0) -> float:
     """A pessimistic m2 at `lag`, never decreasing in it: the price of being that late.
 
-    Inside the data the running maximum of the bins (each plus `confidence` standard errors), linear in between; beyond
-    them the power law times `exp(confidence * standard_error)`, not below the last bin.
+    Inside the data the running maximum of the bins (each plus `confidence` standard errors), linear in between; outside
+    them the power law times `exp(confidence * standard_error)`, not above the first bin and not below the last.
     Raises:
         ValueError: negative lag, or a model without any token.
     """
@@ -133,11 +135,12 @@ def predict_m2(model: DriftModel, lag: float, *, confidence: float = 1.0) -> flo
     for centre, _, m2, error in rows:
         highest = max(highest, m2 + confidence * error)
         envelope.append((centre, highest))
-    if lag <= envelope[-1][0]:
+    (first, lowest), (last, _) = envelope[0], envelope[-1]
+    if first <= lag <= last:
         return _interpolate(envelope, lag)
     fit = fit_drift(model)
-    beyond = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(confidence * fit.standard_error)
-    return max(highest, beyond)
+    outside = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(confidence * fit.standard_error)
+    return min(lowest, outside) if lag < first else max(highest, outside)
 
 
 def predict_ess(m2: float, num_effective_tokens: float) -> float:
@@ -165,9 +168,13 @@ def oscillation(model: DriftModel, lag: float) -> float:
 
 
 def _filled(model: DriftModel) -> list[tuple[float, float, float, float]]:
-    """(lag, count, m2, standard error) of the bins that hold tokens, by lag."""
+    """(lag, count, m2, standard error) of the bins that still say something, by lag.
+
+    A lag that no longer comes is forgotten like everything else: below a token, or a thousandth of all, it is silent.
+    """
     rows = zip(model.lag, model.count, model.m2, model.standard_error, strict=True)
-    return sorted(row for row in rows if row[1] > 0.0)
+    least = min(max(1.0, _LEAST_SHARE * sum(model.count)), max(model.count, default=0.0))
+    return sorted(row for row in rows if row[1] >= least and row[1] > 0.0)
 
 
 def _interpolate(points: list[tuple[float, float]], x: float) -> float:

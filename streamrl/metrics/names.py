@@ -139,6 +139,7 @@ _OFF_POLICY = [
         ("trace/fraction", "fraction", "Trace length over (T + 1) / 2, its value without any cut."),
         ("keep/veto", "fraction", "Tokens removed by the ratio veto."),
         ("keep/opsm", "fraction", "Tokens removed by off-policy sequence masking."),
+        ("keep/zscore", "fraction", "Harmful tokens removed because their lag does not explain their log-ratio."),
         ("keep/rejected", "fraction", "Tokens removed by rejection rules."),
         ("keep/lag", "fraction", "Tokens masked because of their lag."),
         ("clip/positive", "fraction", "Clipped share of the tokens with a positive advantage."),

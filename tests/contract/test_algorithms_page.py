@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import streamrl.algorithms as algorithms
-from learner.hub_config import response_limit
+from learner.hub_config import answer_limit
 from learner.kl_options import CONTROLLERS, MODES, check_regularisers
 from learner.loss_options import AVG_LEVELS, BASELINES, SCALES, check_settings
 from learner.scores import METHODS, ScoreRules
@@ -46,7 +46,7 @@ def refused_or_not(words: list[str]) -> Config:
     lag = largest_max_lag(config)
     check_settings(config.advantage, config.loss, max_lag=lag)
     check_regularisers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
-    ScoreRules(config.objectives, config.overlong, max_tokens=response_limit(config))
+    ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     return config
 
 

@@ -25,6 +25,7 @@ def test_a_launched_run_trains_and_leaves_a_report_and_a_model(stage: Stage):
     assert (stage.run_dir / "report.html").read_text().startswith("<!doctype html>")
     printed = (stage.path / "launch.log").read_text()
     assert "evaluation" in printed and "report.html" in printed
+    assert (stage.status()["state"], stage.status()["version"]) == ("finished", 6)
     assert stage.leftovers() == []
     model = AutoModelForCausalLM.from_pretrained(stage.run_dir / "model")
     AutoTokenizer.from_pretrained(stage.run_dir / "model")

@@ -26,7 +26,7 @@ def relay(stage: Stage):
 
 def test_a_run_through_a_relay_and_the_learner_sends_its_weights_to_no_actor(stage: Stage):
     through, endpoint = relay(stage)
-    learner = stage.learner("trainer.num_steps=12")
+    learner = stage.learner("trainer.num_steps=12", *SLOW)  # time to look at a document while it lies there
     actors = [stage.actor(name, *FAR, f"actors.relay={endpoint}") for name in ("a0", "a1")]
 
     stage.wait_for_version(1, 200)

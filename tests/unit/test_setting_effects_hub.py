@@ -25,11 +25,13 @@ from streamrl.messages import (
     Ack,
     ActorBeat,
     ActorState,
+    BatchShare,
     Chunk,
     ChunkStatus,
     EvalRequest,
     Halt,
     HubBeat,
+    HubStatus,
     Installed,
     Leases,
     Probed,
@@ -253,6 +255,14 @@ def test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever(rank_s
     with pytest.raises(StreamrlError, match=r"120 s although 2 actors.*stall_fail_s=100.*with actor a7"):
         impatient.link.next_batch(0)
     assert patient.link.next_batch(0) is None and endless.link.next_batch(0) is None
+
+
+def test_a_batch_brings_the_hubs_counters_as_of_its_cut(rank_side):
+    side = rank_side()
+    side.says(HubStatus(0, {"eta": 1.0}, ()), BatchShare(3, (), (), stats={"eta": 4.0}))
+
+    assert side.link.next_batch(0).version == 3
+    assert side.link.status.counters == {"eta": 4.0}
 
 
 def test_a_wait_is_reported_only_after_the_time_set(rank_side, caplog):

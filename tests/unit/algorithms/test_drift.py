@@ -132,6 +132,29 @@ def test_prediction_beyond_the_data_follows_the_power_law():
     assert alg.predict_m2(drift, 100.0) == pytest.approx(0.01 + 0.1 * 100**1.5)
 
 
+def test_below_the_data_prediction_follows_the_power_law_and_never_exceeds_the_first_bin():
+    drift = model([8.0], [1.0])
+
+    assert [alg.predict_m2(drift, d) for d in (0, 1, 4, 8)] == pytest.approx([0.0, 0.125, 0.5, 1.0])
+    steep = model([4.0, 8.0], [0.4, 0.5])
+    assert all(alg.predict_m2(steep, d) <= 0.4 for d in range(5)) and alg.predict_m2(steep, 4) == 0.4
+
+
+def test_a_lag_that_no_longer_comes_is_forgotten():
+    loud, calm = ((alg.DriftBins((0.0, 1.0, 8.0), *rest)) for rest in (
+        ((0.0, 1000.0, 0.0), (0.0, 0.2, 0.0), (0.0, 0.0, 0.0)), ((0.0, 0.0, 1000.0), (0.0, 0.0, 0.005), (0.0,) * 3),
+    ))
+    state = None
+    for bins in [loud] * 20 + [calm] * 60:
+        state = alg.update_drift(state, bins)
+    assert alg.predict_m2(state, 8.0) == pytest.approx(0.2) and alg.oscillation(state, 8.0) > 0.9, "still remembered"
+
+    for _ in range(300):
+        state = alg.update_drift(state, calm)
+
+    assert alg.predict_m2(state, 8.0) == pytest.approx(0.005) and alg.oscillation(state, 8.0) == 0.0
+
+
 def test_predicted_ess():
     assert alg.predict_ess(0.0, 100) == 1.0
     assert alg.predict_ess(0.02, 50) == pytest.approx(math.exp(-1))

@@ -209,6 +209,15 @@ def test_groups_without_spread_carry_no_gradient(rewards, dropped):
     assert (zero_std()(held(0, rewards=rewards)) == "zero_std") is dropped
 
 
+@pytest.mark.parametrize("brevity, dropped", [((0.5, 0.5), True), ((0.5, 0.6), False)])
+def test_where_scores_are_trained_on_their_spread_counts_and_not_the_rewards(brevity, dropped):
+    scores = [{"score": 1.0, "brevity": short} for short in brevity]
+    judge = zero_std(scores=("score", "brevity"))
+
+    assert (judge(held(0, rewards=(1.0, 1.0), scores=scores)) == "zero_std") is dropped
+    assert (judge(held(0, rewards=(0.0, 1.0), scores=scores)) == "zero_std") is dropped
+
+
 @pytest.mark.parametrize("rewards, dropped", [((0.0, 0.0), True), ((1.0, 1.0), True), ((0.0, 1.0), False)])
 def test_groups_that_are_all_right_or_all_wrong_are_dropped(rewards, dropped):
     assert (accuracy_range()(held(0, rewards=rewards)) == "accuracy_range") is dropped

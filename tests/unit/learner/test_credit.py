@@ -89,8 +89,6 @@ def test_with_a_critic_each_row_gets_what_the_function_gives_it_alone(estimator)
     settings = AdvantageConfig(estimator=estimator, baseline="none")
     if estimator != "n_step":
         settings = replace(settings, lam=0.9)
-    if estimator == "vtrace_segments":
-        settings = replace(settings, segment_tokens=2)  # read for blocks only: segments are turns here
     found = credited(rows, settings)
     policy, values, ends, _ = drifted(rows)
 
@@ -127,13 +125,14 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
         assert float(found[i][0][-1]) == pytest.approx(float(row.rewards[row.mask][-1]) + end - values[i][-1], abs=1e-5)
 
 
-def test_a_group_baseline_centres_the_rewards_that_a_critic_sees():
-    rows = batch(2, 4)
+def test_a_group_baseline_centres_the_rewards_that_a_critic_sees_and_is_paid_once():
+    """Where a cut trajectory goes on with V, V has the baseline in it: it is not charged on top."""
+    rows = [replace(row, truncated=i % 3 == 0) for i, row in enumerate(batch(2, 4))]
     plain = credited(rows, AdvantageConfig(estimator="gae", baseline="none"))
     centred = credited(rows, AdvantageConfig(estimator="gae", baseline="group_mean"))
 
     for i, row in enumerate(rows):
-        mean = np.mean([r.reward for r in rows if r.group_id == row.group_id])
+        mean = 0.0 if row.truncated else np.mean([r.reward for r in rows if r.group_id == row.group_id])
         torch.testing.assert_close(plain[i][0] - centred[i][0], torch.full((row.num_action_tokens,), float(mean)),
                                    atol=1e-5, rtol=1e-4)
 
@@ -173,7 +172,7 @@ def test_segment_length_changes_the_credit():
     rows = batch(2, 4)
     settings = AdvantageConfig(estimator="vtrace_segments", segment=Segment.block, segment_tokens=2)
     two, four = (all_advantages(credited(rows, replace(settings, segment_tokens=n))) for n in (2, 4))
-    turns = all_advantages(credited(rows, replace(settings, segment=Segment.turn)))
+    turns = all_advantages(credited(rows, AdvantageConfig(estimator="vtrace_segments")))
 
     assert not torch.allclose(two, four) and not torch.allclose(four, turns)
 

@@ -12,7 +12,7 @@ import torch
 from learner_samples import batch, plan_of
 
 from learner.gradients import StepResult
-from learner.guards import guard
+from learner.guards import CAUSES, guard
 from learner.model import load_policy
 from learner.objective import Objective
 from learner.packing import pack
@@ -24,6 +24,7 @@ from streamrl.algorithms import CORRECTION_PRESETS
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
+from streamrl.metrics.names import Reduction, lookup
 
 OFF = LossConfig(veto_low=None, veto_high=None)
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -53,6 +54,11 @@ def test_each_guard_removes_its_tokens_and_says_so():
     for cause, (found, expected) in cases.items():
         assert found.keep.tolist() == expected, cause
         assert torch.equal(found.removed[cause], MASK & ~found.keep), cause
+
+
+def test_what_every_guard_removes_has_a_metric():
+    for cause in CAUSES:
+        assert lookup(f"keep/{cause}").reduction is Reduction.mean
 
 
 def test_the_veto_looks_at_any_ratio_or_at_their_mean():

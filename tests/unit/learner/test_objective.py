@@ -253,13 +253,27 @@ def test_the_entropy_bonus_rewards_every_token_alike():
 
 def test_old_tokens_are_masked_only_when_asked_and_stay_in_the_denominator():
     rows = batch()
+    plan = [msgspec.structs.replace(one, head_lag=min(1, one.head_lag)) for one in plan_of(rows)]
     _, plain, _, _ = run(rows)
-    _, grads, _, stats = run(rows, age=AgeRules(mask_beyond=1))
+    _, grads, _, stats = run(rows, plan=plan, age=AgeRules(mask_beyond=1))
 
     for row, grad, reference in zip(rows, grads, plain, strict=True):
         old = torch.from_numpy(VERSION - row.versions[row.mask] > 1)
         torch.testing.assert_close(grad, torch.where(old, 0.0, reference))
     assert 0 < stats["keep/lag"] < 1 and stats["lag/token_max"] == 1 and stats["lag/head_max"] == 1
+
+
+def test_a_trajectory_that_the_hub_trains_under_a_wider_bound_keeps_its_old_tokens():
+    """The bound was lowered while these were on their way: the plan's head lag says what was promised."""
+    rows = batch()
+    plan = [msgspec.structs.replace(one, head_lag=2 if one.group_id == 0 else 0) for one in plan_of(rows)]
+    _, plain, _, _ = run(rows)
+    _, grads, _, _ = run(rows, plan=plan, age=AgeRules(mask_beyond=1))
+
+    for row, grad, reference in zip(rows, grads, plain, strict=True):
+        old = torch.from_numpy(VERSION - row.versions[row.mask] > (2 if row.group_id == 0 else 1))
+        torch.testing.assert_close(grad, torch.where(old, 0.0, reference))
+    assert any((VERSION - row.versions[row.mask] == 2).any() for row in rows if row.group_id == 0)
 
 
 def test_old_tokens_are_discounted_by_their_lag_and_stay_in_the_denominator():
