@@ -37,7 +37,10 @@ def test_what_may_be_paired_computes_a_loss(estimator, surrogate):
 
 @pytest.mark.parametrize(
     "words",
-    [("loss.zscore_bound=2",), ("advantage.baseline=opob",), ("loss.surrogate=decoupled_ppo", "loss.anchor=ewma"), ("kl.mode=k3_is", "kl.coef=0.1")],
+    [
+        ("loss.zscore_bound=2",), ("advantage.baseline=opob",), ("loss.surrogate=decoupled_ppo", "loss.anchor=ewma"),
+        ("kl.mode=k3_is", "kl.coef=0.1"),
+    ],
 )
 def test_parts_that_ordinary_runs_never_touch_compute_too(words):
     rehearse(config_of(*words))
