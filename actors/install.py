@@ -11,8 +11,9 @@ States, one line each:
 After an install, and now and then while a version serves, the engine is probed (`actors.probe`); what does not pass is
 reported, and the document that was verified is loaded again.
 
-A newer announce abandons a FETCHING one. From VERIFIED on a version is installed even if a newer one is known: or a
-learner that publishes faster than this actor fetches would keep it on its old version for ever.
+A newer announce abandons a FETCHING one, but never two in a row: after an abandoned fetch the next one ends, whatever
+is announced meanwhile, and the newest of that follows. From VERIFIED on a version is installed even if a newer one is
+known. Otherwise a learner that publishes faster than this actor fetches would keep it on its old version for ever.
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ class InstallState(Enum):
     ROLLBACK = "rollback"
 
 
+class _Fetching:
+    """One fetch at work in its thread; `cancelled` is what that thread looks at, `over` what this loop waits for."""
+
+    def __init__(self) -> None:
+        self.cancelled, self.over = threading.Event(), asyncio.Event()
+
+    def end(self) -> None:
+        self.cancelled.set()
+        self.over.set()
+
+
 class Installer:
     """Keeps one engine on the newest complete version.
 
@@ -68,7 +80,8 @@ class Installer:
         # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
         self._engine_turn = asyncio.Lock()
-        self._cancelled: threading.Event | None = None
+        self._fetching: _Fetching | None = None
+        self._abandoned_one = False  # the last fetch was abandoned: the next one ends
         self._target: VersionRef | None = None
         self._document: Document | None = None
         self._told_unprobed = False
@@ -96,27 +109,23 @@ class Installer:
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:
             return None
-        if self._cancelled is not None:
-            self._cancelled.set()
-        cancelled = self._cancelled = threading.Event()
         self._target = manifest.ref
         try:
-            return await self._bring_and_load(manifest, offers, layout, cancelled)
+            return await self._bring_and_load(manifest, offers, layout)
         except Superseded:
             return None
         except WeightsError as error:
             log.warning("version %s was not installed, %s serves on: %s", manifest.ref, self._engine.installed, error)
             return _report(manifest, error=str(error))
         finally:
-            cancelled.set()
             if self._target == manifest.ref:
                 self._target = None
                 self.state = InstallState.IDLE
 
     async def _bring_and_load(
-        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout
     ) -> Installed | None:
-        fetched = await self._bring(manifest, offers, layout, cancelled)
+        fetched = await self._bring(manifest, offers, layout)
         async with self._engine_turn:
             installed = self._engine.installed
             if installed is not None and manifest.ref <= installed:
@@ -163,22 +172,51 @@ class Installer:
             log.error("version %s does not serve as it should: %s", document.manifest.ref, probed.failed)
         return probed
 
-    async def _bring(
-        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
-    ) -> Fetched:
+    async def _bring(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Fetched:
         """The verified document; without a transfer when only the version number is new (a restarted learner)."""
         check_manifest(manifest, layout)
         if self._document is not None and same_weights(self._document.manifest, manifest):
+            if self._fetching is not None:
+                self._fetching.cancelled.set()
             return Fetched(self._document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
+        await self._wait_or_abandon(manifest.ref)
+        this = self._fetching = _Fetching()
         self.state = InstallState.FETCHING
-        loop = asyncio.get_running_loop()
-        fetched = await loop.run_in_executor(
-            self._threads, lambda: self._fetch(
-                manifest, offers, layout, cancelled=cancelled, deadline_s=self._fetch_deadline_s
-            ),
-        )
+        try:
+            fetched = await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: self._fetch(
+                    manifest, offers, layout, cancelled=this.cancelled, deadline_s=self._fetch_deadline_s
+                ),
+            )
+        except Superseded:
+            raise
+        except Exception:
+            self._abandoned_one = False  # it had its chance
+            raise
+        finally:
+            this.end()
+            if self._fetching is this:
+                self._fetching = None
+        self._abandoned_one = False
         self.state = InstallState.VERIFIED
         return fetched
+
+    async def _wait_or_abandon(self, ref: VersionRef) -> None:
+        """The fetch under way makes room for this version, unless the one before it did so already: then it ends first.
+
+        Raises:
+            Superseded: a still newer version came while this one waited.
+        """
+        under_way = self._fetching
+        if under_way is None:
+            return
+        if not self._abandoned_one:
+            self._abandoned_one = True
+            under_way.cancelled.set()
+            return
+        await under_way.over.wait()
+        if self._target != ref:
+            raise Superseded(f"version {ref}: a newer one came while it waited for its turn")
 
     async def _load(self, document: Document, ref: VersionRef) -> InstallTimes:
         self.state = InstallState.INSTALLING
@@ -219,8 +257,8 @@ class Installer:
 
     def close(self) -> None:
         """Abandon a running fetch; may be called twice."""
-        if self._cancelled is not None:
-            self._cancelled.set()
+        if self._fetching is not None:
+            self._fetching.cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._on_close()
 
