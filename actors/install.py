@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any
 
 from actors.engines.base import Engine, InstallTimes
+from actors.patience import Wedged, unless_silent
 from actors.probe import probe_engine
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
@@ -65,7 +66,8 @@ class Installer:
         engine: the only copy of the policy here; all methods are called from its asyncio loop.
         fetch: `WeightSource.fetch` or anything with its signature.
         fetch_deadline_s: for bringing one document, over all offers.
-        install_deadline_s: an engine that takes longer is presumed wedged.
+        install_deadline_s: an engine that is to install or to score, and gives no sign of life for so long, is
+            presumed wedged (`actors.patience`).
         on_close: called by `close`, after which nothing is fetched any more.
     """
 
@@ -141,7 +143,7 @@ class Installer:
         """Probe the version that serves; the report for the hub, or None if nothing is installed.
 
         Raises:
-            EngineError: the engine cannot even score.
+            EngineError: the engine cannot even score, or is wedged.
         """
         async with self._engine_turn:
             document = self._document
@@ -163,7 +165,10 @@ class Installer:
             return _report(document.manifest, times=times, probed=await self._probe(document))
 
     async def _probe(self, document: Document) -> Probed | None:
-        probed = await probe_engine(self._engine, document)
+        probed = await unless_silent(
+            self._engine, probe_engine(self._engine, document), silent_s=self._install_deadline_s,
+            doing=f"score the probe of version {document.manifest.ref}",
+        )
         if probed is None and document.manifest.probe is not None and not self._told_unprobed:
             self._told_unprobed = True
             log.info("the %s engine cannot score tokens: its weights are checked by their digests only",
@@ -224,12 +229,9 @@ class Installer:
             return await self._engine_install(document, ref)
         except (WeightsError, asyncio.CancelledError):
             raise  # the engine's promise: nothing was changed, the old version serves on
+        except Wedged:
+            raise  # nor would it load the old version
         except Exception as error:  # a foreign library failed halfway: whatever it raised, the model is mixed now
-            if isinstance(error, TimeoutError):
-                raise EngineError(
-                    f"{self._engine.name} did not install version {ref} within {self._install_deadline_s:g} s: "
-                    "it is presumed wedged, restart this actor"
-                ) from error
             await self._roll_back(error, ref)
             raise WeightsError(f"{self._engine.name} failed to load version {ref}: {error!r}") from error
 
@@ -249,7 +251,10 @@ class Installer:
 
     async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
         tensors: Any = document.tensors()
-        return await asyncio.wait_for(self._engine.install(tensors, ref), self._install_deadline_s)
+        return await unless_silent(
+            self._engine, self._engine.install(tensors, ref), silent_s=self._install_deadline_s,
+            doing=f"install version {ref}",
+        )
 
     def _is_installed(self, manifest: Manifest) -> bool:
         document = self._document

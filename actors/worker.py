@@ -51,6 +51,8 @@ EXIT_WEDGED = 9
 EXIT_ANEW = 11
 WEDGED_DRAIN_S = 5.0
 """How long a broken actor may take to hand its leases back."""
+CLOSE_DEADLINE_S = 30.0
+"""How long engine, environments and transports may take to end; what hangs is left to the end of the process."""
 
 
 @dataclass(slots=True)
@@ -121,7 +123,8 @@ class Worker:
                 else:
                     self._handle(event)
         finally:
-            await self._close()
+            if not await self._close() and self._result is not None:
+                self._result = Gone(EXIT_WEDGED, f"{self._result.detail}; what hangs here goes with the process only")
         return self._result
 
     def leave(self, reason: str) -> None:
@@ -346,10 +349,17 @@ class Worker:
             log.error("the actor failed: %r", error, exc_info=error)
             self._end(Gone(1, repr(error)))
 
-    async def _close(self) -> None:
+    async def _close(self) -> bool:
+        """False if something hangs, so that this process must not go on under another name."""
         for task in list(self._jobs):
             task.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        if self._plant is not None:
-            await self._plant.close()
-        self.client.close()
+        try:
+            if self._plant is not None:
+                await asyncio.wait_for(self._plant.close(), CLOSE_DEADLINE_S)
+        except TimeoutError:
+            log.error("the engine did not close within %g s", CLOSE_DEADLINE_S)
+            return False
+        finally:
+            self.client.close()
+        return True
