@@ -18,10 +18,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from actors.device_weights import DeviceWeights
-from actors.engines.base import Engine, EngineStats
-from actors.episode import EpisodeRunner
-from actors.install import Installer
+from actors.construction import Construction, Plant
+from actors.engines.base import EngineStats
 from actors.rollout import returned, run_group, sendable
 from actors.upkeep import Upkeep
 from streamrl.errors import StreamrlError
@@ -51,30 +49,6 @@ EXIT_WEDGED = 9
 EXIT_ANEW = 11
 WEDGED_DRAIN_S = 5.0
 """How long a broken actor may take to hand its leases back."""
-CLOSE_DEADLINE_S = 30.0
-"""How long engine, environments and transports may take to end; what hangs is left to the end of the process."""
-
-
-@dataclass(slots=True)
-class Plant:
-    """What is built from the first WELCOME and lives as long as the process."""
-
-    engine: Engine
-    installer: Installer
-    train: EpisodeRunner
-    test: EpisodeRunner
-    set_welcome: Callable[[Welcome], None]
-    slots: int  # groups held at once
-    device_weights: DeviceWeights | None = None
-    fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
-
-    async def close(self) -> None:
-        self.installer.close()
-        if self.device_weights is not None:
-            await asyncio.to_thread(self.device_weights.close)
-        self.train.close()
-        self.test.close()
-        await self.engine.close()
 
 
 @dataclass(slots=True)
@@ -98,10 +72,9 @@ class Worker:
     def __init__(
         self, client: HubClient, build: Callable[[Welcome], Plant], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.client, self._build, self._clock = client, build, clock
-        self._plant: Plant | None = None
+        self.client, self._clock = client, clock
+        self._construction = Construction(build)
         self._upkeep: Upkeep | None = None
-        self._building: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
@@ -110,6 +83,10 @@ class Worker:
         self._draining = False
         self._result: Gone | None = None
         self._broken: Gone | None = None
+
+    @property
+    def _plant(self) -> Plant | None:
+        return self._construction.plant
 
     async def run(self) -> Gone:
         """Until the hub stops us, we leave, or the engine is beyond repair."""
@@ -187,19 +164,20 @@ class Worker:
             if self._fits(self._plant, welcome):
                 self._plant.set_welcome(welcome)
                 self._spawn(self._install_newest())
-        elif self._building is None:
-            self._building = self._spawn(self._build_plant(welcome))
+        elif not self._construction.begun:
+            self._construction.begin(welcome)
+            self._spawn(self._set_to_work(welcome))
 
-    async def _build_plant(self, welcome: Welcome) -> None:
+    async def _set_to_work(self, welcome: Welcome) -> None:
         try:
-            self._plant = await asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
+            plant = await self._construction.finished()
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
             self._end(Gone(1, str(error)))
             return
         assert self._welcome is not None
-        if self._fits(self._plant, self._welcome):
-            self._plant.set_welcome(self._welcome)
+        if self._fits(plant, self._welcome):
+            plant.set_welcome(self._welcome)
             await self._install_newest()
 
     def _fits(self, plant: Plant, welcome: Welcome) -> bool:
@@ -350,16 +328,11 @@ class Worker:
             self._end(Gone(1, repr(error)))
 
     async def _close(self) -> bool:
-        """False if something hangs, so that this process must not go on under another name."""
+        """False if something hangs; see `Construction.close`."""
         for task in list(self._jobs):
             task.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         try:
-            if self._plant is not None:
-                await asyncio.wait_for(self._plant.close(), CLOSE_DEADLINE_S)
-        except TimeoutError:
-            log.error("the engine did not close within %g s", CLOSE_DEADLINE_S)
-            return False
+            return await self._construction.close()
         finally:
             self.client.close()
-        return True

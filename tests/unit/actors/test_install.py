@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actors.__main__
-from actors import worker
+from actors import construction
 from actors.engines import native
 from actors.engines.base import EngineStats, GenerateRequest
 from actors.engines.native import NativeEngine
@@ -299,7 +299,7 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
 
 
 def test_a_process_is_not_renewed_over_an_engine_that_does_not_close(monkeypatch):
-    monkeypatch.setattr(worker, "CLOSE_DEADLINE_S", 0.05)
+    monkeypatch.setattr(construction, "CLOSE_DEADLINE_S", 0.05)
 
     class Clings(ScriptedEngine):
         async def close(self):
