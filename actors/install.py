@@ -38,6 +38,7 @@ from streamrl.weights.source import Fetched
 log = logging.getLogger(__name__)
 
 _ERROR_CHARS = 2000
+_FETCH_GRACE_S = 10.0
 
 
 class InstallState(Enum):
@@ -219,7 +220,13 @@ class Installer:
             self._abandoned_one = True
             under_way.cancelled.set()
             return
-        await under_way.over.wait()
+        try:
+            await asyncio.wait_for(under_way.over.wait(), self._fetch_deadline_s + _FETCH_GRACE_S)
+        except TimeoutError:
+            log.error("the fetch before that of version %s hangs in its thread: it is left there", ref)
+            under_way.end()  # for everybody who waits, or none would ever have waited long enough
+            if self._fetching is under_way:
+                self._fetching = None
         if self._target != ref:
             raise Superseded(f"version {ref}: a newer one came while it waited for its turn")
 

@@ -53,6 +53,7 @@ class Line:
         self._documents = {number: Weights() for number in range(1, 20)}
         self._ends = {number: threading.Event() for number in self._documents}
         self._fails: set[int] = set()
+        self.deaf: set[int] = set()  # those that do not hear that they are abandoned
         for number, weights in self._documents.items():
             weights.body[0] = number
 
@@ -75,7 +76,7 @@ class Line:
         number = manifest.ref.version
         self.begun.append(number)
         self.cancelled[number] = cancelled
-        while not (self._ends[number].wait(0.001) or cancelled.is_set()):
+        while not self._ends[number].wait(0.001) and (number in self.deaf or not cancelled.is_set()):
             pass
         if cancelled.is_set():
             self.abandoned.append(number)
@@ -147,6 +148,29 @@ def test_a_fetch_that_failed_by_itself_has_had_its_chance():
         installer.close()
 
     run(work)
+
+
+def test_a_fetch_that_hangs_beyond_its_deadline_keeps_no_newer_version_waiting():
+    async def work():
+        line, engine = Line(), ScriptedEngine(says("ok"))
+        installer = Installer(engine, line, fetch_deadline_s=120.0)
+        await line.announced(installer, 1)
+        await line.begins(1)
+        await line.announced(installer, 2)
+        await line.begins(2)
+        line.deaf.add(2)
+        await line.announced(installer, 3)
+        await jump(100.0)
+        newest = await line.announced(installer, 4)
+        assert line.begun == [1, 2]
+        await jump(31.0)  # 3 has waited for long enough, and lets 4 go first
+        await line.begins(4)
+        line.lets(4)
+        assert (await newest).ok and engine.installs == [ref(4)]
+        line.lets(2)
+        installer.close()
+
+    run(work, loop_factory=JumpingLoop)
 
 
 # --- an engine that hangs, and one that is only busy ------------------------------------------------------------------
