@@ -76,7 +76,8 @@ def main() -> int:
     )
     try:
         endpoint, overrides = parse(words)
-        exit_code = asyncio.run(work(endpoint, overrides))
+        # Not asyncio.run: it would wait without limit for threads, and one may be stuck in a call to a device.
+        exit_code = asyncio.new_event_loop().run_until_complete(work(endpoint, overrides))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,8 +11,9 @@ States, one line each:
 After an install, and now and then while a version serves, the engine is probed (`actors.probe`); what does not pass is
 reported, and the document that was verified is loaded again.
 
-A newer announce abandons a FETCHING one. From VERIFIED on a version is installed even if a newer one is known: or a
-learner that publishes faster than this actor fetches would keep it on its old version for ever.
+A newer announce abandons a FETCHING one, but never two in a row: after an abandoned fetch the next one ends, whatever
+is announced meanwhile, and the newest of that follows. From VERIFIED on a version is installed even if a newer one is
+known. Otherwise a learner that publishes faster than this actor fetches would keep it on its old version for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from enum import Enum
 from typing import Any
 
 from actors.engines.base import Engine, InstallTimes
+from actors.patience import Wedged, unless_silent
 from actors.probe import probe_engine
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
@@ -36,6 +38,7 @@ from streamrl.weights.source import Fetched
 log = logging.getLogger(__name__)
 
 _ERROR_CHARS = 2000
+_FETCH_GRACE_S = 10.0
 
 
 class InstallState(Enum):
@@ -46,6 +49,17 @@ class InstallState(Enum):
     ROLLBACK = "rollback"
 
 
+class _Fetching:
+    """One fetch at work in its thread; `cancelled` is what that thread looks at, `over` what this loop waits for."""
+
+    def __init__(self) -> None:
+        self.cancelled, self.over = threading.Event(), asyncio.Event()
+
+    def end(self) -> None:
+        self.cancelled.set()
+        self.over.set()
+
+
 class Installer:
     """Keeps one engine on the newest complete version.
 
@@ -53,7 +67,8 @@ class Installer:
         engine: the only copy of the policy here; all methods are called from its asyncio loop.
         fetch: `WeightSource.fetch` or anything with its signature.
         fetch_deadline_s: for bringing one document, over all offers.
-        install_deadline_s: an engine that takes longer is presumed wedged.
+        install_deadline_s: an engine that is to install or to score, and gives no sign of life for so long, is
+            presumed wedged (`actors.patience`).
         on_close: called by `close`, after which nothing is fetched any more.
     """
 
@@ -68,7 +83,8 @@ class Installer:
         # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
         self._engine_turn = asyncio.Lock()
-        self._cancelled: threading.Event | None = None
+        self._fetching: _Fetching | None = None
+        self._abandoned_one = False  # the last fetch was abandoned: the next one ends
         self._target: VersionRef | None = None
         self._document: Document | None = None
         self._told_unprobed = False
@@ -96,27 +112,23 @@ class Installer:
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:
             return None
-        if self._cancelled is not None:
-            self._cancelled.set()
-        cancelled = self._cancelled = threading.Event()
         self._target = manifest.ref
         try:
-            return await self._bring_and_load(manifest, offers, layout, cancelled)
+            return await self._bring_and_load(manifest, offers, layout)
         except Superseded:
             return None
         except WeightsError as error:
             log.warning("version %s was not installed, %s serves on: %s", manifest.ref, self._engine.installed, error)
             return _report(manifest, error=str(error))
         finally:
-            cancelled.set()
             if self._target == manifest.ref:
                 self._target = None
                 self.state = InstallState.IDLE
 
     async def _bring_and_load(
-        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout
     ) -> Installed | None:
-        fetched = await self._bring(manifest, offers, layout, cancelled)
+        fetched = await self._bring(manifest, offers, layout)
         async with self._engine_turn:
             installed = self._engine.installed
             if installed is not None and manifest.ref <= installed:
@@ -132,7 +144,7 @@ class Installer:
         """Probe the version that serves; the report for the hub, or None if nothing is installed.
 
         Raises:
-            EngineError: the engine cannot even score.
+            EngineError: the engine cannot even score, or is wedged.
         """
         async with self._engine_turn:
             document = self._document
@@ -154,7 +166,10 @@ class Installer:
             return _report(document.manifest, times=times, probed=await self._probe(document))
 
     async def _probe(self, document: Document) -> Probed | None:
-        probed = await probe_engine(self._engine, document)
+        probed = await unless_silent(
+            self._engine, probe_engine(self._engine, document), silent_s=self._install_deadline_s,
+            doing=f"score the probe of version {document.manifest.ref}",
+        )
         if probed is None and document.manifest.probe is not None and not self._told_unprobed:
             self._told_unprobed = True
             log.info("the %s engine cannot score tokens: its weights are checked by their digests only",
@@ -163,22 +178,57 @@ class Installer:
             log.error("version %s does not serve as it should: %s", document.manifest.ref, probed.failed)
         return probed
 
-    async def _bring(
-        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, cancelled: threading.Event
-    ) -> Fetched:
+    async def _bring(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Fetched:
         """The verified document; without a transfer when only the version number is new (a restarted learner)."""
         check_manifest(manifest, layout)
         if self._document is not None and same_weights(self._document.manifest, manifest):
+            if self._fetching is not None:
+                self._fetching.cancelled.set()
             return Fetched(self._document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
+        await self._wait_or_abandon(manifest.ref)
+        this = self._fetching = _Fetching()
         self.state = InstallState.FETCHING
-        loop = asyncio.get_running_loop()
-        fetched = await loop.run_in_executor(
-            self._threads, lambda: self._fetch(
-                manifest, offers, layout, cancelled=cancelled, deadline_s=self._fetch_deadline_s
-            ),
-        )
+        try:
+            fetched = await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: self._fetch(
+                    manifest, offers, layout, cancelled=this.cancelled, deadline_s=self._fetch_deadline_s
+                ),
+            )
+        except Superseded:
+            raise
+        except Exception:
+            self._abandoned_one = False  # it had its chance
+            raise
+        finally:
+            this.end()
+            if self._fetching is this:
+                self._fetching = None
+        self._abandoned_one = False
         self.state = InstallState.VERIFIED
         return fetched
+
+    async def _wait_or_abandon(self, ref: VersionRef) -> None:
+        """The fetch under way makes room for this version, unless the one before it did so already: then it ends first.
+
+        Raises:
+            Superseded: a still newer version came while this one waited.
+        """
+        under_way = self._fetching
+        if under_way is None:
+            return
+        if not self._abandoned_one:
+            self._abandoned_one = True
+            under_way.cancelled.set()
+            return
+        try:
+            await asyncio.wait_for(under_way.over.wait(), self._fetch_deadline_s + _FETCH_GRACE_S)
+        except TimeoutError:
+            log.error("the fetch before that of version %s hangs in its thread: it is left there", ref)
+            under_way.end()  # for everybody who waits, or none would ever have waited long enough
+            if self._fetching is under_way:
+                self._fetching = None
+        if self._target != ref:
+            raise Superseded(f"version {ref}: a newer one came while it waited for its turn")
 
     async def _load(self, document: Document, ref: VersionRef) -> InstallTimes:
         self.state = InstallState.INSTALLING
@@ -186,12 +236,9 @@ class Installer:
             return await self._engine_install(document, ref)
         except (WeightsError, asyncio.CancelledError):
             raise  # the engine's promise: nothing was changed, the old version serves on
+        except Wedged:
+            raise  # nor would it load the old version
         except Exception as error:  # a foreign library failed halfway: whatever it raised, the model is mixed now
-            if isinstance(error, TimeoutError):
-                raise EngineError(
-                    f"{self._engine.name} did not install version {ref} within {self._install_deadline_s:g} s: "
-                    "it is presumed wedged, restart this actor"
-                ) from error
             await self._roll_back(error, ref)
             raise WeightsError(f"{self._engine.name} failed to load version {ref}: {error!r}") from error
 
@@ -211,7 +258,10 @@ class Installer:
 
     async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
         tensors: Any = document.tensors()
-        return await asyncio.wait_for(self._engine.install(tensors, ref), self._install_deadline_s)
+        return await unless_silent(
+            self._engine, self._engine.install(tensors, ref), silent_s=self._install_deadline_s,
+            doing=f"install version {ref}",
+        )
 
     def _is_installed(self, manifest: Manifest) -> bool:
         document = self._document
@@ -219,8 +269,8 @@ class Installer:
 
     def close(self) -> None:
         """Abandon a running fetch; may be called twice."""
-        if self._cancelled is not None:
-            self._cancelled.set()
+        if self._fetching is not None:
+            self._fetching.cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._on_close()
 

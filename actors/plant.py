@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from actors.construction import Plant
 from actors.device_weights import DEVICE_TRANSPORTS, DeviceWeights
 from actors.engines.base import Engine
 from actors.engines.native import NativeEngine, build_model
@@ -25,7 +26,6 @@ from actors.engines.vllm import VllmEngine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.install import Installer
 from actors.render import Renderer, load_tokenizer
-from actors.worker import Plant
 from envs.registry import load_task
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig

@@ -18,10 +18,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from actors.device_weights import DeviceWeights
-from actors.engines.base import Engine, EngineStats
-from actors.episode import EpisodeRunner
-from actors.install import Installer
+from actors.construction import Construction, Plant
+from actors.engines.base import EngineStats
 from actors.rollout import returned, run_group, sendable
 from actors.upkeep import Upkeep
 from streamrl.errors import StreamrlError
@@ -54,28 +52,6 @@ WEDGED_DRAIN_S = 5.0
 
 
 @dataclass(slots=True)
-class Plant:
-    """What is built from the first WELCOME and lives as long as the process."""
-
-    engine: Engine
-    installer: Installer
-    train: EpisodeRunner
-    test: EpisodeRunner
-    set_welcome: Callable[[Welcome], None]
-    slots: int  # groups held at once
-    device_weights: DeviceWeights | None = None
-    fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
-
-    async def close(self) -> None:
-        self.installer.close()
-        if self.device_weights is not None:
-            await asyncio.to_thread(self.device_weights.close)
-        self.train.close()
-        self.test.close()
-        await self.engine.close()
-
-
-@dataclass(slots=True)
 class Running:
     """A lease at work; `moved_at` is when one of its members last got a generation or an environment's answer."""
 
@@ -96,10 +72,9 @@ class Worker:
     def __init__(
         self, client: HubClient, build: Callable[[Welcome], Plant], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.client, self._build, self._clock = client, build, clock
-        self._plant: Plant | None = None
+        self.client, self._clock = client, clock
+        self._construction = Construction(build)
         self._upkeep: Upkeep | None = None
-        self._building: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
@@ -108,6 +83,10 @@ class Worker:
         self._draining = False
         self._result: Gone | None = None
         self._broken: Gone | None = None
+
+    @property
+    def _plant(self) -> Plant | None:
+        return self._construction.plant
 
     async def run(self) -> Gone:
         """Until the hub stops us, we leave, or the engine is beyond repair."""
@@ -121,7 +100,8 @@ class Worker:
                 else:
                     self._handle(event)
         finally:
-            await self._close()
+            if not await self._close() and self._result is not None:
+                self._result = Gone(EXIT_WEDGED, f"{self._result.detail}; what hangs here goes with the process only")
         return self._result
 
     def leave(self, reason: str) -> None:
@@ -184,19 +164,20 @@ class Worker:
             if self._fits(self._plant, welcome):
                 self._plant.set_welcome(welcome)
                 self._spawn(self._install_newest())
-        elif self._building is None:
-            self._building = self._spawn(self._build_plant(welcome))
+        elif not self._construction.begun:
+            self._construction.begin(welcome)
+            self._spawn(self._set_to_work(welcome))
 
-    async def _build_plant(self, welcome: Welcome) -> None:
+    async def _set_to_work(self, welcome: Welcome) -> None:
         try:
-            self._plant = await asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
+            plant = await self._construction.finished()
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
             self._end(Gone(1, str(error)))
             return
         assert self._welcome is not None
-        if self._fits(self._plant, self._welcome):
-            self._plant.set_welcome(self._welcome)
+        if self._fits(plant, self._welcome):
+            plant.set_welcome(self._welcome)
             await self._install_newest()
 
     def _fits(self, plant: Plant, welcome: Welcome) -> bool:
@@ -346,10 +327,12 @@ class Worker:
             log.error("the actor failed: %r", error, exc_info=error)
             self._end(Gone(1, repr(error)))
 
-    async def _close(self) -> None:
+    async def _close(self) -> bool:
+        """False if something hangs; see `Construction.close`."""
         for task in list(self._jobs):
             task.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        if self._plant is not None:
-            await self._plant.close()
-        self.client.close()
+        try:
+            return await self._construction.close()
+        finally:
+            self.client.close()

@@ -56,7 +56,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and the present load."""
+    """Counters since the start, and the present load.
+
+    `held_up`: whatever is asked now rightly waits, for sequences that must end first or for a core that is being
+    started. The engine promises that this ends by itself; otherwise a counter that moves is its sign of life.
+    """
 
     tokens_total: int = 0
     prefill_tokens_total: int = 0
@@ -64,6 +68,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     busy_s: float = 0.0
+    held_up: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ The asyncio side hands work over and awaits futures; everything that touches the
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +29,10 @@ from actors.engines.weight_sets import Staged, WeightSets
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
+log = logging.getLogger("streamrl.actor")
+
+CLOSE_DEADLINE_S = 10.0
+"""For the pass that runs when the engine is closed."""
 INSTALL_POLICIES = ("continue", "recompute", "drain")
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
@@ -182,11 +187,13 @@ class NativeEngine:
         )
 
     async def close(self) -> None:
-        """End the thread; whoever still waits gets an EngineError."""
+        """End the thread; whoever still waits gets an EngineError. A thread that hangs in a pass is left behind."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            log.error("the engine hangs in a forward pass: its thread is left to the end of the process")
 
     def _check(self, request: GenerateRequest) -> None:
         check_sampling(request.sampling)

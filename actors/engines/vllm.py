@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,24 @@ import torch
 
 from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes
 from actors.engines.native import INSTALL_POLICIES, build_model, end_of_sequence_ids
+from actors.engines.vllm_asking import Asking, CoreDied
 from actors.engines.vllm_core import Core
 from actors.engines.vllm_names import vllm
-from actors.engines.vllm_process import Household, StagedDocument, engine_arguments, kv_bytes_per_token
-from actors.engines.vllm_requests import check_request, generation_of, sampling_arguments
+from actors.engines.vllm_process import (
+    Household,
+    StagedDocument,
+    check_model,
+    engine_arguments,
+    kv_bytes_per_token,
+)
+from actors.engines.vllm_requests import (
+    check_request,
+    check_scoring,
+    generation_of,
+    sampling_arguments,
+    scores_of,
+    scoring_arguments,
+)
 from actors.engines.weight_sets import check_document, checkpoint_tensors
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
@@ -36,7 +49,9 @@ log = logging.getLogger("streamrl.actor")
 NUM_MAX_DEATHS = 3
 """Deaths of the core without a finished sequence in between, after which the engine gives up."""
 
-_SMALLEST_CPU_HEAD = 32
+REVIVAL_DEADLINE_S = 900.0
+"""For starting another core and loading the former version into it; large models take minutes on a GPU."""
+
 _PAUSES = {"continue": ("keep", False), "recompute": ("keep", True), "drain": ("wait", False)}
 
 
@@ -78,7 +93,7 @@ class VllmEngine:
             slots=slots, max_tokens=self._context, device=device, dtype=str(dtype).removeprefix("torch."),
             extra=arguments or {}, kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
         )
-        _check_model(model.config, device)
+        check_model(model.config, device)
         home = Household(model_dir)
         self._core = Core(home, {**self._arguments, "model": home.folder}, device, num_threads)
         try:
@@ -90,12 +105,12 @@ class VllmEngine:
         self._exchange = asyncio.Lock()  # an install or a revival
         self._open = asyncio.Event()  # set while sequences may begin
         self._free = asyncio.Semaphore(slots)
-        self._request_numbers = count()
+        self._asking = Asking(self._core, on_death=self._revive_soon)
         self._revival: asyncio.Task[None] | None = None
         self._death: EngineError | None = None
-        self._closed = False
+        self._closed = self._draining = self._reviving = self._asleep = False
         self._deaths_in_a_row = 0
-        self._running = self._waiting = self._tokens = self._prefill_tokens = self._installs = self._revivals = 0
+        self._running = self._waiting = self._tokens = self._installs = self._revivals = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
 
     # --- sequences ----------------------------------------------------------------------------------------------
@@ -119,19 +134,20 @@ class VllmEngine:
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
         """Log-probs of token_ids[start:] under the installed weights; at temperature 1, which is all vLLM gives.
 
+        It has a place of its own among the sequences. If the core dies meanwhile, its successor is asked, once.
+
         Raises:
-            EngineError: no weights yet, start < 1, another temperature or too many tokens.
+            EngineError: no weights yet, start < 1, another temperature or too many tokens; the core died again.
         """
         if self.installed is None:
             raise EngineError("score needs weights: install a version first")
-        if not 1 <= start <= len(token_ids) < self._context or temperature != 1.0:
-            raise EngineError(
-                f"score needs 1 <= start <= tokens < {self._context} and temperature 1; "
-                f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
-            )
-        params = vllm().SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        rows = (await self._submit(list(token_ids), params)).prompt_logprobs
-        return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
+        check_scoring(token_ids, start, temperature, self._context)
+        params = vllm().SamplingParams(**scoring_arguments())
+        try:
+            output = await self._admit(list(token_ids), params)
+        except CoreDied:
+            output = await self._admit(list(token_ids), params)
+        return scores_of(output.prompt_logprobs, token_ids, start)
 
     async def _submit(self, prompt_ids: list[int], params: Any) -> Any:
         """The finished output of one request, given to vLLM when a slot is free and no version is being exchanged."""
@@ -141,35 +157,17 @@ class VllmEngine:
         finally:
             self._waiting -= 1
         try:
-            await self._until_open()
-            self._count(+1)
-            try:
-                return await self._run(prompt_ids, params)
-            finally:
-                self._count(-1)
+            return await self._admit(prompt_ids, params)
         finally:
             self._free.release()
 
-    async def _run(self, prompt_ids: list[int], params: Any) -> Any:
-        llm = self._core.llm
-        prompt = vllm().tokens_input(prompt_ids, cache_salt=str(self.installed))
+    async def _admit(self, prompt_ids: list[int], params: Any) -> Any:
+        await self._until_open()
+        self._count(+1)
         try:
-            async for output in llm.generate(prompt, params, f"streamrl-{next(self._request_numbers)}"):
-                if output.finished:
-                    if output.outputs[0].finish_reason == "abort":
-                        raise EngineError("the engine is closed" if self._closed else "vLLM gave the sequence up")
-                    self._prefill_tokens += len(prompt_ids)
-                    return output
-        except EngineError:
-            raise
-        except Exception as error:  # of vLLM's own making: it is a foreign library
-            if not llm.errored:
-                raise EngineError(f"vLLM failed: {error!r}") from error
-            if self._closed:
-                raise EngineError("the engine is closed") from error
-            self._revive_soon(llm)
-            raise EngineError("vLLM's core died; its sequences are lost, another core is started") from error
-        raise EngineError("vLLM ended a sequence without an answer")
+            return await self._asking.ask(prompt_ids, params, salt=str(self.installed))
+        finally:
+            self._count(-1)
 
     async def _until_open(self) -> None:
         """Weights are installed, nothing is being exchanged, and the core lives."""
@@ -222,7 +220,11 @@ class VllmEngine:
         self._open.clear()
         mode, clear_cache = _PAUSES[self._policy]
         try:
-            await self._core.pause(mode, clear_cache)
+            self._draining = mode == "wait"
+            try:
+                await self._core.pause(mode, clear_cache)
+            finally:
+                self._draining = False
             paused = time.perf_counter()
             await self._core.load(staged, ref)
         except Exception as error:  # of vLLM's or of a loader's making
@@ -273,19 +275,24 @@ class VllmEngine:
         """
         self._open.clear()
         self._deaths_in_a_row += 1
+        self._reviving = True
+        self._asking.let_go()
         try:
             if self._deaths_in_a_row > NUM_MAX_DEATHS:
                 raise EngineError(f"vLLM's core died {self._deaths_in_a_row} times without finishing a sequence")
             log.warning("vLLM's core is gone: starting another, version %s comes first", self.installed)
-            await self._core.restart()
-            self._revivals += 1
-            if self._served is not None:
-                await self._core.load_tensors(*self._served)
-                self._open.set()
+            async with asyncio.timeout(REVIVAL_DEADLINE_S):
+                await self._core.restart()
+                self._revivals += 1
+                if self._served is not None:
+                    await self._core.load_tensors(*self._served)
+                    self._open.set()
         except Exception as error:
             self._death = error if isinstance(error, EngineError) else EngineError(f"vLLM cannot be revived: {error!r}")
             self._open.set()  # those who wait shall hear of it
             raise self._death from error
+        finally:
+            self._reviving = self._asleep = False
 
     # --- the rest -----------------------------------------------------------------------------------------------
 
@@ -299,12 +306,14 @@ class VllmEngine:
         async with self._exchange:
             self._open.clear()
             await self._core.llm.sleep(level)
+            self._asleep = True
 
     async def wake(self, tags: list[str] | None = None) -> None:
         """Take the memory back; after level 2 install a version before anything is generated."""
         self._check_sleep()
         async with self._exchange:
             if await self._core.llm.wake_up(tags):
+                self._asleep = False
                 self._open.set()
 
     def _check_sleep(self) -> None:
@@ -313,11 +322,16 @@ class VllmEngine:
         if not self._arguments.get("enable_sleep_mode"):
             raise EngineError("sleeping needs actors.vllm.enable_sleep_mode=true when the engine starts")
 
+    @property
+    def _held_up(self) -> bool:
+        """Draining ends with the sequences that the actor waits for, and it gives up those that do not move."""
+        return self._reviving or self._asleep or (self._draining and self._running > 0)
+
     def stats(self) -> EngineStats:
         busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
         return EngineStats(
-            tokens_total=self._tokens, prefill_tokens_total=self._prefill_tokens, running=self._running,
-            waiting=self._waiting, busy_s=busy_s,
+            tokens_total=self._tokens, prefill_tokens_total=self._asking.prefill_tokens, running=self._running,
+            waiting=self._waiting, busy_s=busy_s, held_up=self._held_up,
             extra={
                 "dead": float(self._death is not None), "installs": float(self._installs), "pause_s": self._pause_s,
                 "revivals": float(self._revivals),
@@ -326,21 +340,9 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End the core and everything it started; whoever still waits gets an EngineError."""
-        self._closed = True
+        self._closed = self._asking.closed = True
         self._open.set()
+        self._asking.let_go()
         if self._revival is not None:
             self._revival.cancel()
         await asyncio.to_thread(self._core.close)
-
-
-def _check_model(config: Any, device: str) -> None:
-    """Refuse by name what vLLM would fail on much later, and in other words."""
-    if not config.architectures:
-        raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if device == "cpu" and head < _SMALLEST_CPU_HEAD:
-        raise EngineError(
-            f"vLLM on a CPU has no attention for heads of {head}: the model needs at least {_SMALLEST_CPU_HEAD} "
-            "(a tiny one: policy.tiny.num_heads=2)"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from actors.engines.vllm_names import check_names, vllm
@@ -19,6 +19,8 @@ from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
 log = logging.getLogger("streamrl.actor")
+
+_LOOK_S = 0.5
 
 
 class Core:
@@ -73,15 +75,26 @@ class Core:
         """Returns when nothing computes. Raises whatever vLLM raises, EngineDeadError among it."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
-        await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        await self._answer(self.llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def load(self, staged: StagedDocument, ref: VersionRef) -> None:
         """Into a paused core, on every rank; then the label, then on. On any failure it stays paused."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
-        await self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries))
-        await self.llm.update_weight_version(str(ref))
-        await self.llm.resume_generation()
+        await self._answer(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries)))
+        await self._answer(self.llm.update_weight_version(str(ref)))
+        await self._answer(self.llm.resume_generation())
+
+    async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What the core says. vLLM lets those who asked a core that died wait for ever: look whether it lives."""
+        asked = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                if not self.alive:
+                    raise EngineError("vLLM's core died before it answered")
+            return asked.result()
+        finally:
+            asked.cancel()
 
     async def load_tensors(self, tensors: Mapping[str, Any], ref: VersionRef) -> None:
         staged = await asyncio.to_thread(StagedDocument, tensors)

@@ -29,6 +29,7 @@ OURS = frozenset({
 })
 """Engine arguments that follow from other settings, or that streamrl cannot do without."""
 
+_SMALLEST_CPU_HEAD = 32
 _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
 
@@ -56,12 +57,30 @@ def engine_arguments(
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = cache_bytes(slots, max_tokens, kv_bytes_per_token)
     ours = {
-        "dtype": dtype, "max_model_len": max_tokens, "max_num_seqs": slots,
+        "dtype": dtype, "max_model_len": max_tokens,
+        "max_num_seqs": slots + 1,  # the probe's place: it must not wait for sequences to end
         # Random until the first install; a model's own sampling defaults must not change what was asked for.
         "load_format": "dummy", "generation_config": "vllm", "trust_remote_code": False,
         "logprobs_mode": "processed_logprobs", "worker_extension_cls": WORKER_EXTENSION, "disable_log_stats": True,
     }
     return {**defaults, **extra, **ours}
+
+
+def check_model(config: Any, device: str) -> None:
+    """Refuse by name what vLLM would fail on much later, and in other words.
+
+    Raises:
+        EngineError: no architecture is named, or the heads are too small for a CPU.
+    """
+    if not config.architectures:
+        raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if device == "cpu" and head < _SMALLEST_CPU_HEAD:
+        raise EngineError(
+            f"vLLM on a CPU has no attention for heads of {head}: the model needs at least {_SMALLEST_CPU_HEAD} "
+            "(a tiny one: policy.tiny.num_heads=2)"
+        )
 
 
 def cache_bytes(slots: int, max_tokens: int, bytes_per_token: int) -> int:

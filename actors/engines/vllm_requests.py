@@ -51,6 +51,29 @@ def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict
     }
 
 
+def check_scoring(token_ids: Sequence[int], start: int, temperature: float, context: int) -> None:
+    """Refuse what cannot be scored; one token of the context is kept for the one that vLLM must sample.
+
+    Raises:
+        EngineError: names the values.
+    """
+    if not 1 <= start <= len(token_ids) < context or temperature != 1.0:
+        raise EngineError(
+            f"score needs 1 <= start <= tokens < {context} and temperature 1; "
+            f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
+        )
+
+
+def scoring_arguments() -> dict[str, Any]:
+    """Keyword arguments of SamplingParams for log-probs of the prompt alone."""
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def scores_of(rows: Any, token_ids: Sequence[int], start: int) -> list[float]:
+    """The log-probs of token_ids[start:] from vLLM's `prompt_logprobs`."""
+    return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
+
+
 def turn_seed(request: GenerateRequest) -> int:
     """Below 2**63. vLLM counts draws from 0 in every request, so the prompt's length must tell turns apart."""
     mixed = (request.seed * 0x9E3779B97F4A7C15 + len(request.prompt_ids) * 0xBF58476D1CE4E5B9) & _WORD

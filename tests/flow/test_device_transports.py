@@ -17,9 +17,10 @@ import pytest
 import torch
 import zmq
 
+from actors.construction import Plant
 from actors.device_weights import DeviceWeights
 from actors.plant import PlantBuilder
-from actors.worker import Plant, Worker
+from actors.worker import Worker
 from learner.hub.hub_settings import HubSettings
 from learner.hub.sender_process import sender_settings
 from learner.sender.service import SenderService

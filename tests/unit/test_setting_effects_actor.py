@@ -16,10 +16,10 @@ import torch
 import zmq
 
 from actors.__main__ import work
+from actors.construction import Plant
 from actors.engines.vllm_process import engine_arguments
 from actors.episode import PromptTooLongError
 from actors.plant import PlantBuilder, default_actor_id, pick_device
-from actors.worker import Plant
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome

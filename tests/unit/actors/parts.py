@@ -13,13 +13,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from actors.construction import Plant
 from actors.engines.base import Engine
 from actors.engines.scripted import ScriptedEngine
 from actors.engines.weight_sets import checkpoint_tensors
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.install import Installer
 from actors.render import Renderer
-from actors.worker import Plant, Worker
+from actors.worker import Worker
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.messages import (
     Announce,

@@ -22,6 +22,7 @@ from tiny_models import (
 from vllm_stage import MAX_TOKENS, NEEDS_VLLM, SLOTS, Learner, Theatre, model, save
 
 from actors.engines import vllm as vllm_engine
+from actors.engines import vllm_core
 from actors.engines.native import NativeEngine
 from actors.engines.vllm_guard import family
 from actors.engines.vllm_process import StagedDocument
@@ -138,6 +139,23 @@ def test_given_tokens_are_scored_like_the_learner_scores_them(theatre, tmp_path)
     theatre.run(whole())
 
 
+def test_given_tokens_are_scored_at_once_though_every_slot_is_taken_and_more_sequences_wait(theatre):
+    engine = theatre.engine
+
+    async def whole() -> None:
+        await serve(theatre, 5)
+        jobs = [request(prompt_of(5), 240, seed=seed) for seed in range(SLOTS + 2)]
+        tasks = [asyncio.ensure_future(engine.generate(job)) for job in jobs]
+        await theatre.under_way(3)
+        assert len(await engine.score(prompt_of(20), start=1, temperature=1.0)) == 19
+        assert (engine.stats().running, engine.stats().waiting) == (SLOTS, 2), "none of them has ended"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    theatre.run(whole())
+
+
 def test_with_recompute_later_logprobs_are_those_of_the_new_weights_alone(theatre):
     job = request(prompt_of(9), 200, seed=1)
 
@@ -162,13 +180,17 @@ def test_with_finish_no_sequence_sees_two_versions_and_none_begins_before_the_in
         jobs = [request(prompt_of(5, i), 150, seed=i) for i in range(3)]
         running = [asyncio.ensure_future(theatre.engine.generate(job)) for job in jobs]
         await theatre.under_way(5)
+        assert not theatre.engine.stats().held_up
         install = asyncio.ensure_future(serve(theatre, 2))
         await until(lambda: not theatre.engine._open.is_set())  # staged, and the door is closed
+        await until(lambda: theatre.engine.stats().held_up or install.done())
+        assert not install.done(), "it said all the while that it was waiting for sequences"
         late = asyncio.ensure_future(theatre.engine.generate(request(prompt_of(5), 8)))
         new = await install
         assert all(task.done() for task in running)
         assert [span.ref for task in running for span in (await task).spans] == [old] * 3
         assert [span.ref for span in (await late).spans] == [new]
+        assert not theatre.engine.stats().held_up
 
     with theatre.policy("drain"):
         theatre.run(whole())
@@ -239,6 +261,43 @@ def test_a_load_that_fails_halfway_is_undone_and_running_sequences_never_notice(
             assert {span.ref for span in done.spans} == {old}
             assert_equal(done.logprobs, truth_logprobs(model(1), job.prompt_ids, done.token_ids))
         assert theatre.engine.stats().extra["revivals"] == 0
+
+    theatre.run(whole())
+
+
+def test_a_load_that_cannot_be_undone_costs_the_running_sequences_and_a_core_but_not_the_old_version(
+    theatre, monkeypatch
+):
+    class Torn(StagedDocument):
+        """The load fails halfway, and so does the one that is to undo it; the fresh core's does not."""
+
+        left = 2
+
+        def __init__(self, tensors) -> None:
+            super().__init__(tensors)
+            if Torn.left:
+                Torn.left -= 1
+                place = len(self.entries) // 2
+                name, dtype, shape, _ = self.entries[place]
+                self.entries[place] = (name, dtype, [size * 1000 for size in shape], 0)
+
+    job = request(prompt_of(5), 200, seed=2)
+
+    async def whole() -> None:
+        old = await serve(theatre, 1)
+        revivals = theatre.engine.stats().extra["revivals"]
+        running = asyncio.ensure_future(theatre.engine.generate(job))
+        await theatre.under_way(10)
+        for module in (vllm_engine, vllm_core):
+            monkeypatch.setattr(module, "StagedDocument", Torn)
+        with pytest.raises(WeightsError, match=f"{old} serves on"):
+            await serve(theatre, 2)
+        with pytest.raises(EngineError, match="core died"):
+            await running  # vLLM would never have answered
+        done = await theatre.engine.generate(job)
+        assert {span.ref for span in done.spans} == {old}
+        assert_equal(done.logprobs, truth_logprobs(model(1), job.prompt_ids, done.token_ids))
+        assert theatre.engine.stats().extra["revivals"] == revivals + 1
 
     theatre.run(whole())
 
@@ -316,7 +375,7 @@ def test_a_killed_core_fails_its_sequences_and_its_successor_serves_the_former_v
     engine, job = theatre.engine, request(prompt_of(5), 24, seed=6)
 
     async def whole() -> None:
-        ref = await serve(theatre, 2)
+        ref, revivals = await serve(theatre, 2), engine.stats().extra["revivals"]
         before = await engine.generate(job)
         lost = [asyncio.ensure_future(engine.generate(request(prompt_of(5), 240, seed=i))) for i in range(3)]
         await theatre.under_way(10)
@@ -327,8 +386,49 @@ def test_a_killed_core_fails_its_sequences_and_its_successor_serves_the_former_v
             assert isinstance(outcome, EngineError) and "core died" in str(outcome)
         after = await engine.generate(job)
         assert (after.token_ids, after.logprobs, after.spans[0].ref) == (before.token_ids, before.logprobs, ref)
-        assert engine.stats().extra["revivals"] == 1 and engine.stats().extra["dead"] == 0
+        assert engine.stats().extra["revivals"] == revivals + 1 and engine.stats().extra["dead"] == 0
         assert not set(family(engine._core._home.mark)) & set(old_family)
+
+    theatre.run(whole())
+
+
+def test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again(theatre, tmp_path):
+    engine, ids = theatre.engine, prompt_of(40)
+    learner = Learner(save(tmp_path, 3))
+
+    async def whole() -> None:
+        ref = await serve(theatre, 3)
+        revivals = engine.stats().extra["revivals"]
+        for pid in family(engine._core._home.mark):
+            os.kill(pid, signal.SIGSTOP)  # so that it cannot answer before it is killed
+        scored = asyncio.ensure_future(engine.score(ids, start=1, temperature=1.0))
+        await until(lambda: engine.stats().running == 1)
+        for pid in family(engine._core._home.mark):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: engine.stats().held_up)  # starting a core may take longer than an engine may be silent
+        assert_equal(await scored, learner.logprobs(ids[:1], ids[1:]))
+        assert engine.stats().extra["revivals"] == revivals + 1 and engine.installed == ref
+        assert not engine.stats().held_up
+
+    theatre.run(whole())
+
+
+def test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves(theatre):
+    engine = theatre.engine
+
+    async def whole() -> None:
+        old = await serve(theatre, 1)
+        for pid in family(engine._core._home.mark):
+            os.kill(pid, signal.SIGSTOP)
+        install = asyncio.ensure_future(serve(theatre, 2))
+        await until(lambda: not engine._open.is_set())
+        for pid in family(engine._core._home.mark):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WeightsError, match=f"{old} serves on"):
+            await install
+        done = await engine.generate(request(prompt_of(5), 24))
+        assert done.spans[0].ref == old == engine.installed
+        assert_equal(done.logprobs, truth_logprobs(model(1), prompt_of(5), done.token_ids))
 
     theatre.run(whole())
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.engines.base import InstallTimes
+from actors.engines.base import EngineStats, InstallTimes
 from actors.install import Installer, InstallState
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import InstallSource, VersionRef
@@ -42,6 +42,9 @@ class FakeEngine:
         self.installed = ref
         self.history.append(ref)
         return InstallTimes(pause_s=0.001, install_s=0.002)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
 
 
 class Gate:
