@@ -37,6 +37,9 @@ RELAY_SILENT_S = 2.0
 RELAY_RESTS_S = 30.0
 """A relay that did not answer is not asked for so long."""
 _CONNECT_S = 1.0
+_OUT_OF = (OSError, MemoryError, RuntimeError, zmq.ZMQError)
+"""No memory, here or on the device (torch raises RuntimeErrors), or no descriptors: another way may need less of it. An
+EngineError is none of these: this process has to end, whatever other ways there are."""
 
 
 class Receiver(Protocol):
@@ -141,6 +144,7 @@ class WeightSource:
         Raises:
             Superseded: `cancelled` was set. Gone: retired everywhere.
             WeightsError: no offer led to the right bytes; says why for each.
+            EngineError: a way cannot be left any more; this process must end.
         """
         check_manifest(manifest, layout)
         cancelled = cancelled or threading.Event()
@@ -167,6 +171,9 @@ class WeightSource:
             except WeightsError as error:
                 log.warning("version %s refused from %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
+            except _OUT_OF as error:
+                log.warning("version %s not by %s: %r", manifest.ref, offer.transport, error)
+                failures.append(f"{offer.transport}: {error!r}")
             else:
                 log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
                 if isinstance(parts[0], Document):  # deltas are applied on the host

@@ -144,7 +144,10 @@ class ZmqReceiver:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[zmq.Socket]:
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise NotAvailable(f"no socket for {self.endpoint!r}: {error}") from error
         for option, value in _OPTIONS:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
