@@ -89,6 +89,8 @@ class WeightSource:
         """A nearer endpoint that is asked before the hub's own."""
         self._context, self._secure = context, secure
         self._relay_rests_until = 0.0
+        self.puller: ZmqReceiver | None = None
+        """The last one that pulled, or does."""
         self.shadow = Shadow()
         self._memory = DocumentMemory()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
@@ -102,10 +104,11 @@ class WeightSource:
         limits = self.limits
         if offer.name == self.relay:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
-        return ZmqReceiver(
+        self.puller = ZmqReceiver(
             offer.name, self._context, pull_token=self.pull_token, limits=limits, secure=self._secure,
             shadow=self.shadow, parent=offer.parent, memory=self._memory,
         )
+        return self.puller
 
     def close(self) -> None:
         """Leave the host's share; may be called twice."""

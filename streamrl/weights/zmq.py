@@ -66,6 +66,8 @@ class ZmqReceiver:
         self.source = InstallSource.ZMQ
         self.stats = PullStats()
         self.moved_bytes = 0
+        self.waiting_since: float | None = None
+        """When the other side was last heard, while something is expected of it; None in between."""
 
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
@@ -178,6 +180,13 @@ class _Line:
     def run(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
         """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
         self._receiver.stats = plan.stats
+        self._receiver.waiting_since = time.monotonic()
+        try:
+            self._work(plan, blank)
+        finally:
+            self._receiver.waiting_since = None
+
+    def _work(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
         while not plan.done:
             now = time.monotonic()
             if self._cancelled.is_set():
@@ -221,6 +230,7 @@ class _Line:
             plan.stats.surplus_chunks += 1
             return True
         self._receiver.moved_bytes += len(frames[1].buffer)
+        self._receiver.waiting_since = time.monotonic()
         plan.accept(chunk, frames[1].buffer, time.monotonic())
         return True
 
