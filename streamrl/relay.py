@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import zmq
 
 from streamrl import __version__
+from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Announce, Layout, Limits, Manifest, Offer, Welcome
 from streamrl.transport.actor_link import ActorLink, Gone
@@ -200,18 +201,18 @@ class Relay:
         return data
 
 
-USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://ADDRESS:PORT]
+USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://127.0.0.1:PORT]
 
 Pulls every version of the weights once from the learner and serves it to any number of actors, so that the learner
 sends it once and not once an actor. Start it where the actors are; start them with
 
-  python -m actors connect=tcp://HOST:PORT actors.relay=tcp://RELAY:PORT
+  python -m actors connect=tcp://HOST:PORT actors.relay=tcp://127.0.0.1:PORT
 
 They stay linked to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
 
   --learner   the address that actors connect to (the hub)
-  --bind      where to listen, tcp://127.0.0.1:0 if not given: a free port, this machine only. An address that others
-              can reach, like tcp://0.0.0.0:5602, belongs on a trusted network.
+  --bind      where to listen on this machine, tcp://127.0.0.1:0 if not given: a free port. Other machines come through
+              an encrypted tunnel (ssh -L), as they do to the learner: there is no authentication yet.
 """
 
 
@@ -256,4 +257,9 @@ def read_words(words: list[str]) -> tuple[str, str]:
     for name, value in given.items():
         if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", value):
             raise ConfigError(f"{name}={value or 'nothing'} is no address: give {name} tcp://HOST:PORT\n\n{USAGE}")
+    if not is_loopback(given["--bind"]):
+        raise ConfigError(
+            f"--bind={given['--bind']} is open to the network, where every PULL shows the run's token and this release "
+            f"neither encrypts nor authenticates: bind 127.0.0.1 and forward that port (ssh -L)\n\n{USAGE}"
+        )
     return given["--learner"], given["--bind"]
