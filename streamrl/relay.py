@@ -15,78 +15,28 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
 from streamrl import __version__
+from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import Announce, Chunk, ChunkStatus, Layout, Limits, Manifest, Offer, Pull, PullMode, Welcome
+from streamrl.messages import Announce, Layout, Limits, Manifest, Offer, Welcome
 from streamrl.transport.actor_link import ActorLink, Gone
 from streamrl.transport.client import HubClient
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.chunk_socket import MAX_PULL_BYTES, ChunkSocket
-from streamrl.weights.chunks import EMPTY, ChunkServer, reply
 from streamrl.weights.delta import word_bytes_of
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import same_weights
+from streamrl.weights.relay_chunks import Coming, RelayChunks
 from streamrl.weights.source import WeightSource
 
 log = logging.getLogger("streamrl.relay")
 
-KEEP_VERSIONS = 2
-DELTA_MAX_RATIO = 0.25
-WAIT_FOR_ANNOUNCE_S = 2.0
-"""An actor may hear of a version before we do; after so long without it, it is sent to the learner."""
-RETRY_S = 0.05
 FETCH_DEADLINE_S = 600.0
 EXIT_WRONG_RUN = 6
-
-
-class RelayChunks(ChunkServer):
-    """Answers BUSY for what is on its way here: the model's files, and versions newer than all that are held.
-
-    Args:
-        pull_token, limits: from the hub's WELCOME; b"" before it, then nothing is here and no token is wrong.
-        coming: whether something is being fetched right now.
-    """
-
-    def __init__(
-        self, pull_token: bytes, limits: Limits, *, coming: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            pull_token=pull_token, keep_versions=KEEP_VERSIONS, max_chunk_bytes=limits.chunk_bytes,
-            delta_max_ratio=DELTA_MAX_RATIO,
-        )
-        self._coming, self._clock = coming, clock
-        self._first_asked: tuple[object, float] | None = None
-
-    def put_assets(self, assets: bytes) -> None:
-        """The model's files are here."""
-        self._assets = memoryview(assets)
-
-    def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
-        """As a hub does; GONE for what did not come within `WAIT_FOR_ANNOUNCE_S` and is not being fetched."""
-        denied = self._token not in (b"", pull.pull_token)
-        if denied or self._is_here(pull):
-            return super().answer(pull)
-        status = ChunkStatus.BUSY if self._worth_waiting(pull) else ChunkStatus.GONE
-        return reply(pull, status, retry_after_s=RETRY_S), EMPTY
-
-    def _is_here(self, pull: Pull) -> bool:
-        """Or was here, and is retired."""
-        if pull.mode == PullMode.ASSETS:
-            return len(self._assets) > 0
-        return self.newest is not None and pull.target <= self.newest
-
-    def _worth_waiting(self, pull: Pull) -> bool:
-        now = self._clock()
-        if self._first_asked is None or self._first_asked[0] != pull.target:
-            self._first_asked = (pull.target, now)
-        return self._coming() or now - self._first_asked[1] < WAIT_FOR_ANNOUNCE_S
 
 
 class Relay:
@@ -106,8 +56,8 @@ class Relay:
         bind(router, address, "--bind")
         self.endpoint = bound_endpoint(router)
         self.socket = ChunkSocket(router)
-        self._fetching = False
         self.source = WeightSource(self._context)
+        self._coming = Coming(lambda: self.source.puller)
         self._name = f"relay-{os.urandom(4).hex()}"
         self._client: HubClient | None = None
         self._chunks = self._empty_chunks(b"", Limits())
@@ -174,6 +124,7 @@ class Relay:
                 self._welcomed(welcome)
             case Announce() as announce:
                 self._newest = (announce.manifest, announce.offers)
+                self._coming.also(announce.manifest.ref)
                 self._news.set()
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -185,7 +136,7 @@ class Relay:
         self._news.set()
 
     def _empty_chunks(self, pull_token: bytes, limits: Limits) -> RelayChunks:
-        chunks = RelayChunks(pull_token, limits, coming=lambda: self._fetching)
+        chunks = RelayChunks(pull_token, limits, coming=self._coming)
         self.socket.serve(chunks)
         return chunks
 
@@ -199,14 +150,16 @@ class Relay:
         while True:
             await self._news.wait()
             self._news.clear()
-            self._fetching = True
+            self.source.puller = None
+            self._coming.begins(*([self._newest[0].ref] if self._newest is not None else []))
             try:
                 await self._fetch_news()
             except WeightsError as error:
                 # The hub announces again to whoever stays behind; until then actors are sent to it.
                 log.warning("%s", error)
-            finally:
-                self._fetching = False
+                self._coming.ends(failed=True)
+            else:
+                self._coming.ends(failed=False)
 
     async def _fetch_news(self) -> None:
         loop, chunks, welcome = asyncio.get_running_loop(), self._chunks, self._welcome
@@ -241,23 +194,25 @@ class Relay:
         endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
         if endpoint is None:
             raise WeightsError("the hub offers no zmq endpoint to fetch the model's files from")
-        data = self.source.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest)
+        data = self.source.fetch_assets(
+            endpoint, welcome.assets_nbytes, welcome.assets_digest, cancelled=self._cancelled
+        )
         self._assets = (welcome.assets_digest, data)
         return data
 
 
-USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://ADDRESS:PORT]
+USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://127.0.0.1:PORT]
 
 Pulls every version of the weights once from the learner and serves it to any number of actors, so that the learner
 sends it once and not once an actor. Start it where the actors are; start them with
 
-  python -m actors connect=tcp://HOST:PORT actors.relay=tcp://RELAY:PORT
+  python -m actors connect=tcp://HOST:PORT actors.relay=tcp://127.0.0.1:PORT
 
 They stay linked to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
 
   --learner   the address that actors connect to (the hub)
-  --bind      where to listen, tcp://127.0.0.1:0 if not given: a free port, this machine only. An address that others
-              can reach, like tcp://0.0.0.0:5602, belongs on a trusted network.
+  --bind      where to listen on this machine, tcp://127.0.0.1:0 if not given: a free port. Other machines come through
+              an encrypted tunnel (ssh -L), as they do to the learner: there is no authentication yet.
 """
 
 
@@ -302,4 +257,9 @@ def read_words(words: list[str]) -> tuple[str, str]:
     for name, value in given.items():
         if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", value):
             raise ConfigError(f"{name}={value or 'nothing'} is no address: give {name} tcp://HOST:PORT\n\n{USAGE}")
+    if not is_loopback(given["--bind"]):
+        raise ConfigError(
+            f"--bind={given['--bind']} is open to the network, where every PULL shows the run's token and this release "
+            f"neither encrypts nor authenticates: bind 127.0.0.1 and forward that port (ssh -L)\n\n{USAGE}"
+        )
     return given["--learner"], given["--bind"]

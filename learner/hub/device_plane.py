@@ -1,7 +1,8 @@
 """Weights from GPU to GPU, seen from the hub: who is in the communicator, what the sender does, who is told what.
 
 The hub decides nothing about bytes and touches no GPU. A sender process (`learner.sender`) holds the communicator and
-the slots; it is started, watched and, if it hangs in a call that nothing can end, replaced by the hub.
+the slots; it is started, watched and, if it dies, falls silent or hangs in a call that nothing can end, replaced by the
+hub, which never waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from learner.hub.links import Link
+from learner.hub.sender_watch import SenderWatch
 from streamrl.codec import encode
 from streamrl.messages import (
     ActorBeat,
@@ -43,6 +45,8 @@ RANKS_PER_ACTOR = 1
 RECENT_VERSIONS = 3
 """The newest and the two before it: a member installed one of those."""
 RESTART_FIRST_S, RESTART_MAX_S = 1.0, 30.0
+SILENCE_GRACE_S = 5.0
+"""How much longer than for one bucket a sender may say nothing; it speaks every second."""
 
 
 class Sender(Protocol):
@@ -51,7 +55,7 @@ class Sender(Protocol):
     def alive(self) -> bool: ...
 
     def kill(self) -> None:
-        """End it now, whatever it is doing."""
+        """End it, whatever it is doing; does not wait until it has ended."""
         ...
 
 
@@ -70,6 +74,8 @@ class DevicePlane:
         )
         self._nccl = "nccl" in settings.transports
         self._sender: Sender | None = None
+        self._watch = SenderWatch(settings.nccl_bucket_deadline_s + SILENCE_GRACE_S)
+        self._ended: list[Sender] = []
         self._route: bytes | None = None
         self._up: SenderUp | None = None
         self._start_at = float("-inf")
@@ -134,23 +140,30 @@ class DevicePlane:
     def sender_said(self, routing_id: bytes, message: SenderUp | SenderReport, now: float) -> None:
         """A word of the sender; one that was replaced is not listened to any more."""
         if isinstance(message, SenderUp):
+            self._watch.heard()
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
             log.info("the sender is up on %s", message.device or "its device")
             self._tell_sender_of_document()
             self._do(self.membership.sender_up(now), now)
         elif routing_id == self._route:
+            self._watch.heard()
             self._reported(message, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass: members come and go, deadlines end, a sender that died is replaced."""
+        """Let time pass: members come and go, deadlines end, a sender that died or hangs is replaced."""
         if self._start is None:
             return
-        if self._sender is not None and not self._sender.alive():
-            log.error("the sender process ended; actors pull until there is another")
+        self._watch.tick(now)
+        self._ended = [one for one in self._ended if one.alive()]
+        if self._sender is not None and (not self._sender.alive() or self._watch.hangs):
+            alive, silent_s = self._sender.alive(), self._watch.silent_s
+            what = f"hangs, it said nothing for {silent_s:.0f} s, and is ended" if alive else "ended"
+            log.error("the sender process %s; actors pull until there is another", what)
             self._lost(now)
             self._do(self.membership.sender_down(now), now)
         if self._sender is None and now >= self._start_at:
             self._sender = self._start()
+            self._watch.started()
             self.num_senders += 1
         if self._nccl:
             self._do(self.membership.set_candidates(self._candidates(), now), now)
@@ -264,11 +277,13 @@ class DevicePlane:
             self._to_sender(SenderAbort(epoch))
             return
         log.error("the sender hangs in epoch %d: it is ended and replaced", epoch)
-        if self._sender is not None:
-            self._sender.kill()
         self._lost(now)
 
     def _lost(self, now: float) -> None:
+        """End it, if it has not ended, and remember it until it has: it may be a while."""
+        if self._sender is not None:
+            self._sender.kill()
+            self._ended.append(self._sender)
         self._sender, self._route, self._up = None, None, None
         self._start_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)

@@ -25,11 +25,12 @@ class SenderProcess:
         )
 
     def alive(self) -> bool:
+        """Asked once more after its end, this is also what removes it from the system's table."""
         return self._process.poll() is None
 
     def kill(self) -> None:
+        """Returns at once: a process that the GPU's driver holds may take minutes to die, or never do."""
         self._process.kill()
-        self._process.wait()
 
 
 def sender_settings(settings: HubSettings) -> SenderSettings:

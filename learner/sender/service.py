@@ -3,6 +3,8 @@
     hub --DEALER--> loop --queue--> epochs thread (name, form, send)
                      |                    |
                      +-- stop() ----------+    an abort overtakes whatever the thread is in
+
+Every second the loop says that it is alive, unless the thread of the slots hangs: what says nothing is replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 import zmq
@@ -43,6 +46,8 @@ log = logging.getLogger("streamrl.sender")
 
 EXIT_STUCK = 9
 POLL_MS = 50
+ALIVE_S = 1.0
+"""Between two words to the hub; it ends a sender that says nothing for long."""
 
 
 def broadcaster_is_stuck(broadcaster: Broadcaster | None) -> bool:
@@ -76,6 +81,8 @@ class SenderService:
         self._reports: deque[SenderReport] = deque()
         self._wake_read, self._wake_write = os.pipe()
         self._over: set[int] = set()
+        self._alive_at = float("-inf")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="document")
         self._stuck = threading.Event()
         self._thread = threading.Thread(target=self._do_work, name="epochs", daemon=True)
 
@@ -96,11 +103,19 @@ class SenderService:
                     os.read(self._wake_read, 4096)
                 while self._reports:
                     self._socket.send(encode(self._reports.popleft()))
+                self._say_alive()
                 if self._socket in ready and not self._hear(self._decoder.decode(self._socket.recv())):
                     return 0
             return EXIT_STUCK if self._stuck.is_set() else 0
         finally:
             self._close()
+
+    def _say_alive(self) -> None:
+        now = time.monotonic()
+        if now < self._alive_at + ALIVE_S or (self._slots is not None and self._slots.stuck):
+            return
+        self._alive_at = now
+        self._socket.send(encode(SenderReport(0, int(SenderStage.ALIVE))))
 
     def _hear(self, message: Message) -> bool:
         """One word of the hub; False if it was the last."""
@@ -123,7 +138,7 @@ class SenderService:
         """Map and check the newest document; the one before is kept, a broadcast may be in the middle of it."""
         ref = message.manifest.ref
         try:
-            document = Document.map_file(message.path, message.manifest, message.layout).verify()
+            document = self._open(message)
         except (OSError, WeightsError) as error:
             log.warning("version %s cannot be sent: %s", ref, error)
             return
@@ -135,6 +150,15 @@ class SenderService:
                 self._slots.publish(ref, self._buckets("ipc", document))
             except WeightsError as error:
                 log.warning("version %s goes by no slot: %s", ref, error)
+
+    def _open(self, message: SenderDocument) -> Document:
+        """The document, checked. That may take longer than the hub is patient, so the loop goes on saying its word."""
+        done = self._files.submit(
+            lambda: Document.map_file(message.path, message.manifest, message.layout).verify()
+        )
+        while not wait([done], timeout=ALIVE_S).done:
+            self._say_alive()
+        return done.result()
 
     def _buckets(self, user: str, document: Document) -> HostBuckets:
         if self._pinned and user not in self._bounces:
@@ -204,6 +228,7 @@ class SenderService:
         if self._broadcaster is not None:
             self._broadcaster.stop()
         self._work.put(None)
+        self._files.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=1.0)
         if self._slots is not None:
             self._slots.close()

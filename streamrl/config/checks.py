@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from math import ceil
 
+from streamrl.config.addresses import is_loopback
 from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
 from streamrl.errors import ConfigError
 
@@ -280,9 +281,8 @@ def _check_lengths(config: Config) -> None:
 def _check_hub(config: Config) -> None:
     bind = config.hub.bind
     _need(bind.startswith("tcp://"), f"hub.bind={bind} must look like tcp://127.0.0.1:5601")
-    host = bind.removeprefix("tcp://").rpartition(":")[0]
     _need(
-        host in ("127.0.0.1", "localhost", "[::1]"),
+        is_loopback(bind),
         f"hub.bind={bind} is open to the network, and this release has no authentication of actors: bind 127.0.0.1 and "
         "bring remote actors in through an encrypted tunnel (ssh -L), which is what the loopback default is for",
     )

@@ -54,13 +54,17 @@ class SenderStage(IntEnum):
     PROGRESS = 2
     SENT = 3
     FAILED = 4
+    ALIVE = 5
 
 
 class SenderReport(Message):
-    """Kind 51, sender -> hub: how far the epoch is. NAMED carries the unique id, FAILED the reason."""
+    """Kind 51, sender -> hub: how far the epoch is. NAMED carries the unique id, FAILED the reason.
+
+    ALIVE is of no epoch: it comes every second, for as long as no thread of the sender hangs.
+    """
 
     epoch: U32
-    stage: Annotated[int, Meta(ge=0, le=4)]
+    stage: Annotated[int, Meta(ge=0, le=5)]
     unique_id: Annotated[bytes, Meta(max_length=256)] = b""
     error: LongText = ""
     seconds: float = 0.0

@@ -11,34 +11,25 @@ without asking. Whoever maps the file digests every bucket before it believes it
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import re
-import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from streamrl.errors import WeightsError
-from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
-from streamrl.weights.document import Document, NotAvailable, Superseded
+from streamrl.messages import InstallSource, Layout, Manifest
+from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
+from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.rundir import SHM_ROOT
+from streamrl.weights.share_folder import Watch, breathing, has_room, join, leave, remove_dead, retire, turn
 from streamrl.weights.writer import DocumentWriter, Slot
 
 log = logging.getLogger(__name__)
 
-MEMBERS = "members.lock"
-KEEP = 2
-"""Versions that stay: the newest, and the one before it, which somebody may be mapping now."""
-BREATH_S = 0.5
-STOPPED_S = 5.0
-"""A puller that has not counted for so long is stopped or stuck: whoever waits for it pulls for itself."""
 _POLL_S = 0.02
-_NAME = re.compile(r"w\.(\d+)\.(\d+)\.[0-9a-f]{16}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 Pulled = tuple[Document, float, float]
@@ -72,14 +63,23 @@ class HostShare:
         self._membership: int | None = None
         self._lock = threading.Lock()
         self._broken = False
+        self.full = False
+        """Shared memory had no room for a document: what others could leave is used, and nobody waits for anybody."""
+
+    def no_room(self, why: object) -> None:
+        """Remembered and said once: every document of a run is as large as the last one."""
+        if not self.full:
+            self.full = True
+            log.warning("no room in %s to share a version, so this process pulls for itself from now on: %s",
+                        self.path, why)
 
     def join(self) -> bool:
         """Become a member; False if this host has no shared memory to share."""
         with self._lock:
             if self._membership is None and not self._broken:
                 try:
-                    _remove_dead(self._root)
-                    self._membership = _join(self.path)
+                    remove_dead(self._root)
+                    self._membership = join(self.path)
                 except OSError as error:
                     self._broken = True
                     log.info("weights are not shared on this host: %s", error)
@@ -90,7 +90,7 @@ class HostShare:
         with self._lock:
             fd, self._membership, self._broken = self._membership, None, True
         if fd is not None:
-            _leave(self.path, fd)
+            leave(self.path, fd)
 
     def document_path(self, manifest: Manifest) -> Path:
         """Where this very version of this very run lies, once somebody has it."""
@@ -116,16 +116,21 @@ class SharedReceiver:
         if not self._share.join():
             return self._pull(manifest, layout, cancelled, deadline)
         path, began = self._share.document_path(manifest), time.monotonic()
-        watch = _Watch(path)
+        watch = Watch(path)
         while True:
             if (found := _map(path, manifest, layout, began)) is not None:
                 self.source = InstallSource.SHM
                 return found
-            with _turn(path) as mine:
+            if self._share.full:
+                return self._pull(manifest, layout, cancelled, deadline)
+            with turn(path) as mine:
                 if mine is not None:
                     if path.exists():
                         continue  # it came between the look and the lock
-                    return self._pull_and_leave(mine, path, manifest, layout, cancelled, deadline)
+                    if has_room(path.parent, HEADER_BYTES + document_nbytes(layout)):
+                        return self._pull_and_leave(mine, path, manifest, layout, cancelled, deadline)
+                    self._share.no_room(f"{document_nbytes(layout) >> 20} MiB are too much")
+                    continue  # the others must not wait for us
             if watch.stopped():
                 log.warning("the process of this host that pulls version %s has stopped: pulling it here, too",
                             manifest.ref)
@@ -143,14 +148,14 @@ class SharedReceiver:
     def _pull_and_leave(
         self, lock: int, path: Path, manifest: Manifest, layout: Layout, cancelled: threading.Event, deadline: float
     ) -> Pulled:
-        with _breathing(lock):
+        with breathing(lock):
             document, transfer_s, verify_s = self._pull(manifest, layout, cancelled, deadline)
             try:
                 _write(document, path)
             except OSError as error:
-                log.warning("no room in %s to share version %s: %s", path.parent, manifest.ref, error)
+                self._share.no_room(error)
                 return document, transfer_s, verify_s
-            _retire(path.parent)
+            retire(path.parent)
             # From here on the shared pages are used, and the private copy is given back.
             shared = _map(path, manifest, layout, time.monotonic())
         return (shared[0] if shared is not None else document), transfer_s, verify_s
@@ -183,135 +188,3 @@ def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Pulled
         return None
     finally:
         os.close(fd)
-
-
-# --- locks ---------------------------------------------------------------------------------------------------------
-
-
-def _flock(path: Path, how: int) -> int | None:
-    """A descriptor that holds the lock, or None while others do.
-
-    Raises:
-        FileNotFoundError: the directory is gone.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-        if os.fstat(fd).st_ino == os.stat(path).st_ino:
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass  # unlinked between open and lock: nobody else would see our lock
-    os.close(fd)
-    return None
-
-
-@contextlib.contextmanager
-def _turn(path: Path) -> Iterator[int | None]:
-    """The right to make this document, if nobody has it; given back at the end, or by the kernel."""
-    try:
-        fd = _flock(path.with_name(f"{path.name}.lock"), fcntl.LOCK_EX)
-    except OSError:
-        fd = None
-    try:
-        yield fd
-    finally:
-        if fd is not None:
-            os.close(fd)
-
-
-@contextlib.contextmanager
-def _breathing(lock: int) -> Iterator[None]:
-    """Count in the lock file while the work goes on."""
-    done = threading.Event()
-
-    def breathe() -> None:
-        count = 0
-        while not done.is_set():
-            count += 1
-            os.pwrite(lock, f"{os.getpid()} {count}".encode(), 0)
-            done.wait(BREATH_S)
-
-    thread = threading.Thread(target=breathe, name="share", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-class _Watch:
-    """Has whoever holds the lock counted lately? By our own clock."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_name(f"{path.name}.lock")
-        self._seen, self._changed_at = b"", time.monotonic()
-
-    def stopped(self) -> bool:
-        with contextlib.suppress(OSError):
-            now = self._path.read_bytes()
-            if now != self._seen:
-                self._seen, self._changed_at = now, time.monotonic()
-        return time.monotonic() - self._changed_at > STOPPED_S
-
-
-def _join(path: Path) -> int:
-    """Shared membership of the directory, made if need be."""
-    while True:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{path} is not a directory of this user")
-        with contextlib.suppress(FileNotFoundError):  # its last member removes it just now
-            if (fd := _flock(path / MEMBERS, fcntl.LOCK_SH)) is not None:
-                return fd
-        time.sleep(_POLL_S)
-
-
-def _leave(path: Path, fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass  # others are still here
-    else:
-        _remove(path)
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    """Everything that members wrote; call it with the membership held alone."""
-    with contextlib.suppress(OSError):
-        for entry in path.iterdir():
-            if entry.name.startswith("w."):
-                entry.unlink(missing_ok=True)
-        (path / MEMBERS).unlink(missing_ok=True)
-        path.rmdir()
-
-
-def _remove_dead(root: Path) -> None:
-    """Directories whose members all died without a word: their lock says so, not their name."""
-    for path in root.glob(f"streamrl.share.{os.getuid()}.*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.getuid():
-                continue
-            if not (path / MEMBERS).exists():
-                path.rmdir()  # its maker died at once; one that still lives makes it again
-                continue
-            if (fd := _flock(path / MEMBERS, fcntl.LOCK_EX)) is not None:
-                try:
-                    _remove(path)
-                finally:
-                    os.close(fd)
-
-
-def _retire(path: Path) -> None:
-    """Remove all but the newest versions; mappings survive it."""
-    found: dict[VersionRef, list[Path]] = {}
-    for entry in path.iterdir():
-        if (match := _NAME.match(entry.name)) is not None:
-            found.setdefault(VersionRef(int(match[1]), int(match[2])), []).append(entry)
-    for ref in sorted(found)[:-KEEP]:
-        for entry in found[ref]:
-            entry.unlink(missing_ok=True)

@@ -38,6 +38,7 @@ from streamrl.weights.cuda_memory import SlotMemory, wait_for_device
 from streamrl.weights.device_document import BucketSource, DeviceDocument, check_device_bucket
 from streamrl.weights.document import Gone, NotAvailable, Superseded
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
+from streamrl.weights.silence import RESTS_S, Silence
 from streamrl.weights.slots import NUM_SLOTS, Effect, End, Fill, SlotRing, Tell
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class SlotServer:
         self._socket.bind(endpoint)
         self._wake_read, self._wake_write = os.pipe()
         self._stopping = threading.Event()
+        self._filling_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
         self._thread.start()
 
@@ -89,11 +91,16 @@ class SlotServer:
         self._inbox.append((ref, source))
         os.write(self._wake_write, b"x")
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nobody is served any more: the thread has died, or one copy takes longer than readers wait for it."""
+        since = self._filling_since
+        hangs = since is not None and time.monotonic() - since > self.ticket.deadline_s
+        return hangs or not self._thread.is_alive()
+
     def close(self) -> None:
-        if not self._stopping.is_set():
-            self._stopping.set()
-            os.write(self._wake_write, b"x")
-            self._thread.join(timeout=10.0)
+        self._stopping.set()  # the thread looks up by itself, and closes what would wake it
+        self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -150,11 +157,14 @@ class SlotServer:
                     todo.extend(self._send(reader, SlotEnd(ref, reason[:512], gone)))
 
     def _fill(self, ref: VersionRef, bucket: int, slot: int) -> list[Effect]:
+        self._filling_since = time.monotonic()
         try:
             self._sources[ref].fill(bucket, self._slots[slot])
         except Exception as error:  # a document that cannot be read any more ends its pass, not this thread
             log.warning("bucket %d of version %s cannot be passed on: %r", bucket, ref, error)
             return self._ring.fill_failed(ref, slot, f"it cannot be read: {error!r}", time.monotonic())
+        finally:
+            self._filling_since = None
         return self._ring.filled(ref, bucket, slot, time.monotonic())
 
     def _send(self, reader: bytes, message: Message) -> list[Effect]:
@@ -174,6 +184,7 @@ class SlotReader:
 
     def __init__(self, memory: SlotMemory, context: zmq.Context) -> None:
         self.memory, self.context = memory, context
+        self.silence = Silence()
         self._open: tuple[SlotTicket, list[torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
@@ -217,6 +228,8 @@ class SlotReceiver:
         if device_manifest is None or ticket is None:
             raise NotAvailable("the offer names no digests or no slots")
         check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        if self._reader.silence.rests(self._offer.name, time.monotonic()):
+            raise NotAvailable(f"the sender of the slots did not answer lately and is left out for {RESTS_S:g} s")
         slots = self._reader.slots(ticket)
         started = time.monotonic()
         device = self._reader.memory.device
@@ -228,14 +241,14 @@ class SlotReceiver:
             socket.connect(self._offer.name)
             socket.send(encode(SlotOpen(manifest.ref)))
             for index, (start, end) in enumerate(bucket_ranges(layout)):
-                slot = self._await(socket, manifest.ref, index, len(slots), cancelled, deadline, ticket.deadline_s)
+                slot = self._await(socket, manifest.ref, index, ticket, cancelled, deadline)
                 body[start:end].copy_(slots[slot][: end - start])
                 wait_for_device(device)
                 socket.send(encode(SlotFree(manifest.ref, index)))
                 copied = time.monotonic()
                 check_device_bucket(index, body[start:end], device_manifest)
                 verify_s += time.monotonic() - copied
-        except WeightsError:
+        except (WeightsError, RuntimeError):  # RuntimeError: no memory to fold it in; the others need not wait for that
             with contextlib.suppress(zmq.ZMQError):
                 socket.setsockopt(zmq.LINGER, 100)
                 socket.send(encode(SlotEnd(manifest.ref, "given up")), zmq.NOBLOCK)
@@ -248,20 +261,25 @@ class SlotReceiver:
         return document, time.monotonic() - started - verify_s, verify_s
 
     def _await(
-        self, socket: zmq.Socket, ref: VersionRef, bucket: int, num_slots: int, cancelled: threading.Event,
-        deadline: float, patience_s: float,
+        self, socket: zmq.Socket, ref: VersionRef, bucket: int, ticket: SlotTicket, cancelled: threading.Event,
+        deadline: float,
     ) -> int:
         """The slot that holds the bucket."""
         # The first bucket may have to wait for another pass to end.
-        until = min(deadline, time.monotonic() + (2 * patience_s if bucket == 0 else patience_s))
+        patience_s = (2 if bucket == 0 else 1) * ticket.deadline_s
+        began = heard_at = time.monotonic()
+        until = min(deadline, began + patience_s)
         while True:
-            if cancelled.is_set():
-                raise Superseded(f"version {ref}: abandoned for a newer version")
-            left = until - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if cancelled.is_set() or now >= until:
+                self._nothing_came(now - heard_at, patience_s, now)
+                if cancelled.is_set():
+                    raise Superseded(f"version {ref}: abandoned for a newer version")
                 raise NotAvailable(f"bucket {bucket} of version {ref} did not come to its slot in time")
-            if not socket.poll(int(1000 * min(left, _LOOK_UP_S)) + 1):
+            if not socket.poll(int(1000 * min(until - now, _LOOK_UP_S)) + 1):
                 continue
+            heard_at = now
+            self._reader.silence.heard(self._offer.name)
             try:
                 message = self._decoder.decode(socket.recv())
             except WireError as error:
@@ -269,5 +287,9 @@ class SlotReceiver:
             match message:
                 case SlotEnd(about, reason, gone) if about == ref:
                     raise (Gone if gone else NotAvailable)(f"version {ref}: {reason}")
-                case SlotFilled(about, which, slot) if (about, which) == (ref, bucket) and slot < num_slots:
+                case SlotFilled(about, which, slot) if (about, which) == (ref, bucket) and slot < len(ticket.handles):
                     return slot
+
+    def _nothing_came(self, seconds: float, patience_s: float, now: float) -> None:
+        if self._reader.silence.waited(self._offer.name, seconds, patience_s, now):
+            log.warning("the sender of the slots said nothing for %g s and is left out for %g s", patience_s, RESTS_S)

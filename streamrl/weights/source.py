@@ -37,6 +37,9 @@ RELAY_SILENT_S = 2.0
 RELAY_RESTS_S = 30.0
 """A relay that did not answer is not asked for so long."""
 _CONNECT_S = 1.0
+_OUT_OF = (OSError, MemoryError, RuntimeError, zmq.ZMQError)
+"""No memory, here or on the device (torch raises RuntimeErrors), or no descriptors: another way may need less of it. An
+EngineError is none of these: this process has to end, whatever other ways there are."""
 
 
 class Receiver(Protocol):
@@ -86,6 +89,8 @@ class WeightSource:
         """A nearer endpoint that is asked before the hub's own."""
         self._context, self._secure = context, secure
         self._relay_rests_until = 0.0
+        self.puller: ZmqReceiver | None = None
+        """The last one that pulled, or does."""
         self.shadow = Shadow()
         self._memory = DocumentMemory()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
@@ -99,10 +104,11 @@ class WeightSource:
         limits = self.limits
         if offer.name == self.relay:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
-        return ZmqReceiver(
+        self.puller = ZmqReceiver(
             offer.name, self._context, pull_token=self.pull_token, limits=limits, secure=self._secure,
             shadow=self.shadow, parent=offer.parent, memory=self._memory,
         )
+        return self.puller
 
     def close(self) -> None:
         """Leave the host's share; may be called twice."""
@@ -141,6 +147,7 @@ class WeightSource:
         Raises:
             Superseded: `cancelled` was set. Gone: retired everywhere.
             WeightsError: no offer led to the right bytes; says why for each.
+            EngineError: a way cannot be left any more; this process must end.
         """
         check_manifest(manifest, layout)
         cancelled = cancelled or threading.Event()
@@ -167,6 +174,9 @@ class WeightSource:
             except WeightsError as error:
                 log.warning("version %s refused from %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
+            except _OUT_OF as error:
+                log.warning("version %s not by %s: %r", manifest.ref, offer.transport, error)
+                failures.append(f"{offer.transport}: {error!r}")
             else:
                 log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
                 if isinstance(parts[0], Document):  # deltas are applied on the host

@@ -66,6 +66,8 @@ class ZmqReceiver:
         self.source = InstallSource.ZMQ
         self.stats = PullStats()
         self.moved_bytes = 0
+        self.waiting_since: float | None = None
+        """When the other side was last heard, while something is expected of it; None in between."""
 
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
@@ -144,7 +146,10 @@ class ZmqReceiver:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[zmq.Socket]:
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise NotAvailable(f"no socket for {self.endpoint!r}: {error}") from error
         for option, value in _OPTIONS:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
@@ -175,6 +180,13 @@ class _Line:
     def run(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
         """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
         self._receiver.stats = plan.stats
+        self._receiver.waiting_since = time.monotonic()
+        try:
+            self._work(plan, blank)
+        finally:
+            self._receiver.waiting_since = None
+
+    def _work(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
         while not plan.done:
             now = time.monotonic()
             if self._cancelled.is_set():
@@ -218,6 +230,7 @@ class _Line:
             plan.stats.surplus_chunks += 1
             return True
         self._receiver.moved_bytes += len(frames[1].buffer)
+        self._receiver.waiting_since = time.monotonic()
         plan.accept(chunk, frames[1].buffer, time.monotonic())
         return True
 

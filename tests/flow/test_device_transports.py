@@ -314,3 +314,34 @@ def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(
     assert set(run.hub.server.devices.membership.members) == {"far"}
     reader = near._worker._plant.device_weights._reader
     assert reader.memory.num_opened == 2  # once each, not once a version
+
+
+def test_slots_that_hang_cost_a_deadline_and_nobody_a_version_and_their_sender_is_replaced(stage):
+    run = stage("publish.transports=[ipc,shm,zmq]", "actors.transports=[ipc,shm,zmq]",
+                "publish.nccl_bucket_deadline_s=1")
+    near = run.actor("near", gpu="fake-gpu-0")
+    run.until(lambda: run.hub.server.devices._up is not None, "a sender")
+    run.everywhere(near)
+    run.publish()
+    assert run.everywhere(near) == ["ipc"]
+
+    first = run.senders[0]
+
+    class Hangs:
+        """As a copy that the device never ends, in a process that only its own end frees from it."""
+
+        layout = run.hub._publisher.layout
+
+        def fill(self, index: int, out: torch.Tensor) -> None:
+            first._stop.wait()
+
+    publish = first.slots.publish
+    first.slots.publish = lambda ref, source: publish(ref, Hangs())
+    for _ in range(2):
+        run.publish()
+        assert run.everywhere(near)[0] in ("shm", "ipc")
+
+    run.until(lambda: len(run.senders) == 2 and run.hub.server.devices._up is not None, "a new sender")
+    run.publish()
+    assert run.everywhere(near) == ["ipc"]
+    assert run.hub.server.devices.metrics()["num_sender_restarts"] == 1

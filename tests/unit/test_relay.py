@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import xxhash
 import zmq
 
-from streamrl import relay as relay_module
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import (
     Announce,
@@ -29,9 +29,11 @@ from streamrl.messages import (
     VersionRef,
     Welcome,
 )
-from streamrl.relay import Relay, RelayChunks, read_words
+from streamrl.relay import Relay, read_words
+from streamrl.weights import pull_plan, relay_chunks
 from streamrl.weights import source as source_module
 from streamrl.weights.manifest import bucket_digest, make_layout, make_manifest
+from streamrl.weights.relay_chunks import MAX_ASKED, STALLED_S, Coming, RelayChunks
 from streamrl.weights.source import WeightSource
 from tests.unit.setting_stage import LiveHub, config_of, tiny_model
 
@@ -43,7 +45,7 @@ ANY = "tcp://127.0.0.1:0"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """What is measured in seconds elsewhere must not depend on how busy this machine is."""
-    monkeypatch.setattr(relay_module, "WAIT_FOR_ANNOUNCE_S", 30.0)
+    monkeypatch.setattr(relay_chunks, "WAIT_FOR_ANNOUNCE_S", 30.0)
     monkeypatch.setattr(source_module, "RELAY_SILENT_S", 5.0)
 
 
@@ -190,13 +192,14 @@ def test_the_same_weights_under_a_new_number_need_no_transfer_to_the_relay(tmp_p
 
 def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_nothing_comes():
     clock, coming = [0.0], [False]
-    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda: coming[0], clock=lambda: clock[0])
+    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: coming[0], clock=lambda: clock[0])
 
     def status(token: bytes = b"t" * 16, mode: PullMode = PullMode.FULL) -> ChunkStatus:
         return ChunkStatus(chunks.answer(Pull(token, VersionRef(1, 5), int(mode), 0, 0, 10))[0].status)
 
     assert status() == status(mode=PullMode.DELTA) == ChunkStatus.BUSY, "its announcement may still be on its way"
-    clock[0] = relay_module.WAIT_FOR_ANNOUNCE_S + 1
+    assert status(mode=PullMode.ASSETS) == ChunkStatus.BUSY
+    clock[0] = relay_chunks.WAIT_FOR_ANNOUNCE_S + 1
     assert status() == ChunkStatus.GONE, "the actor asks the learner"
     coming[0] = True
     assert status() == ChunkStatus.BUSY and status(b"x" * 16) == ChunkStatus.DENIED
@@ -209,6 +212,86 @@ def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_noth
     chunks.add_bytes(manifest_of(VersionRef(1, 6)), memoryview(bytes(10)), [10])
     chunks.add_bytes(manifest_of(VersionRef(1, 7)), memoryview(bytes(10)), [10])
     assert status() == ChunkStatus.GONE, "retired"
+
+
+def test_questions_for_several_things_that_do_not_come_are_all_answered_with_gone():
+    clock = [0.0]
+    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: False, clock=lambda: clock[0])
+
+    def status(version: int) -> ChunkStatus:
+        pull = Pull(b"t" * 16, VersionRef(1, version), int(PullMode.FULL), 0, 0, 10)
+        return ChunkStatus(chunks.answer(pull)[0].status)
+
+    assert [status(5), status(6)] == [ChunkStatus.BUSY] * 2
+    clock[0] = relay_chunks.WAIT_FOR_ANNOUNCE_S + 1
+    assert [status(5), status(6), status(5), status(6)] == [ChunkStatus.GONE] * 4
+    for version in range(7, 7 + 3 * MAX_ASKED):
+        status(version)
+    assert len(chunks._first_asked) == MAX_ASKED
+
+
+class Line:
+    """A puller at work, as the relay looks at it."""
+
+    def __init__(self, waiting_since: float | None, moved_bytes: int = 0) -> None:
+        self.waiting_since, self.moved_bytes = waiting_since, moved_bytes
+
+
+def test_only_what_is_fetched_or_comes_next_is_coming_and_only_while_the_learner_is_heard():
+    clock, line, v5, v6 = [100.0], [None], VersionRef(1, 5), VersionRef(1, 6)
+    coming = Coming(lambda: line[0], clock=lambda: clock[0])
+    assert not coming(None) and not coming(v5)
+
+    coming.begins(v5)
+    assert coming(None) and coming(v5) and not coming(v6)
+    coming.also(v6)
+    assert coming(v6)
+    line[0] = Line(waiting_since=clock[0])
+    clock[0] += STALLED_S
+    assert coming(v5)
+    clock[0] += 0.1
+    assert not coming(v5) and not coming(v6)
+    line[0].waiting_since = None  # every byte is here, and is checked: that may take long
+    assert coming(v5)
+
+    coming.ends(failed=False)
+    assert not coming(v5)
+
+
+def test_after_a_fetch_that_failed_the_next_one_is_believed_once_bytes_arrive():
+    """Or a learner whose weights cannot be reached would keep actors waiting at every announcement."""
+    clock, line, v5 = [100.0], [None], VersionRef(1, 5)
+    coming = Coming(lambda: line[0], clock=lambda: clock[0])
+    coming.begins(v5)
+    coming.ends(failed=True)
+    coming.begins(v5)
+    assert not coming(v5)
+    line[0] = Line(waiting_since=clock[0])
+    assert not coming(v5)
+    line[0].moved_bytes = 1
+    assert coming(v5)
+    coming.ends(failed=False)
+    line[0] = None
+    coming.begins(v5)
+    assert coming(v5)
+
+
+def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(tmp_path, models, monkeypatch):
+    """Its fetch would go on for longer than this test may take."""
+    monkeypatch.setattr(pull_plan.PullPlan, "MAX_SILENCES", 10**6)
+    monkeypatch.setattr(relay_chunks, "WAIT_FOR_ANNOUNCE_S", 0.2)
+    monkeypatch.setattr(relay_chunks, "STALLED_S", 0.5)
+    with LiveHub(tmp_path, config_of("hub.advertise=127.0.0.77")) as hub:  # nobody listens there: a port not forwarded
+        hub.publish(0, models[0])
+        welcome = hub.dial().join()
+        with relay_of(hub) as relay:
+            until(lambda: relay.relay.source.puller is not None)
+            one = puller(hub, welcome, None)
+            with pytest.raises(source_module.Gone):
+                one.fetch(welcome.manifest, [msgspec.structs.replace(welcome.offers[-1], name=relay.endpoint)],
+                          welcome.layout, deadline_s=200)
+            with pytest.raises(source_module.Gone):
+                one.fetch_assets(relay.endpoint, welcome.assets_nbytes, welcome.assets_digest, deadline_s=200)
 
 
 def manifest_of(ref: VersionRef) -> Manifest:
@@ -300,6 +383,9 @@ def test_the_relay_leaves_with_the_run(tmp_path, models):
         (["--learner"], "--learner needs an address"), (["--lerner", "tcp://h:5"], "no option '--lerner'"),
         (["--learner", "tcp://h:5", "--bind", "5602"], "--bind=5602 is no address"),
         (["tcp://h:5"], "no option 'tcp://h:5'"),
+        (["--learner", "tcp://h:5", "--bind", "tcp://0.0.0.0:5602"], "--bind=tcp://0.0.0.0:5602 is open"),
+        (["--learner", "tcp://h:5", "--bind", "tcp://[::]:5602"], "--bind=tcp://[::]:5602 is open"),
+        (["--learner", "tcp://h:5", "--bind", "tcp://10.0.0.7:5602"], "--bind=tcp://10.0.0.7:5602 is open"),
     ],
 )
 def test_wrong_words_are_named_and_the_usage_shown(words, says):
@@ -308,5 +394,5 @@ def test_wrong_words_are_named_and_the_usage_shown(words, says):
 
 
 def test_the_words_may_be_written_both_ways():
-    assert read_words(["--learner", "tcp://h:5", "--bind=tcp://0.0.0.0:7"]) == ("tcp://h:5", "tcp://0.0.0.0:7")
+    assert read_words(["--learner", "tcp://h:5", "--bind=tcp://localhost:7"]) == ("tcp://h:5", "tcp://localhost:7")
     assert read_words(["--learner=tcp://h:5"]) == ("tcp://h:5", "tcp://127.0.0.1:0")

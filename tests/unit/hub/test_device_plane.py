@@ -2,135 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
-from learner.hub.hub_settings import HubSettings
 from learner.hub.sender_process import sender_settings
 from learner.setup import check_transports
-from streamrl.codec import Decoder, encode
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import (
-    HUB_TO_SENDER,
-    ActorBeat,
-    ActorState,
     Announce,
-    Hello,
-    Manifest,
-    NcclState,
     SenderAbort,
     SenderDocument,
     SenderForm,
-    SenderReport,
     SenderSend,
     SenderStage,
-    SenderUp,
     SlotTicket,
     Welcome,
 )
 from streamrl.weights.manifest import DIGEST_FOLD128, check_manifest
-from tests.unit.setting_stage import PATIENCE_MS, LiveHub, Peer, config_of, tiny_model
+from tests.unit.setting_stage import LiveHub, config_of
 
 pytestmark = pytest.mark.timeout(60)
 
-NCCL = "publish.transports=[ipc,nccl,shm,zmq]"
+
 SLOTS = SlotTicket("gpu-7", (b"h" * 64, b"i" * 64), 1 << 20, 10.0)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-class SpokenSender:
-    """A sender that does what the test says. One at a time, as the hub has them."""
-
-    def __init__(self, settings: HubSettings, slots: SlotTicket | None = None) -> None:
-        self.settings, self.killed = settings, threading.Event()
-        self._decoder = Decoder(HUB_TO_SENDER)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.connect(settings.rank_endpoint)
-        self._socket.send(encode(SenderUp(slots.device if slots else "", "ipc:///nowhere", slots)))
-
-    def hear(self, kind):
-        while True:
-            assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
-            message = self._decoder.decode(self._socket.recv())
-            if isinstance(message, kind):
-                return message
-
-    def report(self, epoch: int, stage: SenderStage, **fields) -> None:
-        self._socket.send(encode(SenderReport(epoch, int(stage), **fields)))
-
-    def alive(self) -> bool:
-        return not self.killed.is_set()
-
-    def kill(self) -> None:
-        self.killed.set()
-
-
-class Scene:
-    """A hub, its senders, and peers that are actors."""
-
-    def __init__(self, path: Path, model_dir: Path, *words: str, slots: SlotTicket | None = None) -> None:
-        self.senders: list[SpokenSender] = []
-        self._came = threading.Semaphore(0)
-        self._slots, self._model_dir, self._version = slots, model_dir, -1
-        self.hub = LiveHub(path, config_of(NCCL, *words), start_sender=self._start)
-        self.publish()
-
-    def _start(self, settings: HubSettings) -> SpokenSender:
-        self.senders.append(SpokenSender(settings, self._slots))
-        self._came.release()
-        return self.senders[-1]
-
-    def sender(self) -> SpokenSender:
-        """The next one that the hub starts."""
-        assert self._came.acquire(timeout=20)
-        return self.senders[-1]
-
-    def publish(self) -> Manifest:
-        self._version += 1
-        return self.hub.publish(self._version, self._model_dir)
-
-    def actor(self, name: str, *, transports: tuple[str, ...] = ("nccl", "zmq"), device: str = "") -> Peer:
-        peer = self.hub.dial()
-        peer.say(Hello(
-            protocol_min=1, protocol_max=1, actor_id=name, incarnation=11, run_id=None, engine="test", software="test",
-            slots=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
-        ))
-        peer.welcome = peer.hear(Welcome)
-        self.beat(peer)
-        return peer
-
-    def beat(self, peer: Peer, **nccl: int) -> None:
-        manifest = self.hub.server.weights.manifest
-        peer.say(ActorBeat(
-            11, 1, int(ActorState.RUNNING), 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
-        ))
-        self.hub.link.refresh_status()
-
-    def candidates(self, count: int) -> None:
-        while len(self.hub.server.devices._candidates()) != count:  # the test's time limit ends a wait that is in vain
-            threading.Event().wait(0.01)
-
-
-@pytest.fixture
-def scene(tmp_path, model_dir) -> Iterator[Callable[..., Scene]]:
-    scenes: list[Scene] = []
-
-    def make(*words: str, **options) -> Scene:
-        scenes.append(Scene(tmp_path, model_dir, *words, **options))
-        return scenes[-1]
-
-    yield make
-    for one in scenes:
-        one.hub.__exit__()
 
 
 def ways(announce: Announce | Welcome) -> list[str]:

@@ -17,11 +17,12 @@ import pytest
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Announce, InstallSource, Offer
-from streamrl.weights import host_share
+from streamrl.weights import host_share, share_folder
 from streamrl.weights.chunks import ChunkServer
 from streamrl.weights.document import Superseded
-from streamrl.weights.host_share import MEMBERS, HostShare, SharedReceiver
+from streamrl.weights.host_share import HostShare, SharedReceiver
 from streamrl.weights.manifest import make_manifest
+from streamrl.weights.share_folder import MEMBERS, breathing, has_room, turn
 from streamrl.weights.source import WeightSource
 
 pytestmark = pytest.mark.timeout(300)
@@ -200,7 +201,7 @@ def test_when_the_puller_is_killed_another_member_takes_over(hub, member, child,
 
 
 def test_a_puller_that_is_stopped_is_not_waited_for(hub, member, child, layout, monkeypatch):
-    monkeypatch.setattr(host_share, "STOPPED_S", 1.5)
+    monkeypatch.setattr(share_folder, "STOPPED_S", 1.5)
     stuck = Stuck(9)
     _, manifest, offers, body = hub(tamper=stuck)
     puller = child(manifest, offers)
@@ -266,6 +267,58 @@ def test_without_room_everybody_pulls_for_himself(hub, member, layout, monkeypat
 
     assert [whole(one) for one in found] == [body, body]
     assert [one.source for one in found] == [InstallSource.ZMQ] * 2
+
+
+def test_where_there_was_no_room_nobody_is_waited_for_again_and_one_warning_is_enough(
+    hub, member, layout, monkeypatch, caplog,
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    one = member()
+    _, first, offers, _ = hub(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_share, "Slot", full)
+        one.fetch(first, offers, layout)
+    _, second, offers, body = hub(2)
+    with turn(one.share.document_path(second)) as lock, breathing(lock):  # another member pulls, and never ends
+        found = one.fetch(second, offers, layout, deadline_s=200)
+
+    assert whole(found) == body and found.source == InstallSource.ZMQ
+    assert caplog.text.count("pulls for itself from now on") == 1
+
+
+def test_a_document_that_another_member_could_leave_is_used_where_there_was_no_room(hub, member, layout):
+    _, manifest, offers, _ = hub()
+    one, other = member(), member()
+    one.share.no_room("it was full for a moment")
+    other.fetch(manifest, offers, layout)
+
+    assert one.fetch(manifest, offers, layout).source == InstallSource.SHM
+
+
+def test_without_room_members_pull_at_the_same_time_from_the_first_version_on(hub, member, layout, serve, monkeypatch):
+    monkeypatch.setattr(host_share, "has_room", lambda path, nbytes: False)
+    stuck = Stuck(3)
+    router, manifest, offers, body = hub(tamper=stuck)
+    slow, other = member(), member()
+    slow.limits = msgspec.structs.replace(slow.limits, chunk_timeout_s=200.0)
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        pulls = threads.submit(slow.fetch, manifest, offers, layout, cancelled=cancelled, deadline_s=200)
+        try:
+            assert stuck.reached.wait(100)
+            near = (Offer("zmq", serve(router.server).endpoint, len(body)),)
+            assert whole(other.fetch(manifest, near, layout, deadline_s=100)) == body
+            assert not pulls.done()
+        finally:
+            cancelled.set()
+        with pytest.raises(Superseded):
+            pulls.result(100)
+
+
+def test_room_is_what_the_file_system_says(root):
+    assert has_room(root, 1) and not has_room(root, 1 << 60)
 
 
 def test_a_host_without_shared_memory_shares_nothing(hub, context, token, limits, layout, tmp_path):
