@@ -266,8 +266,9 @@ class Objective:
 
     def _oldest(self, batch: MicroBatch) -> Tensor | None:
         """[S, 1] largest lag to train; a group that was leased under a wider bound than today's keeps that."""
-        if self._age.mask_beyond is None or self._facts is None:
+        if self._age.mask_beyond is None:
             return None
+        assert self._facts is not None, "a guard before begin()"
         return self._of_rows(self._facts.head_lags, batch).clamp(min=self._age.mask_beyond)[:, None]
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:

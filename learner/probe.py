@@ -54,9 +54,12 @@ class Prober:
         self._start = max(1, len(self._ids) // 4)
         self._last: int | None = None
 
+    def due(self, version: int) -> bool:
+        return bool(self._every) and (self._last is None or version - self._last >= self._every)
+
     def probe_if_due(self, version: int) -> Probe | None:
         """A collective call on every rank, or on none: it depends on the version and on what was due before alone."""
-        if not self._every or (self._last is not None and version - self._last < self._every):
+        if not self.due(version):
             return None
         self._last = version
         logprobs = self._score().cpu().tolist()

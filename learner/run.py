@@ -152,7 +152,7 @@ class Run:
         """Whether it worked, on rank 0; False elsewhere."""
         with self.timed("publish"):
             probe = None
-            if self.prober is not None:
+            if self.prober is not None and self.prober.due(self.version):
                 with self.as_published():
                     probe = self.prober.probe_if_due(self.version)
             try:
