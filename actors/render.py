@@ -1,6 +1,6 @@
 """Messages to token ids and ids to text: the actor's only user of a tokenizer besides the engine's stop strings.
 
-What the model said is never tokenised again: a conversation grows by the ids that it sampled and by the ids of what the
+What the model said is never tokenized again: a conversation grows by the ids that it sampled and by the ids of what the
 environment says in between.
 """
 

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from actors.episode import EpisodeRunner, PromptTooLongError
-from streamrl.codec import Decoder, encode
 from streamrl.environment import Record
 from streamrl.errors import EngineError, WireError
-from streamrl.group_checks import GroupBounds, check_group
 from streamrl.messages import TO_HUB, Group, Lease, Limits, Member, MemberStatus, Outcome, ReturnReason
+from streamrl.messages.codec import Decoder, encode
+from streamrl.messages.validate import GroupBounds, check_group
 
 log = logging.getLogger("streamrl.actor")
 

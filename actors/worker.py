@@ -18,15 +18,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from actors.construction import Construction, Plant
+from actors.construction import ActorRuntime, RuntimeHandle
 from actors.engines.base import EngineStats
 from actors.rollout import returned, run_group, sendable
-from actors.upkeep import Upkeep
+from actors.weights.updater import WeightUpdater
 from streamrl.errors import StreamrlError
 from streamrl.messages import (
     Announce,
     Drain,
-    HubBeat,
+    HubHeartbeat,
     Installed,
     Lease,
     Leases,
@@ -39,14 +39,14 @@ from streamrl.messages import (
     VersionRef,
     Welcome,
 )
-from streamrl.transport.actor_link import Deliver, Gone, Parted, Progress
 from streamrl.transport.client import HubClient
+from streamrl.transport.session import Deliver, Disconnected, LinkClosed, Progress
 
 log = logging.getLogger("streamrl.actor")
 
 PROGRESS_S = 0.2
-EXIT_WEDGED = 9
-EXIT_ANEW = 11
+EXIT_ENGINE_HUNG = 9
+EXIT_RESTART = 11
 WEDGED_DRAIN_S = 5.0
 """How long a broken actor may take to hand its leases back."""
 
@@ -70,60 +70,62 @@ class Worker:
     """
 
     def __init__(
-        self, client: HubClient, build: Callable[[Welcome], Plant], *, clock: Callable[[], float] = time.monotonic
+        self, client: HubClient, build: Callable[[Welcome], ActorRuntime], *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client, self._clock = client, clock
-        self._construction = Construction(build)
-        self._upkeep: Upkeep | None = None
+        self._construction = RuntimeHandle(build)
+        self._upkeep: WeightUpdater | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._running: dict[tuple[int, int], Running] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._result: Gone | None = None
-        self._broken: Gone | None = None
+        self._result: LinkClosed | None = None
+        self._broken: LinkClosed | None = None
 
     @property
-    def _plant(self) -> Plant | None:
+    def _plant(self) -> ActorRuntime | None:
         return self._construction.plant
 
-    async def run(self) -> Gone:
+    async def run(self) -> LinkClosed:
         """Until the hub stops us, we leave, or the engine is beyond repair."""
         self.client.start()
         self._spawn(self._report_progress())
         try:
             while self._result is None:
                 event = await self.client.events.get()
-                if isinstance(event, Gone):
+                if isinstance(event, LinkClosed):
                     self._result = self._broken or event
                 else:
                     self._handle(event)
         finally:
             if not await self._close() and self._result is not None:
-                self._result = Gone(EXIT_WEDGED, f"{self._result.detail}; what hangs here goes with the process only")
+                detail = f"{self._result.detail}; what hangs here goes with the process only"
+                self._result = LinkClosed(EXIT_ENGINE_HUNG, detail)
         return self._result
 
     def leave(self, reason: str) -> None:
         """SIGINT or SIGTERM: hand back what is not finished, settle, go. A second call goes at once."""
         if self._draining:
-            self._end(Gone(130, "interrupted twice"))
+            self._end(LinkClosed(130, "interrupted twice"))
             return
         self._draining = True
         log.info("leaving (%s): %d leases are handed back", reason, len(self._running))
         self._hand_back(lambda running: True, ReturnReason.DRAIN, reason)
         self.client.drain(reason)
 
-    def _end(self, gone: Gone) -> None:
+    def _end(self, gone: LinkClosed) -> None:
         self.client.events.put_nowait(gone)
 
     def _break_down(self, detail: str) -> None:
         """This process can do no more work: hand back what it holds, then end so that it is started anew."""
         if self._broken is None:
             log.error("beyond repair: %s", detail)
-            self._end_politely(Gone(EXIT_WEDGED, detail), ReturnReason.ENGINE_ERROR, "beyond repair")
+            self._end_politely(LinkClosed(EXIT_ENGINE_HUNG, detail), ReturnReason.ENGINE_ERROR, "beyond repair")
 
-    def _end_politely(self, gone: Gone, reason: ReturnReason, farewell: str) -> None:
+    def _end_politely(self, gone: LinkClosed, reason: ReturnReason, farewell: str) -> None:
         """Leases back, the outbox settled, BYE: then `gone`."""
         self._broken = gone
         self._draining = True
@@ -141,9 +143,9 @@ class Worker:
                 self._newest = (announce.manifest, announce.offers)
                 if self._takes_part(announce):
                     self._spawn(self._install_newest())
-            case HubBeat() as beat:
+            case HubHeartbeat() as beat:
                 self._drop_useless(beat.min_useful)
-            case Parted():
+            case Disconnected():
                 log.warning("the hub is silent: going on with %d leases, reconnecting", len(self._running))
             case Drain() as drain:
                 self.leave(drain.reason)
@@ -173,20 +175,20 @@ class Worker:
             plant = await self._construction.finished()
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
-            self._end(Gone(1, str(error)))
+            self._end(LinkClosed(1, str(error)))
             return
         assert self._welcome is not None
         if self._fits(plant, self._welcome):
             plant.set_welcome(self._welcome)
             await self._install_newest()
 
-    def _fits(self, plant: Plant, welcome: Welcome) -> bool:
+    def _fits(self, plant: ActorRuntime, welcome: Welcome) -> bool:
         """False if this run has other settings now than the plant was built for: then the process starts anew."""
         if self._draining or plant.fits(welcome):
             return True
         detail = "the run goes on with other settings than this actor was built for"
         log.warning("%s: it hands back %d leases and joins anew", detail, len(self._running))
-        self._end_politely(Gone(EXIT_ANEW, detail), ReturnReason.DRAIN, "other settings")
+        self._end_politely(LinkClosed(EXIT_RESTART, detail), ReturnReason.DRAIN, "other settings")
         return False
 
     def _takes_part(self, announce: Announce) -> bool:
@@ -205,7 +207,7 @@ class Worker:
             return
         manifest, offers = newest
         if self._upkeep is None:
-            self._upkeep = Upkeep(plant.installer, report=self._report, broken=self._break_down)
+            self._upkeep = WeightUpdater(plant.installer, report=self._report, broken=self._break_down)
             self._spawn(self._upkeep.watch())
         await self._upkeep.install(manifest, offers, welcome.layout)
 
@@ -226,7 +228,7 @@ class Worker:
                 self._start(lease, plant)
         self._update_progress()
 
-    def _start(self, lease: Lease, plant: Plant) -> None:
+    def _start(self, lease: Lease, plant: ActorRuntime) -> None:
         installed = plant.engine.installed
         assert installed is not None
         if installed < lease.min_version:
@@ -236,14 +238,14 @@ class Worker:
         task = self._spawn(self._work(lease, plant))
         self._running[lease.ref] = Running(lease, task, installed, self._clock())
 
-    async def _work(self, lease: Lease, plant: Plant) -> None:
+    async def _work(self, lease: Lease, plant: ActorRuntime) -> None:
         runner = plant.test if lease.purpose == Purpose.EVAL else plant.train
         group = await run_group(lease, runner, on_progress=lambda: self._moved(lease))
         # Not when cancelled: whoever did that took the lease off the list, and may have put another task in its place.
         self._running.pop(lease.ref, None)
         self.client.send_group(sendable(group, lease, self._limits))
         self._update_progress()
-        if group.reason == ReturnReason.ENGINE_ERROR and (plant.engine.stats().extra.get("dead") or runner.worn_out):
+        if group.reason == ReturnReason.ENGINE_ERROR and (plant.engine.stats().extra.get("dead") or runner.exhausted):
             self._break_down(group.detail)
 
     def _moved(self, lease: Lease) -> None:
@@ -325,10 +327,10 @@ class Worker:
         self._jobs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the actor failed: %r", error, exc_info=error)
-            self._end(Gone(1, repr(error)))
+            self._end(LinkClosed(1, repr(error)))
 
     async def _close(self) -> bool:
-        """False if something hangs; see `Construction.close`."""
+        """False if something hangs; see `RuntimeHandle.close`."""
         for task in list(self._jobs):
             task.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)

@@ -1,6 +1,6 @@
 """What do estimators cost on long rows, and what share of a learner's step are estimator, surrogate and metrics?
 
-    recursion   x_t = a_t + d_t x_{t+1} over [64, 4096]: the reversed loop of `streamrl.algorithms.recursion`, next to a
+    recursion   x_t = a_t + d_t x_{t+1} over [64, 4096]: the reversed loop of `algorithms.estimators.scan`, next to a
                 scan by doubling (T log T work, log T passes) and one in blocks (2 sqrt T passes); proved equal here
     estimators  whole functions, ratios and masks included, on the loop and on each scan
     share       objective (credit, guards, surrogate, metrics, its backward pass down to the log-probs) of one step on
@@ -32,7 +32,7 @@ from torch import Tensor
 import streamrl.algorithms as algorithms
 from bench.algorithms_step import share_of_step
 from bench.record import exit_status, record, shared_arguments
-from streamrl.algorithms.recursion import suffix_scan
+from streamrl.algorithms.estimators.scan import suffix_scan
 
 ROWS, TOKENS = 64, 4096
 _SCANNING = ("vtrace", "retrace", "returns")  # modules of streamrl.algorithms that hold estimators

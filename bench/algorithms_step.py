@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from bench.record import record
-from learner.gradients import optimizer_step
-from learner.model import Policy, load_policy
-from learner.objective import Objective
-from learner.optimizer import make_optimizer, make_schedule
-from learner.packing import MicroBatch, pack
-from learner.ranks import Ranks
-from learner.scoring import Scored
-from learner.trajectories import Trajectory
+from learner.data.packing import MicroBatch, pack
+from learner.data.trajectories import Trajectory
+from learner.mesh import Ranks
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import make_optimizer, make_schedule
+from learner.model.policy import Policy, load_policy
+from learner.objective.objective import Objective
+from learner.objective.scoring_pass import PassOutputs
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.messages import PlanRow
 
@@ -91,7 +91,7 @@ def objective_seconds(name: str, rows: list[Trajectory], batch: MicroBatch, seed
     objective.begin(rows, plan, version=VERSION)
     if objective.needs:
         before = batch.padded(logprobs.detach())
-        objective.observe(batch, Scored(policy=before, values=values, bootstrap=torch.zeros(len(rows))))
+        objective.observe(batch, PassOutputs(policy=before, values=values, bootstrap=torch.zeros(len(rows))))
         objective.close_observation()
     total = objective.loss(batch, logprobs, entropy)
     total.backward()

@@ -61,7 +61,7 @@ def _processor() -> dict[str, Any]:
             f"L{_read(entry / 'level')} {_read(entry / 'type')} {_read(entry / 'size')}"
             for entry in sorted(caches.glob("index*"))
         ],
-        "virtualised": "hypervisor" in flags,
+        "virtualized": "hypervisor" in flags,
     }
 
 

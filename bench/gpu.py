@@ -30,7 +30,7 @@ SECTIONS = ("ceilings", "fold", "ipc", "install", "nccl", "fsdp2")
 
 
 def timed(work: Callable[[], object], repeats: int, warm_up: int = 3) -> list[float]:
-    """Seconds of each call, the device synchronised at both ends."""
+    """Seconds of each call, the device synchronized at both ends."""
     samples = []
     for number in range(repeats + warm_up):
         torch.cuda.synchronize()
@@ -93,7 +93,7 @@ def ceilings(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def fold(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    from streamrl.weights.fold128 import fold128, fold128_numpy
+    from streamrl.weights.gpu.fold128 import fold128, fold128_numpy
 
     data = torch.randint(0, 256, (floors.nbytes,), dtype=torch.uint8, device="cuda")
     if fold128(data[: 1 << 20]) != fold128_numpy(data[: 1 << 20].cpu().numpy()):

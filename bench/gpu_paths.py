@@ -17,33 +17,27 @@ import zmq
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from actors.engines.base import GenerateRequest
-from actors.engines.native import NativeEngine
-from actors.engines.weight_sets import checkpoint_tensors
-from learner.attention import make_layout as packed_layout
-from learner.gradients import optimizer_step
-from learner.model import load_policy
-from learner.optimizer import Schedule, make_optimizer
-from learner.publish import Publisher, policy_parameters
-from learner.ranks import Ranks
+from actors.engines.native.engine import NativeEngine
+from actors.engines.native.weight_sets import checkpoint_tensors
+from learner.mesh import Ranks
+from learner.model.attention import make_layout as packed_layout
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.policy import load_policy
+from learner.publish.publisher import Publisher, policy_parameters
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
-from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.communicator import GuardedCommunicator, Threads
-from streamrl.weights.cuda_memory import CudaMemory, wait_for_device
-from streamrl.weights.device_document import BucketSource, HostBuckets
 from streamrl.weights.document import Document
-from streamrl.weights.fold128 import DocumentFold
-from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer
-from streamrl.weights.manifest import (
-    DIGEST_FOLD128,
-    bucket_digest,
-    bucket_ranges,
-    make_layout,
-    make_manifest,
-)
-from streamrl.weights.nccl import CupyNccl
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.cuda_memory import CudaMemory, wait_for_device
+from streamrl.weights.gpu.device_document import BucketSource, HostBuckets
+from streamrl.weights.gpu.fold128 import DocumentFold
+from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
+from streamrl.weights.gpu.nccl import CupyNccl
+from streamrl.weights.manifest import DIGEST_FOLD128, bucket_digest, bucket_ranges, make_layout, make_manifest
+from streamrl.weights.shm.transport import ShmPublisher
 
 DEVICE = "cuda"
 VOCAB = 32_000
@@ -81,7 +75,7 @@ class SlotScene:
     def __init__(self, nbytes: int, kind: str, bucket_bytes: int) -> None:
         self._home, self._context = tempfile.TemporaryDirectory(prefix="slots-"), zmq.Context()
         self.layout = make_layout([("w", "uint8", (nbytes,))], bucket_bytes)
-        self._server = SlotServer(
+        self._server = IpcBufferServer(
             CudaMemory(DEVICE), self._context, f"ipc://{self._home.name}/slots", slot_bytes=bucket_bytes,
             deadline_s=60.0,
         )
@@ -149,10 +143,10 @@ class ReaderProcess:
 
 
 def read_for_ever() -> None:
-    reader = SlotReader(CudaMemory(DEVICE), zmq.Context())
+    reader = IpcBufferReader(CudaMemory(DEVICE), zmq.Context())
     for line in sys.stdin:
         layout, manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Layout, Manifest, Offer])
-        document, transfer_s, verify_s = SlotReceiver(offer, reader).receive(
+        document, transfer_s, verify_s = IpcBufferReceiver(offer, reader).receive(
             manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 120
         )
         print(transfer_s, verify_s, flush=True)

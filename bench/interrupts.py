@@ -34,15 +34,15 @@ import msgspec
 import numpy as np
 import zmq
 
-from streamrl.codec import Decoder, encode
 from streamrl.errors import WeightsError
 from streamrl.messages import TO_WEIGHTS, Limits, Manifest, Offer, Pull, VersionRef
-from streamrl.weights.chunks import ChunkServer
-from streamrl.weights.delta_pull import Shadow
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.delta.pull import DeltaBase
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, document_nbytes, make_layout, make_manifest
-from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
-from streamrl.weights.zmq import ZmqReceiver
+from streamrl.weights.pull.chunk_server import ChunkServer
+from streamrl.weights.pull.client import ZmqReceiver
+from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
 
 LAYOUT = make_layout([("embed", "bfloat16", (9000,)), ("rest", "bfloat16", (11501,))], bucket_bytes=10_000)
 NBYTES = document_nbytes(LAYOUT)
@@ -98,7 +98,7 @@ class Reader:
     def __init__(self) -> None:
         self.document: Document | None = None
         self.version = -1
-        self.shadow = Shadow()
+        self.shadow = DeltaBase()
 
     def take(self, document: Document) -> None:
         self.document, self.version = document, document.manifest.ref.version
@@ -192,7 +192,7 @@ class Rounds:
         cut, dies = self._rng.randint(0, int(1.2 * total)), self._rng.random() < 0.7
         with ShmPublisher(self._folder / "server", "interrupts") as shm:
             paths = [(manifest_of(version), publish(shm, version)) for version in (parent, target)]
-            self._reader.shadow = Shadow()  # a restarted one, that trusts deltas
+            self._reader.shadow = DeltaBase()  # a restarted one, that trusts deltas
             self._reader.take(Document.map_file(paths[0][1], paths[0][0], LAYOUT).verify())
             pid, pipe = forked(lambda out: serve(out, paths, cut, dies))
             port = os.read(pipe, 16).decode()

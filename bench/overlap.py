@@ -40,8 +40,8 @@ def config_and_model() -> tuple[Any, Path]:
     import logging
 
     from envs.registry import load_task
-    from learner.ranks import Ranks
-    from learner.starting_model import model_directory
+    from learner.mesh import Ranks
+    from learner.model.paths import model_directory
     from streamrl.config.load import load_config
 
     logging.disable(logging.INFO)
@@ -53,15 +53,15 @@ async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[b
     """Encoded groups of one batch, and the seconds a batch takes with the engine kept full."""
     import torch
 
-    from actors.engines.native import NativeEngine, build_model
-    from actors.engines.weight_sets import checkpoint_tensors
+    from actors.engines.native.engine import NativeEngine, build_model
+    from actors.engines.native.weight_sets import checkpoint_tensors
     from actors.episode import EpisodeRunner
-    from actors.plant import episode_rules
     from actors.render import Renderer, load_tokenizer
     from actors.rollout import run_group
+    from actors.runtime import episode_rules
     from envs.registry import load_task
-    from streamrl.codec import encode
     from streamrl.messages import Lease, Sampling, VersionRef
+    from streamrl.messages.codec import encode
 
     torch.set_num_threads(1)
     sampling = config.rollout.train.sampling
@@ -98,15 +98,15 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     """Median seconds of one optimizer step on a canned batch, decoding and packing included."""
     import torch
 
-    from learner.gradients import optimizer_step
-    from learner.hub_config import answer_limit
-    from learner.model import load_policy
-    from learner.objective import Objective
-    from learner.optimizer import make_optimizer, make_schedule
-    from learner.packing import pack
-    from learner.ranks import Ranks
+    from learner.data.packing import pack
+    from learner.data.trajectories import TrajectoryReader
+    from learner.hub_client.settings import answer_limit
+    from learner.mesh import Ranks
+    from learner.model.gradients import optimizer_step
+    from learner.model.optimizer import make_optimizer, make_schedule
+    from learner.model.policy import load_policy
+    from learner.objective.objective import Objective
     from learner.step import forward_backward
-    from learner.trajectories import TrajectoryReader
     from streamrl.messages import PlanRow
 
     torch.set_num_threads(1)

@@ -35,10 +35,10 @@ from bench.record import exit_status, record, shared_arguments
 from bench.weights_delta import delta_lines
 from bench.weights_pause import pause_line
 from bench.weights_pull import CHUNK_BYTES, pull_rounds, serve_for_ever
-from learner.publish import Publisher
+from learner.publish.publisher import Publisher
 from streamrl.messages import Layout, Limits, Manifest, Offer, VersionRef
-from streamrl.weights.rundir import document_directory
-from streamrl.weights.shm import ShmPublisher, shm_offer
+from streamrl.weights.shm.directory import document_directory
+from streamrl.weights.shm.transport import ShmPublisher, shm_offer
 from streamrl.weights.source import WeightSource
 
 PARTS = ("shm", "zmq", "delta", "pause")

@@ -20,8 +20,8 @@ import transformers
 from transformers import Qwen3Config
 
 from actors.engines.base import GenerateRequest
-from actors.engines.native import NativeEngine
-from actors.engines.weight_sets import checkpoint_tensors
+from actors.engines.native.engine import NativeEngine
+from actors.engines.native.weight_sets import checkpoint_tensors
 from bench.record import record
 from streamrl.messages import Sampling, VersionRef
 

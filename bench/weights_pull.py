@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from streamrl.codec import Decoder, encode
 from streamrl.messages import TO_WEIGHTS, Layout, Limits, Manifest, Pull
-from streamrl.weights.chunks import ChunkServer
+from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.document import HEADER_BYTES
 from streamrl.weights.memory import DocumentMemory
-from streamrl.weights.zmq import ZmqReceiver
+from streamrl.weights.pull.chunk_server import ChunkServer
+from streamrl.weights.pull.client import ZmqReceiver
 
 TOKEN = bytes(16)
 CHUNK_BYTES = Limits().chunk_bytes

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from bench.record import exit_status, record, shared_arguments
-from streamrl.codec import Decoder, encode, pack_ids, pack_logprobs, unpack_ids
-from streamrl.group_checks import GroupBounds, check_group
 from streamrl.messages import TO_HUB, Group, Member, Sampling
+from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs, unpack_ids
+from streamrl.messages.validate import GroupBounds, check_group
 
 SIZES = (1_000, 4_096, 32_768)
 

@@ -18,7 +18,7 @@ from streamrl.errors import StreamrlError
 from streamrl.run_dirs import choose_run_dir, numbered_run_dir
 
 if TYPE_CHECKING:
-    from learner.ranks import Ranks
+    from learner.mesh import Ranks
 
 log = logging.getLogger("streamrl.learner")
 

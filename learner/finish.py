@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from learner.export import export_model
+from learner.model.export import export_model
 from learner.run import Run
 
 log = logging.getLogger("streamrl.learner")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from learner.gradients import optimizer_step
-from learner.packing import equalize, pack
+from learner.data.packing import equalize, pack
+from learner.model.gradients import optimizer_step
 from learner.run import Run
 from learner.step import forward_backward
 
@@ -21,7 +21,7 @@ def train(run: Run) -> bool:
         with run.timed("pack"):
             rows = run.objective.begin(rows, share.plan, version=run.version, age=run.staleness.age_rules)
             batch = equalize(pack(rows, run.token_budget, bootstrap=run.objective.has_critic), run.ranks)
-        with run.as_published():  # the policy that is scored is the one that actors sample from
+        with run.with_wire_precision():  # the policy that is scored is the one that actors sample from
             with run.timed("score"):
                 run.score(batch)  # only for losses that must see the whole batch first
             with run.timed("forward_backward"):

@@ -12,34 +12,34 @@ from pathlib import Path
 import msgspec
 import torch
 
-from learner.checkpoint import save_checkpoint
-from learner.critic import Critic, CriticResult
-from learner.gradients import StepResult
-from learner.hub_config import steps_between_checkpoints
-from learner.hub_link import HubLink
-from learner.hub_process import HubProcess
-from learner.kl_control import LossControls
-from learner.model import Policy
-from learner.objective import Objective
-from learner.optimizer import Schedule
-from learner.packing import MicroBatch
-from learner.probe import Prober
-from learner.publish import Publisher
-from learner.published_weights import as_published
-from learner.ranks import Ranks
-from learner.recorder import Recorder
-from learner.reference import FrozenPolicy, sync_if_due
-from learner.run_dir import RunClaim
-from learner.scoring import score_batch
-from learner.staleness_control import StalenessControl
-from learner.starting_model import compute_dtype, wire_dtype
+from learner.checkpoint.checkpoint import save_checkpoint
+from learner.checkpoint.run_lock import RunLock
+from learner.control.staleness import StalenessControl
+from learner.data.packing import MicroBatch
+from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.hub_client.link import HubLink
+from learner.hub_client.process import HubProcess
+from learner.hub_client.settings import steps_between_checkpoints
+from learner.mesh import Ranks
+from learner.model.critic import Critic, CriticResult
+from learner.model.gradients import StepResult
+from learner.model.optimizer import Schedule
+from learner.model.paths import compute_dtype, wire_dtype
+from learner.model.policy import Policy
+from learner.model.reference import FrozenPolicy, sync_if_due
+from learner.objective.loss_weights import LossWeights
+from learner.objective.objective import Objective
+from learner.objective.scoring_pass import score_batch
+from learner.publish.probe import Prober
+from learner.publish.publisher import Publisher
+from learner.publish.rounding import with_wire_precision
+from learner.record.recorder import Recorder
 from learner.stop_flag import StopFlag
-from learner.trajectories import Trajectory, TrajectoryReader
 from streamrl.config.schema import Config
 from streamrl.errors import WeightsError
 from streamrl.messages import BatchShare, Layout, Lineage, VersionRef
 from streamrl.metrics.meter import Meter
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
 
@@ -63,13 +63,13 @@ class Run:
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
-    controls: LossControls
+    controls: LossWeights
     staleness: StalenessControl
     reference: FrozenPolicy | None = None
     critic: Critic | None = None
     proximal: FrozenPolicy | None = None
     critic_result: CriticResult | None = None
-    claim: RunClaim | None = None
+    claim: RunLock | None = None
     hub_process: HubProcess | None = None
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
@@ -117,10 +117,10 @@ class Run:
         """Only the critic learns yet."""
         return self.critic is not None and self.version < self.config.critic.num_warmup_steps
 
-    def as_published(self) -> AbstractContextManager[None]:
+    def with_wire_precision(self) -> AbstractContextManager[None]:
         """Inside, the policy holds the values that actors got, where the wire rounds them."""
         device, config = self.ranks.device, self.config
-        return as_published(
+        return with_wire_precision(
             self.policy, compute_dtype=compute_dtype(config.policy.dtype, device),
             wire_dtype=wire_dtype(config.publish.dtype, device),
         )
@@ -153,7 +153,7 @@ class Run:
         with self.timed("publish"):
             probe = None
             if self.prober is not None and self.prober.due(self.version):
-                with self.as_published():
+                with self.with_wire_precision():
                     probe = self.prober.probe_if_due(self.version)
             try:
                 published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))

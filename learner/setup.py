@@ -13,36 +13,36 @@ import torch
 
 from envs.check import check_task
 from envs.registry import load_task
-from learner.hub_config import answer_limit, hub_settings, response_limit, steps_between_checkpoints
-from learner.hub_link import HubLink
-from learner.hub_process import HubProcess, private_rank_endpoint
-from learner.kl_control import LossControls
-from learner.model import Policy
-from learner.networks import load_networks
-from learner.objective import Objective
-from learner.optimizer import make_schedule
-from learner.past import Past, find_past, surviving
-from learner.probe import Prober, probe_tokens
-from learner.publish import Publisher, policy_parameters
-from learner.ranks import Ranks
-from learner.recorder import Recorder
-from learner.regularisers import Regularisers
-from learner.rehearsal import rehearse
+from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
+from learner.checkpoint.run_lock import RunLock, claim_run_dir
+from learner.control.staleness import StalenessControl
+from learner.data.trajectories import TrajectoryReader
+from learner.dry_run import run_dry
+from learner.hub_client.link import HubLink
+from learner.hub_client.process import HubProcess, private_rank_endpoint
+from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
+from learner.mesh import Ranks
+from learner.model.build import load_networks
+from learner.model.optimizer import make_schedule
+from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
+from learner.model.policy import Policy
+from learner.objective.loss_weights import LossWeights
+from learner.objective.objective import Objective
+from learner.objective.regularizers import Regularizers
+from learner.objective.rewards import ScoreRules
+from learner.publish.probe import Prober, probe_tokens
+from learner.publish.publisher import Publisher, policy_parameters
+from learner.record.recorder import Recorder
 from learner.run import Run
-from learner.run_dir import RunClaim, claim_run_dir
-from learner.scores import ScoreRules
-from learner.staleness_control import StalenessControl
-from learner.starting_model import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.stop_flag import StopFlag
-from learner.trajectories import TrajectoryReader
-from streamrl.config.checks import largest_max_lag, lookahead
+from streamrl.config.rules import largest_max_lag, lookahead
 from streamrl.config.schema import Config
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
-from streamrl.weights.cuda_memory import require_ipc
-from streamrl.weights.nccl import require_nccl
-from streamrl.weights.rundir import clean_stale, document_directory
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.gpu.cuda_memory import require_ipc
+from streamrl.weights.gpu.nccl import require_nccl
+from streamrl.weights.shm.directory import clean_stale, document_directory
+from streamrl.weights.shm.transport import ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
 
@@ -75,15 +75,15 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
-    rehearse(config)
+    run_dry(config)
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
     check_task(task)  # a broken task fails here by name, not in an actor an hour later
     model_dir = model_directory(config, task, ranks)
-    past = find_past(config, run_dir, ranks)
+    past = find_resume_state(config, run_dir, ranks)
     controls = _make_controls(config, past)
-    lineage = surviving(past, epoch)
+    lineage = surviving_lineage(past, epoch)
     endpoint = _agree_on_endpoint(run_dir, ranks)
     staleness = _make_staleness(config, past)
     hub_process = None
@@ -112,15 +112,15 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     return run
 
 
-def _make_objective(config: Config, past: Past, controls: LossControls, ranks: Ranks) -> Objective:
+def _make_objective(config: Config, past: ResumeState, controls: LossWeights, ranks: Ranks) -> Objective:
     return Objective(
-        config.advantage, config.loss, regularisers=Regularisers(config.kl, config.constraint, config.loss, controls),
+        config.advantage, config.loss, regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
         max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
         score_rules=_make_score_rules(config, past), filter_truncated=config.filter.truncated,
     )
 
 
-def _open_documents(config: Config, run_dir: Path, past: Past) -> ShmPublisher:
+def _open_documents(config: Config, run_dir: Path, past: ResumeState) -> ShmPublisher:
     """Where published weights lie, freed of what a dead predecessor left."""
     directory = document_directory(past.run_id, run_dir)
     clean_stale(directory, past.run_id)
@@ -128,7 +128,7 @@ def _open_documents(config: Config, run_dir: Path, past: Past) -> ShmPublisher:
 
 
 def _make_publisher(
-    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, claim: RunClaim | None
+    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, claim: RunLock | None
 ) -> Publisher:
     return Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
@@ -146,7 +146,7 @@ def _make_prober(config: Config, policy: Policy, model_dir: Path, ranks: Ranks) 
 
 
 def _link_to_hub(
-    config: Config, endpoint: str, past: Past, ranks: Ranks, hub_process: HubProcess | None, stop: StopFlag
+    config: Config, endpoint: str, past: ResumeState, ranks: Ranks, hub_process: HubProcess | None, stop: StopFlag
 ) -> HubLink:
     return HubLink(
         endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
@@ -155,7 +155,7 @@ def _link_to_hub(
     )
 
 
-def _make_staleness(config: Config, past: Past) -> StalenessControl:
+def _make_staleness(config: Config, past: ResumeState) -> StalenessControl:
     """Lead, bound and drift, as the predecessor left them."""
     staleness = StalenessControl(config)
     if "staleness" in past.controls:
@@ -163,21 +163,21 @@ def _make_staleness(config: Config, past: Past) -> StalenessControl:
     return staleness
 
 
-def _make_score_rules(config: Config, past: Past) -> ScoreRules:
+def _make_score_rules(config: Config, past: ResumeState) -> ScoreRules:
     rules = ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     rules.restore(past.controls.get("scores", {}))
     return rules
 
 
-def _make_controls(config: Config, past: Past) -> LossControls:
+def _make_controls(config: Config, past: ResumeState) -> LossWeights:
     """Weights of KL, entropy and constraints, as the predecessor left them."""
-    controls = LossControls(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
+    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
     if "loss" in past.controls:
         controls.restore(past.controls["loss"])
     return controls
 
 
-def _finish_rank_zero(run: Run, model_dir: Path, past: Past) -> None:
+def _finish_rank_zero(run: Run, model_dir: Path, past: ResumeState) -> None:
     assets = run.run_dir / "assets.msgpack"
     assets.write_bytes(pack_assets(model_dir))
     run.assets_path = str(assets)
@@ -208,8 +208,8 @@ def _announce(run: Run) -> None:
 
 
 def _start_hub(
-    config: Config, run_dir: Path, ranks: Ranks, past: Past, epoch: int, lineage: tuple[Lineage, ...], endpoint: str,
-    model_dir: Path, bounds: tuple[int, int] | None,
+    config: Config, run_dir: Path, ranks: Ranks, past: ResumeState, epoch: int, lineage: tuple[Lineage, ...],
+    endpoint: str, model_dir: Path, bounds: tuple[int, int] | None,
 ) -> HubProcess:
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(

@@ -1,14 +1,14 @@
 """Gradients of one micro-batch.
 
-The loss is normalised by counts of the whole batch before the first backward pass, so gradients of micro-batches and
+The loss is normalized by counts of the whole batch before the first backward pass, so gradients of micro-batches and
 ranks simply add up. FSDP2 divides the sum over ranks by their number; the loss is multiplied by it, which cancels.
 """
 
 from __future__ import annotations
 
-from learner.model import Policy
-from learner.objective import Objective
-from learner.packing import MicroBatch
+from learner.data.packing import MicroBatch
+from learner.model.policy import Policy
+from learner.objective.objective import Objective
 
 
 def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> float:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from streamrl.lifeline import watch
+from streamrl.parent_watch import watch
 
 log = logging.getLogger("streamrl.learner")
 

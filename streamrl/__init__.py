@@ -5,8 +5,7 @@ The public face for users' own tasks. Everything else is imported from its own m
 
 from streamrl.environment import ChatMessage, Env, Record, RewardFunction, SingleTurnTask, Step, Task
 from streamrl.messages import Group, Member
-
-__version__ = "0.1.0"
+from streamrl.version import __version__
 
 __all__ = [
     "ChatMessage",

@@ -6,8 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from streamrl import __version__
 from streamrl.errors import StreamrlError
+from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
 
@@ -69,8 +69,8 @@ def launch(words: list[str]) -> int:
 def _sweep(words: list[str]) -> int:
     from streamrl.config.load import Job, run_jobs
     from streamrl.launch import EXIT_INTERRUPTED, Launcher
-    from streamrl.metrics.compare import compare_runs
-    from streamrl.metrics.report import write_comparison
+    from streamrl.report.compare import compare_runs
+    from streamrl.report.report import write_comparison
 
     finished: list[Path] = []
     failed: list[Path] = []
@@ -112,15 +112,15 @@ def settings(words: list[str]) -> int:
 
 def relay(words: list[str]) -> int:
     """Pass weights on from a learner to many actors."""
-    from streamrl.relay import relay as run_relay
+    from streamrl.weights.pull.relay import relay as run_relay
 
     return run_relay(words)
 
 
 def report(words: list[str]) -> int:
     """Write report.html of a run, or comparison.html of several."""
-    from streamrl.metrics.compare import compare_runs
-    from streamrl.metrics.report import write_comparison, write_report
+    from streamrl.report.compare import compare_runs
+    from streamrl.report.report import write_comparison, write_report
 
     if not words:
         print("name at least one run directory", file=sys.stderr)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 Record = Mapping[str, Any]
-"""One prompt of a task: JSON-serialisable, keys are the task's own."""
+"""One prompt of a task: JSON-serializable, keys are the task's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Task(Protocol):
         ...
 
     def record(self, split: str, index: int) -> Record:
-        """Prompt `index` of the split: a pure function of its arguments, JSON-serialisable."""
+        """Prompt `index` of the split: a pure function of its arguments, JSON-serializable."""
         ...
 
     def env(self) -> Env:

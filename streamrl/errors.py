@@ -13,7 +13,7 @@
     ├── WeightsError             a weight document is incomplete, corrupt or does not fit the model
     │   │                            (the next three live in `streamrl.weights.document`)
     │   ├── NotAvailable             this way does not lead to the document: the next offer is tried
-    │   │   └── Gone                     the version was retired: a newer one is on its way
+    │   │   └── VersionRetired           the version was retired: a newer one is on its way
     │   └── Superseded               the fetch was abandoned for a newer version
     ├── EngineError              the inference engine failed or was asked for something impossible
     ├── CheckpointError          a checkpoint is damaged or belongs to another run

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.config.schema import Config
-from streamrl.lifeline import child_environment
-from streamrl.metrics.live_view import LiveView
 from streamrl.metrics.summary import Summary
+from streamrl.parent_watch import child_environment
+from streamrl.report.live_view import LiveView
 
 log = logging.getLogger("streamrl.launch")
 

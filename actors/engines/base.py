@@ -58,7 +58,7 @@ class Generation:
 class EngineStats:
     """Counters since the start, and the present load.
 
-    `held_up`: whatever is asked now rightly waits, for sequences that must end first or for a core that is being
+    `blocked`: whatever is asked now rightly waits, for sequences that must end first or for a core that is being
     started. The engine promises that this ends by itself; otherwise a counter that moves is its sign of life.
     """
 
@@ -68,7 +68,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     busy_s: float = 0.0
-    held_up: bool = False
+    blocked: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Scorer(Protocol):
+class ScoresTokens(Protocol):
     """An engine that can also say how likely given tokens are; the probe of the weight plane asks it.
 
     Optional: an engine without this method is checked by its digests only. The weights must not change between the
@@ -122,7 +122,7 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class Transparent(Protocol):
+class ExposesWeights(Protocol):
     """An engine that can show the tensors it computes with, for a comparison with the document they came from.
 
     Optional: engines that fuse or pack their weights cannot.

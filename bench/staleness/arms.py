@@ -48,13 +48,13 @@ MEANING: Mapping[str, str] = MappingProxyType(
         "dppo_tv": "token ratio, dropped beyond a total-variation bound of 0.2",
         "icepop": "token ratio, dropped outside 0.5 to 5",
         "vtrace_critic_free": "truncated suffix product, leave-one-out baseline, IMPALA loss",
-        "vtrace_critic_free_clip": "the same suffix product, PPO clip on the behaviour policy",
+        "vtrace_critic_free_clip": "the same suffix product, PPO clip on the behavior policy",
         "impala": "preset: V-trace with a critic, IMPALA loss",
-        "vtrace_critic_clip": "stream_default with a critic: V-trace, whitened, PPO clip on the behaviour policy",
+        "vtrace_critic_clip": "stream_default with a critic: V-trace, whitened, PPO clip on the behavior policy",
         "retrace_v_clip": "the same with Retrace in place of V-trace",
         "m2po": "PPO clip whose width keeps a second moment of 0.04",
         "vespo": "smooth trajectory weight",
-        "stream_default": "preset: PPO clip on the behaviour policy, dual clip, veto, OPSM, sqrt-ESS step size",
+        "stream_default": "preset: PPO clip on the behavior policy, dual clip, veto, OPSM, sqrt-ESS step size",
     }
 )
 

@@ -1,4 +1,4 @@
-"""The charts of the experiment as files that stand alone: SVG with its own colours and its own legend."""
+"""The charts of the experiment as files that stand alone: SVG with its own colors and its own legend."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.staleness.summary import by, mean
-from streamrl.metrics.plots import HEIGHT, NUM_COLOURS, WIDTH, Curve, line_chart
+from streamrl.report.plots import HEIGHT, WIDTH, Curve, NUM_ColorS, line_chart
 
-_COLOURS = ("#1f6fb4", "#d9622b", "#2f9457", "#8a4fb5", "#b08900", "#c2387e", "#26949b", "#777c82")
+_ColorS = ("#1f6fb4", "#d9622b", "#2f9457", "#8a4fb5", "#b08900", "#c2387e", "#26949b", "#777c82")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1d1f21}.tick,.label{fill:#63686e}.note{fill:#c0392b}"
     ".grid{stroke:#e4e5e7}.axis{stroke:#63686e}.bound{stroke:#c0392b;stroke-dasharray:5 4}"
     ".curve{fill:none;stroke-width:2;stroke-linejoin:round}"
-    + "".join(f".c{i}{{stroke:{c}}}.dot.c{i},.k{i}{{fill:{c}}}" for i, c in enumerate(_COLOURS))
+    + "".join(f".c{i}{{stroke:{c}}}.dot.c{i},.k{i}{{fill:{c}}}" for i, c in enumerate(_ColorS))
 )
 RATIO_ONLY = ("none", "token_tis", "seq_tis", "icepop", "decoupled_ppo", "vespo", "vtrace_critic_free", "impala")
 TRUST_REGION = (
@@ -44,16 +44,16 @@ def write_charts(parts: Mapping[str, Runs], folder: Path, *, eval_every: int) ->
 
 
 def standalone(figure: str) -> str:
-    """The SVG of a figure of `streamrl.metrics.plots`, with style, title and legend inside."""
+    """The SVG of a figure of `streamrl.report.plots`, with style, title and legend inside."""
     found = re.search(r"<svg [^>]*>(.*)</svg>", figure, re.S)
     title = re.search(r"<figcaption>(.*?)</figcaption>", figure, re.S)
-    assert found is not None and title is not None, "not a figure of streamrl.metrics.plots"
+    assert found is not None and title is not None, "not a figure of streamrl.report.plots"
     names = re.findall(r'class="key k(\d)"></i>(.*?)</span>', figure)
     rows = math.ceil(len(names) / 2)
     legend = "".join(
-        f'<rect class="k{colour}" x="{12 + 210 * (i % 2)}" y="{HEIGHT + 4 + 18 * (i // 2)}" width="12" height="4"/>'
+        f'<rect class="k{color}" x="{12 + 210 * (i % 2)}" y="{HEIGHT + 4 + 18 * (i // 2)}" width="12" height="4"/>'
         f'<text x="{30 + 210 * (i % 2)}" y="{HEIGHT + 10 + 18 * (i // 2)}">{name}</text>'
-        for i, (colour, name) in enumerate(names)
+        for i, (color, name) in enumerate(names)
     )
     height = HEIGHT + 18 * rows + 26
     return (
@@ -66,19 +66,19 @@ def standalone(figure: str) -> str:
 def _by_lag(title: str, records: Runs, arms: Sequence[str]) -> str:
     finals = by(records, "arm", "lag")
     curves = []
-    for colour, arm in enumerate(arms):
+    for color, arm in enumerate(arms):
         points = sorted((lag, spread.mean) for (name, lag), spread in finals.items() if name == arm)
         xs = [math.log2(1 + lag) for lag, _ in points]
-        curves.append(Curve(arm, xs, [score for _, score in points], colour, dots=True))
+        curves.append(Curve(arm, xs, [score for _, score in points], color, dots=True))
     return line_chart(title, curves, x_label="log2(1 + lag): 0, 1, 4, 8, 16, 32, 64 updates", y_label="score",
                       from_zero=True)  # fmt: skip
 
 
 def _over_time(title: str, records: Runs, lag: int, field: str, eval_every: int) -> str:
     curves = []
-    for colour, arm in enumerate(SHOWN):
+    for color, arm in enumerate(SHOWN):
         runs = [record[field] for record in records if record["arm"] == arm and record["lag"] == lag]
-        curves.append(_mean_curve(arm, runs, colour, eval_every))
+        curves.append(_mean_curve(arm, runs, color, eval_every))
     return line_chart(title, curves, x_label="updates", y_label="mean over seeds", from_zero=True)
 
 
@@ -88,10 +88,10 @@ def _driven(title: str, records: Runs, field: str, eval_every: int) -> str:
         for bound in bounds:
             runs = [record[field] for record in records if record["arm"] == arm and record["bound"] == bound]
             name = f"{arm}, {'no bound' if bound is None else bound if bound == 'adaptive' else f'bound {bound}'}"
-            curves.append(_mean_curve(name, runs, len(curves) % NUM_COLOURS, eval_every))
+            curves.append(_mean_curve(name, runs, len(curves) % NUM_ColorS, eval_every))
     return line_chart(title, curves, x_label="ticks", y_label="mean over seeds", from_zero=True)
 
 
-def _mean_curve(name: str, runs: Sequence[Sequence[float]], colour: int, eval_every: int) -> Curve:
+def _mean_curve(name: str, runs: Sequence[Sequence[float]], color: int, eval_every: int) -> Curve:
     ys = [mean(column) for column in zip(*runs, strict=True)]
-    return Curve(name, [eval_every * (i + 1) for i in range(len(ys))], ys, colour)
+    return Curve(name, [eval_every * (i + 1) for i in range(len(ys))], ys, color)

@@ -8,16 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bench.staleness.loss import (
-    ESS_FIELDS,
-    Rows,
-    ess_by_member,
-    estimate,
-    filtered,
-    keep,
-    row_weights,
-    surrogate,
-)
+from bench.staleness.loss import ESS_FIELDS, Rows, ess_by_member, estimate, filtered, keep, row_weights, surrogate
 from bench.staleness.optimizer import MemberAdam
 from bench.staleness.policy import Shape, features, forward, initial_parameters, shifted, split
 from bench.staleness.task import Task, scores
@@ -146,7 +137,7 @@ class Learner:
     def _fit_critic(
         self, values: Tensor, inputs: Tensor, targets: Tensor, rows: Rows, weights: Tensor, active: Tensor
     ) -> None:
-        """`num_critic_steps` steps towards `targets`; `values` [E R, L] are those of the critic before the first."""
+        """`num_critic_steps` steps toward `targets`; `values` [E R, L] are those of the critic before the first."""
         for number in range(self.arm.num_critic_steps):
             losses = value_loss(values if number == 0 else self._values(inputs), targets, rows.mask)
             (gradient,) = torch.autograd.grad(aggregate(losses, rows.mask, row_weights=weights), [self._critic])

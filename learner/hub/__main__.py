@@ -8,11 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
-from learner.hub.hub_settings import read_settings
 from learner.hub.server import HubServer
+from learner.hub.settings import read_settings
 from streamrl.errors import StreamrlError
-from streamrl.lifeline import watch
-from streamrl.weights.rundir import remove_run_dir
+from streamrl.parent_watch import watch
+from streamrl.weights.shm.directory import remove_run_dir
 
 
 def main() -> int:

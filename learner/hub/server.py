@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import zmq
 
-from learner.hub.control_plane import ControlPlane
-from learner.hub.device_plane import DEVICE_TRANSPORTS, DevicePlane, Sender
-from learner.hub.hub_settings import HubSettings
-from learner.hub.rank_plane import RankPlane
-from learner.hub.sender_process import SenderProcess
+from learner.hub.broadcaster_process import BroadcasterProcess
+from learner.hub.handlers.actors import ActorHandler
+from learner.hub.handlers.broadcaster import DEVICE_TRANSPORTS, Broadcaster, BroadcastHandler
+from learner.hub.handlers.ranks import RankHandler
+from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
@@ -38,7 +38,9 @@ TICK_S = 0.1
 class HubServer:
     """Owns the sockets and the loop; see the drawing above."""
 
-    def __init__(self, settings: HubSettings, *, start_sender: Callable[[HubSettings], Sender] = SenderProcess) -> None:
+    def __init__(
+        self, settings: HubSettings, *, start_sender: Callable[[HubSettings], Broadcaster] = BroadcasterProcess
+    ) -> None:
         self.settings = settings
         self.counters: Counter[str] = Counter()
         self.ledger = build_ledger(settings)
@@ -56,9 +58,9 @@ class HubServer:
         self._ranks.setsockopt(zmq.LINGER, 1000)
         self._ranks.bind(settings.rank_endpoint)
         uses_device = set(settings.transports) & set(DEVICE_TRANSPORTS)
-        self.devices = DevicePlane(self, (lambda: start_sender(settings)) if uses_device else None)
-        self.control = ControlPlane(self)
-        self.ranks = RankPlane(self)
+        self.devices = BroadcastHandler(self, (lambda: start_sender(settings)) if uses_device else None)
+        self.control = ActorHandler(self)
+        self.ranks = RankHandler(self)
         self.stopped = False
         write_hub_json(settings, self.endpoint, self.weights.endpoint)
 

@@ -7,12 +7,12 @@ import logging
 from pathlib import Path
 
 from envs.registry import load_task
-from learner.hub.filters import GroupFilter, accuracy_range, first_of, zero_std
-from learner.hub.hub_settings import HubSettings
-from learner.hub.ledger import Ledger, LedgerSettings
-from learner.hub.prompts import PromptStream
+from learner.hub.ledger.filters import GroupFilter, accuracy_range, first_of, zero_std
+from learner.hub.ledger.ledger import Ledger, LedgerSettings
+from learner.hub.ledger.prompts import PromptStream
+from learner.hub.settings import HubSettings
 from streamrl.environment import Task
-from streamrl.group_checks import GroupBounds
+from streamrl.messages.validate import GroupBounds
 
 log = logging.getLogger("streamrl.hub")
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from learner.hub.hub_settings import HubSettings
+from learner.hub.settings import HubSettings
 from streamrl.metrics.sinks import write_atomic
 
 if TYPE_CHECKING:

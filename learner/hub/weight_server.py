@@ -8,13 +8,13 @@ from pathlib import Path
 import xxhash
 import zmq
 
-from learner.hub.hub_settings import HubSettings
+from learner.hub.settings import HubSettings
 from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Publish, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
-from streamrl.weights.chunk_socket import MAX_PULL_BYTES, ChunkSocket
-from streamrl.weights.chunks import ChunkServer
-from streamrl.weights.delta import word_bytes_of
-from streamrl.weights.shm import shm_offer
+from streamrl.weights.delta.encoding import word_bytes_of
+from streamrl.weights.pull.chunk_server import ChunkServer
+from streamrl.weights.pull.chunk_socket import MAX_PULL_BYTES, ChunkSocket
+from streamrl.weights.shm.transport import shm_offer
 
 
 class WeightServer:

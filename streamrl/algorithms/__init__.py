@@ -8,8 +8,7 @@ names whole recipes. `contract` holds the rules that every function obeys.
 
 from __future__ import annotations
 
-from .aggregation import aggregate, aggregation_weights
-from .constraints import (
+from streamrl.algorithms.controls.constraints import (
     constraint_penalty,
     lagrangian_advantages,
     lagrangian_loss,
@@ -17,7 +16,63 @@ from .constraints import (
     pid_lagrangian_update,
     self_normalized_mean,
 )
-from .control import (
+from streamrl.algorithms.controls.kl import kl_estimate, kl_loss, kl_shaped_rewards
+from streamrl.algorithms.controls.kl_controllers import (
+    clip_high_update,
+    entropy_coef_update,
+    kl_doubling,
+    kl_exponential,
+    kl_horizon,
+    kl_linear,
+    kl_log_integral,
+    kl_pid,
+    kl_schedule,
+)
+from streamrl.algorithms.controls.multi_objective import (
+    crowding_distance,
+    domination_count,
+    hypervolume,
+    hypervolume_contributions,
+    tchebycheff,
+    weighted_sum,
+)
+from streamrl.algorithms.estimators.groups import (
+    dr_grpo_advantages,
+    gdpo_advantages,
+    group_advantages,
+    group_mean,
+    grpo_advantages,
+    leave_one_out,
+    maxrl_advantages,
+    opob,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+    score_square_norms,
+)
+from streamrl.algorithms.estimators.ratios import (
+    effective_sample_size,
+    ess_report,
+    log_ratios,
+    sequence_stats,
+    trace_length,
+)
+from streamrl.algorithms.estimators.returns import (
+    clipped_is,
+    dueling_q,
+    gae,
+    n_step,
+    retrace_q,
+    retrace_v,
+    td_lambda,
+    value_loss,
+    vtrace,
+    vtrace_critic_free,
+    vtrace_segments,
+)
+from streamrl.algorithms.filters import accuracy_in_range, informative_groups, overlong_penalty
+from streamrl.algorithms.presets import PRESETS, Preset, preset
+from streamrl.algorithms.staleness.control import (
     clip_from_budget,
     delay_monotone_bound,
     delay_stability_bound,
@@ -33,50 +88,15 @@ from .control import (
     task_lag_bound,
     zscore_keep,
 )
-from .controllers import (
-    clip_high_update,
-    entropy_coef_update,
-    kl_doubling,
-    kl_exponential,
-    kl_horizon,
-    kl_linear,
-    kl_log_integral,
-    kl_pid,
-    kl_schedule,
+from streamrl.algorithms.staleness.drift import (
+    drift_bins,
+    fit_drift,
+    oscillation,
+    predict_ess,
+    predict_m2,
+    update_drift,
 )
-from .corrections import (
-    CORRECTION_PRESETS,
-    apply_correction,
-    geo_bound,
-    geo_keep,
-    k2_keep,
-    k3_keep,
-    mis_weights,
-    normalize_weights,
-    opsm_keep,
-    seq_mis_keep,
-    seq_tis_weights,
-    tis_weights,
-    veto_keep,
-)
-from .drift import drift_bins, fit_drift, oscillation, predict_ess, predict_m2, update_drift
-from .filters import accuracy_in_range, informative_groups, overlong_penalty
-from .groups import (
-    dr_grpo_advantages,
-    gdpo_advantages,
-    group_advantages,
-    group_mean,
-    grpo_advantages,
-    leave_one_out,
-    maxrl_advantages,
-    opob,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
-    rloo_advantages,
-    score_square_norms,
-)
-from .kl import kl_estimate, kl_loss, kl_shaped_rewards
-from .lag import (
+from streamrl.algorithms.staleness.lag import (
     accepted_after_restart,
     admissible,
     capacity,
@@ -89,30 +109,7 @@ from .lag import (
     split_by_lag,
     token_lags,
 )
-from .objectives import (
-    crowding_distance,
-    domination_count,
-    hypervolume,
-    hypervolume_contributions,
-    tchebycheff,
-    weighted_sum,
-)
-from .presets import PRESETS, Preset, preset
-from .ratios import effective_sample_size, ess_report, log_ratios, sequence_stats, trace_length
-from .returns import (
-    clipped_is,
-    dueling_q,
-    gae,
-    n_step,
-    retrace_q,
-    retrace_v,
-    td_lambda,
-    value_loss,
-    vtrace,
-    vtrace_critic_free,
-    vtrace_segments,
-)
-from .surrogates import (
+from streamrl.algorithms.surrogates import (
     ANCHORS,
     ESTIMATORS,
     SURROGATES,
@@ -136,8 +133,32 @@ from .surrogates import (
     topr,
     vespo,
 )
-from .tokens import broadcast_rows, moments, place_terminal, reward_to_go, token_entropy, token_logprobs, whiten
-from .types import (
+from streamrl.algorithms.surrogates.aggregation import aggregate, aggregation_weights
+from streamrl.algorithms.surrogates.corrections import (
+    CORRECTION_PRESETS,
+    apply_correction,
+    geo_bound,
+    geo_keep,
+    k2_keep,
+    k3_keep,
+    mis_weights,
+    normalize_weights,
+    opsm_keep,
+    seq_mis_keep,
+    seq_tis_weights,
+    tis_weights,
+    veto_keep,
+)
+from streamrl.algorithms.tokens import (
+    broadcast_rows,
+    moments,
+    place_terminal,
+    reward_to_go,
+    token_entropy,
+    token_logprobs,
+    whiten,
+)
+from streamrl.algorithms.types import (
     BreakerState,
     ClipBounds,
     ConstraintState,

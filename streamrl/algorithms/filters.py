@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import check_alike, require
+from streamrl.algorithms.checks import check_alike, require
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from .pairing import SURROGATES
+from streamrl.algorithms.surrogates.registry import SURROGATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Preset:
     # Estimator: what a token is credited with.
     estimator: str = "group"
     baseline: str = "none"  # none, group_mean, leave_one_out, opob
-    scale: str = "none"  # none, std (of the group), batch_std (of the centred scores)
+    scale: str = "none"  # none, std (of the group), batch_std (of the centered scores)
     scale_eps: float = 1e-6
     critic: bool = False
     num_critic_steps: int = 1  # critic updates per policy update
@@ -37,7 +37,7 @@ class Preset:
     rho_bar_pg: float | None = None
     target_rho_bar: float = 1.0  # for a state-value critic with `retrace_v`
     whiten: str = "none"  # none, batch
-    # Surrogate: what the policy minimises.
+    # Surrogate: what the policy minimizes.
     surrogate: str = "ppo_clip"
     anchor: str = "behavior"  # behavior, recomputed, loglinear, ewma, none
     eps_low: float | None = None
@@ -57,7 +57,7 @@ class Preset:
     veto_high: float | None = None
     opsm_delta: float | None = None
     opsm_over_budget_only: bool = False  # mask stale negatives only while m2 exceeds its target
-    # Regularisation, filters, step size, system.
+    # Regularization, filters, step size, system.
     kl_mode: str = "off"  # off, reward_k1, or a kind of `kl_loss`
     kl_beta: float = 0.0
     entropy_coef: float = 0.0

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .contract import check_rows, check_tokens, discounts, float_dtype, only, read, require
-from .recursion import last_action, suffix_scan
-from .types import Moments
+from streamrl.algorithms.checks import check_rows, check_tokens, discounts, float_dtype, only, read, require
+from streamrl.algorithms.estimators.scan import last_action, suffix_scan
+from streamrl.algorithms.types import Moments
 
 
 def token_logprobs(

@@ -32,7 +32,7 @@ class SegmentReturns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenLoss:
-    """Result of a surrogate: a loss per token, to be minimised, and where the trust region acted."""
+    """Result of a surrogate: a loss per token, to be minimized, and where the trust region acted."""
 
     losses: Tensor  # [B, T], differentiable in the policy log-probs only
     clipped: Tensor  # bool [B, T], the gradient of this token was removed or bounded

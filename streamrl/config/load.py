@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from streamrl.config.checks import check
+from streamrl.config.rules import check
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Every setting: its name, type, default and one sentence. YAML in `configs/` only composes these.
 
 Names follow one grammar: `num_` counts, `_s` seconds, `_bytes` and `_tokens` sizes. Choices are enums with lower-case
-members. Rules between settings live in `streamrl.config.checks`. The sections stand in `streamrl.config.sections`; this
+members. Rules between settings live in `streamrl.config.rules`. The sections stand in `streamrl.config.sections`; this
 module puts them together and is where everybody imports them from.
 """
 
@@ -42,13 +42,7 @@ from streamrl.config.sections.choices import (
     WandbMode,
     WireDtype,
 )
-from streamrl.config.sections.model import (
-    CriticConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SchedulerConfig,
-    TinyModelConfig,
-)
+from streamrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TinyModelConfig
 from streamrl.config.sections.system import (
     ActorsConfig,
     CheckpointConfig,

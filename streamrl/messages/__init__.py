@@ -12,7 +12,7 @@ Glossary
     verdict       what the ledger decides about an incoming group
     document      one version's weights as ordered bytes, described by a `Manifest`
 
-Wire form: `streamrl.codec` puts a 16-byte preamble before one MessagePack value. Structs are `array_like`, so a field's
+Wire form: `messages.codec` puts a 16-byte preamble before one MessagePack value. Structs are `array_like`, so a field's
 position is its name: fields are only appended, with defaults, never removed, reordered or retyped inside a protocol
 number. Token ids travel as raw `<i4`, log-probs as raw `<f4`; ranges are half open `(start, end)`.
 """
@@ -20,13 +20,13 @@ number. Token ids travel as raw `<i4`, log-probs as raw `<f4`; ranges are half o
 from __future__ import annotations
 
 from streamrl.messages.actors import (
-    ActorBeat,
+    ActorHeartbeat,
     ActorState,
     Announce,
     Bye,
     Drain,
     Hello,
-    HubBeat,
+    HubHeartbeat,
     Installed,
     InstallSource,
     Limits,
@@ -56,40 +56,41 @@ from streamrl.messages.base import (
     VersionRef,
     Word,
 )
+from streamrl.messages.broadcaster import (
+    BroadcastAbort,
+    BroadcastDocument,
+    BroadcastForm,
+    BroadcastReport,
+    BroadcastSend,
+    BroadcastStage,
+    BroadcastUp,
+    IpcBufferEnd,
+    IpcBufferFilled,
+    IpcBufferFree,
+    IpcBufferOpen,
+)
 from streamrl.messages.ranks import (
+    BatchPending,
+    BatchRequest,
     BatchShare,
     EvalRequest,
     EvalResult,
-    Freeze,
-    FrozenState,
-    Halt,
     HubStatus,
     PlanRow,
     Publish,
     RankReady,
-    RankWait,
     Saved,
     Shutdown,
-    Take,
-    Trained,
-)
-from streamrl.messages.sender import (
-    SenderAbort,
-    SenderDocument,
-    SenderForm,
-    SenderReport,
-    SenderSend,
-    SenderStage,
-    SenderUp,
-    SlotEnd,
-    SlotFilled,
-    SlotFree,
-    SlotOpen,
+    Snapshot,
+    SnapshotRequest,
+    StepDone,
+    StopRequest,
 )
 from streamrl.messages.weights import (
     Chunk,
     ChunkStatus,
     DeltaIndex,
+    IpcBufferTicket,
     Layout,
     Manifest,
     NcclState,
@@ -98,7 +99,6 @@ from streamrl.messages.weights import (
     Probe,
     Pull,
     PullMode,
-    SlotTicket,
     TensorSpec,
 )
 from streamrl.messages.work import (
@@ -116,7 +116,7 @@ from streamrl.messages.work import (
 
 __all__ = [
     "Ack",
-    "ActorBeat",
+    "ActorHeartbeat",
     "ActorState",
     "Announce",
     "BatchShare",
@@ -131,13 +131,13 @@ __all__ = [
     "EvalResult",
     "FROM_WEIGHTS",
     "Freeze",
-    "FrozenState",
+    "Snapshot",
     "Group",
     "HUB_TO_RANK",
     "HUB_TO_SENDER",
     "Halt",
     "Hello",
-    "HubBeat",
+    "HubHeartbeat",
     "HubStatus",
     "Id",
     "InstallSource",
@@ -168,27 +168,27 @@ __all__ = [
     "RANK_TO_HUB",
     "Range",
     "RankReady",
-    "RankWait",
+    "BatchPending",
     "RejectReason",
     "ReturnReason",
     "SLOT_TO_ACTOR",
     "SLOT_TO_SENDER",
     "Sampling",
     "Saved",
-    "SenderAbort",
-    "SenderDocument",
-    "SenderForm",
-    "SenderReport",
-    "SenderSend",
-    "SenderStage",
-    "SenderUp",
+    "BroadcastAbort",
+    "BroadcastDocument",
+    "BroadcastForm",
+    "BroadcastReport",
+    "BroadcastSend",
+    "BroadcastStage",
+    "BroadcastUp",
     "SeqRange",
     "Shutdown",
-    "SlotEnd",
-    "SlotFilled",
-    "SlotFree",
-    "SlotOpen",
-    "SlotTicket",
+    "IpcBufferEnd",
+    "IpcBufferFilled",
+    "IpcBufferFree",
+    "IpcBufferOpen",
+    "IpcBufferTicket",
     "SpanRow",
     "Stop",
     "StopReason",
@@ -209,22 +209,22 @@ __all__ = [
 ]
 
 TO_HUB: dict[int, type[Message]] = {
-    1: Hello, 4: Group, 6: ActorBeat, 10: Installed, 11: Drain, 12: Bye,
+    1: Hello, 4: Group, 6: ActorHeartbeat, 10: Installed, 11: Drain, 12: Bye,
 }
 TO_ACTOR: dict[int, type[Message]] = {
-    2: Welcome, 3: Leases, 5: Ack, 6: HubBeat, 7: Announce, 11: Drain, 12: Bye, 13: Stop,
+    2: Welcome, 3: Leases, 5: Ack, 6: HubHeartbeat, 7: Announce, 11: Drain, 12: Bye, 13: Stop,
 }
 TO_WEIGHTS: dict[int, type[Message]] = {8: Pull}
 FROM_WEIGHTS: dict[int, type[Message]] = {9: Chunk}
 RANK_TO_HUB: dict[int, type[Message]] = {
-    32: RankReady, 33: Take, 35: Trained, 36: Freeze, 38: Saved, 39: Publish, 40: Halt, 41: EvalRequest,
-    45: Shutdown, 46: SenderUp, 51: SenderReport,
+    32: RankReady, 33: BatchRequest, 35: StepDone, 36: SnapshotRequest, 38: Saved, 39: Publish, 40: StopRequest,
+    41: EvalRequest, 45: Shutdown, 46: BroadcastUp, 51: BroadcastReport,
 }
 HUB_TO_RANK: dict[int, type[Message]] = {
-    34: BatchShare, 37: FrozenState, 40: Halt, 42: EvalResult, 43: RankWait, 44: HubStatus,
+    34: BatchShare, 37: Snapshot, 40: StopRequest, 42: EvalResult, 43: BatchPending, 44: HubStatus,
 }
 HUB_TO_SENDER: dict[int, type[Message]] = {
-    45: Shutdown, 47: SenderDocument, 48: SenderForm, 49: SenderSend, 50: SenderAbort,
+    45: Shutdown, 47: BroadcastDocument, 48: BroadcastForm, 49: BroadcastSend, 50: BroadcastAbort,
 }
-SLOT_TO_SENDER: dict[int, type[Message]] = {56: SlotOpen, 58: SlotFree, 59: SlotEnd}
-SLOT_TO_ACTOR: dict[int, type[Message]] = {57: SlotFilled, 59: SlotEnd}
+SLOT_TO_SENDER: dict[int, type[Message]] = {56: IpcBufferOpen, 58: IpcBufferFree, 59: IpcBufferEnd}
+SLOT_TO_ACTOR: dict[int, type[Message]] = {57: IpcBufferFilled, 59: IpcBufferEnd}

@@ -94,13 +94,13 @@ class ActorState(IntEnum):
     CONNECTING = 0
     SYNCING = 1
     RUNNING = 2
-    PARTED = 3
+    DISCONNECTED = 3
     DRAINING = 4
     LEAVING = 5
     GONE = 6
 
 
-class ActorBeat(Message):
+class ActorHeartbeat(Message):
     """Kind 6, actor -> hub: alive, and making progress."""
 
     incarnation: U64
@@ -125,7 +125,7 @@ class ActorBeat(Message):
     """Leases at work here; None does not say."""
 
 
-class HubBeat(Message):
+class HubHeartbeat(Message):
     """Kind 6, hub -> actor: alive; what the learner waits for; the oldest version that is still useful."""
 
     beat: U64

@@ -14,7 +14,7 @@ class RankReady(Message):
     version: U64
 
 
-class Take(Message):
+class BatchRequest(Message):
     """Kind 33, rank -> hub: my share of the batch trained at this version. The first Take cuts for all ranks."""
 
     rank: U16
@@ -43,7 +43,7 @@ class BatchShare(Message):
     stats: dict[str, float] = {}
 
 
-class Trained(Message):
+class StepDone(Message):
     """Kind 35, rank 0 -> hub: the optimizer step is done (or skipped: the batch is quarantined, no new version).
 
     `bounds` are the eta and the max_lag that hold from now on; None leaves them.
@@ -55,13 +55,13 @@ class Trained(Message):
     bounds: tuple[U32, U32] | None = None
 
 
-class Freeze(Message):
-    """Kind 36, rank 0 -> hub: give me the ledger as of this version; answered by `FrozenState`."""
+class SnapshotRequest(Message):
+    """Kind 36, rank 0 -> hub: give me the ledger as of this version; answered by `Snapshot`."""
 
     version: U64
 
 
-class FrozenState(Message):
+class Snapshot(Message):
     """Kind 37, hub -> rank 0."""
 
     version: U64
@@ -87,7 +87,7 @@ class Publish(Message):
     """The same document in digest_kind 1, for ways from GPU to GPU."""
 
 
-class Halt(Message):
+class StopRequest(Message):
     """Kind 40, both ways: cut no further batch. A rank asks for it; the hub answers every later Take with it, so that
     all ranks stop after the same version."""
 
@@ -115,7 +115,7 @@ class EvalResult(Message):
     scores: dict[Word, float] = {}  # means of the task's named scores
 
 
-class RankWait(Message):
+class BatchPending(Message):
     """Kind 43, hub -> rank: still no batch; for whom the hub waits. Also proof of life while a rank waits."""
 
     version: U64

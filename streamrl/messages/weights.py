@@ -61,7 +61,7 @@ class NcclTicket(Message):
     bucket_deadline_s: float
 
 
-class SlotTicket(Message):
+class IpcBufferTicket(Message):
     """Staging slots on a GPU: who has the same device opens `handles` (CUDA IPC), each `slot_bytes` long."""
 
     device: Id
@@ -93,7 +93,7 @@ class Offer(Message):
     manifest: Manifest | None = None
     """nccl, ipc: the same document in digest_kind 1, which a GPU can check."""
     nccl: NcclTicket | None = None
-    slots: SlotTicket | None = None
+    slots: IpcBufferTicket | None = None
 
 
 class DeltaIndex(Message):

@@ -19,7 +19,7 @@ class Reduction(Enum):
     max = "max"
     last = "last"  # the newest value; of several ranks, the lowest rank's
     std = "std"  # population standard deviation, from count, sum and sum of squares
-    ess = "ess"  # (sum w)^2 / (n * sum w^2), the normalised effective sample size
+    ess = "ess"  # (sum w)^2 / (n * sum w^2), the normalized effective sample size
     histogram = "histogram"  # count per integer bin
     mean_by_bin = "mean by bin"  # weighted mean per integer bin
     percentile = "percentile"  # derived from a histogram when the step ends; cannot be added to
@@ -127,13 +127,13 @@ _OFF_POLICY = [
     *_rows(
         Reduction.mean,
         ("ess/kept_fraction", "fraction", "Tokens that entered the effective sample size."),
-        ("ratio/mean_token", "ratio", "Policy over recorded behaviour probability of a token; near 1."),
+        ("ratio/mean_token", "ratio", "Policy over recorded behavior probability of a token; near 1."),
         ("ratio/mean_sequence", "ratio", "The same of a whole trajectory; near 1."),
         ("ratio/share_truncated", "fraction", "Token ratios above the cap."),
         ("ratio/share_at_bound", "fraction", "Log-ratios at the numerical clamp; should be 0."),
         ("drift/m2", "nats^2", "Mean squared log-ratio of a token."),
-        ("drift/k1", "nats", "KL estimate k1 of policy and behaviour, per token."),
-        ("drift/k3", "nats", "KL estimate k3 of policy and behaviour, per token."),
+        ("drift/k1", "nats", "KL estimate k1 of policy and behavior, per token."),
+        ("drift/k3", "nats", "KL estimate k3 of policy and behavior, per token."),
         ("drift/mismatch", "nats^2", "Mean squared log-ratio at lag 0: the engines' disagreement."),
         ("trace/length", "tokens", "Effective length of the traces."),
         ("trace/fraction", "fraction", "Trace length over (T + 1) / 2, its value without any cut."),

@@ -114,7 +114,7 @@ _COUNTERS = ("num_groups_leased", "num_groups_accepted", "num_groups_trained", "
              "num_duplicates_dropped", "num_leases_reissued", "num_actor_restarts")
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,
+def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,
               extra: Mapping[str, Any] | None = None, **known: Any) -> Summary:
     """The summary that follows from the lines of `metrics.jsonl`; fields given by name win over what the lines say.
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import zmq
 
-from streamrl.codec import Decoder
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import TO_ACTOR, Group, Installed, NcclState
-from streamrl.transport.actor_link import ActorLink, Deliver, Effect, Gone, Progress, Send
+from streamrl.messages.codec import Decoder
+from streamrl.transport.session import ActorSession, Deliver, Effect, LinkClosed, Progress, Send
 from streamrl.transport.sockets import actor_dealer
 
 log = logging.getLogger("streamrl.actor")
@@ -35,10 +35,10 @@ class HubClient:
         link: the protocol; only this client's thread touches it after `start`.
     """
 
-    def __init__(self, endpoint: str, link: ActorLink) -> None:
+    def __init__(self, endpoint: str, link: ActorSession) -> None:
         self.endpoint = endpoint
         self.link = link
-        self.events: asyncio.Queue[Deliver | Gone] = asyncio.Queue()
+        self.events: asyncio.Queue[Deliver | LinkClosed] = asyncio.Queue()
         self.num_wire_errors = 0
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[float], list[Effect]]] = deque()
@@ -93,7 +93,8 @@ class HubClient:
             self._serve()
         except Exception as error:  # whatever it was, an actor without a link must end, loudly
             log.exception("the link to the hub failed")
-            self._loop.call_soon_threadsafe(self.events.put_nowait, Gone(1, f"the link to the hub failed: {error!r}"))
+            closed = LinkClosed(1, f"the link to the hub failed: {error!r}")
+            self._loop.call_soon_threadsafe(self.events.put_nowait, closed)
 
     def _serve(self) -> None:
         context = zmq.Context()
@@ -131,7 +132,7 @@ class HubClient:
                 self.num_wire_errors += 1
                 log.warning("refused a message of the hub (%s): %s", error.counter, error)
                 if isinstance(error, ProtocolVersionError) and not self.link.linked:
-                    self._apply(socket, [Gone(EXIT_PROTOCOL, str(error))])  # nothing of it can ever be understood
+                    self._apply(socket, [LinkClosed(EXIT_PROTOCOL, str(error))])  # nothing of it can ever be understood
                 continue
             self._apply(socket, self.link.received(message, time.monotonic()))
 
@@ -141,7 +142,7 @@ class HubClient:
                 self._send(socket, effect.frame)
             else:
                 self._loop.call_soon_threadsafe(self.events.put_nowait, effect)
-                if isinstance(effect, Gone):
+                if isinstance(effect, LinkClosed):
                     self._stopping = True
 
     def _send(self, socket: zmq.Socket, frame: bytes | bytearray) -> None:

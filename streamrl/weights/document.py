@@ -54,7 +54,7 @@ class NotAvailable(WeightsError):
     """This way to the document does not lead there from here; another may."""
 
 
-class Gone(NotAvailable):
+class VersionRetired(NotAvailable):
     """The version was retired while it was fetched; a newer manifest is on its way."""
 
 

@@ -22,13 +22,13 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
-from streamrl.weights.delta_pull import Shadow
-from streamrl.weights.document import Document, Gone, NotAvailable, Superseded
-from streamrl.weights.host_share import HostShare, SharedReceiver
+from streamrl.weights.delta.pull import DeltaBase
+from streamrl.weights.document import Document, NotAvailable, Superseded, VersionRetired
 from streamrl.weights.manifest import check_manifest
 from streamrl.weights.memory import DocumentMemory
-from streamrl.weights.shm import ShmReceiver
-from streamrl.weights.zmq import ZmqReceiver
+from streamrl.weights.pull.client import ZmqReceiver
+from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
+from streamrl.weights.shm.transport import ShmReceiver
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class WeightSource:
         self._relay_rests_until = 0.0
         self.puller: ZmqReceiver | None = None
         """The last one that pulled, or does."""
-        self.shadow = Shadow()
+        self.shadow = DeltaBase()
         self._memory = DocumentMemory()
         self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
         """Transport name to receiver; its keys are what HELLO says this actor can do."""
@@ -145,7 +145,7 @@ class WeightSource:
             cancelled: set it to abandon the fetch.
             deadline_s: for all offers together.
         Raises:
-            Superseded: `cancelled` was set. Gone: retired everywhere.
+            Superseded: `cancelled` was set. VersionRetired: retired everywhere.
             WeightsError: no offer led to the right bytes; says why for each.
             EngineError: a way cannot be left any more; this process must end.
         """
@@ -166,8 +166,8 @@ class WeightSource:
             except Superseded:
                 raise
             except NotAvailable as error:
-                gone = gone or isinstance(error, Gone)
-                if offer.name == self.relay and not isinstance(error, Gone):
+                gone = gone or isinstance(error, VersionRetired)
+                if offer.name == self.relay and not isinstance(error, VersionRetired):
                     self._rest_relay(str(error))
                 log.info("version %s not by %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
@@ -183,7 +183,7 @@ class WeightSource:
                     self.shadow.keep(parts[0])
                 return Fetched(parts[0], receiver.source, parts[1], parts[2])
         message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub offered no way")
-        raise Gone(message) if gone else WeightsError(message)
+        raise VersionRetired(message) if gone else WeightsError(message)
 
     def fetch_assets(
         self, endpoint: str, nbytes: int, digest: bytes, *,
@@ -197,7 +197,7 @@ class WeightSource:
                 return self._puller(offer).receive_assets(nbytes, digest, cancelled=cancelled, deadline=deadline)
             except Superseded:
                 raise
-            except Gone as error:
+            except VersionRetired as error:
                 log.info("no model files from the relay: %s", error)
             except WeightsError as error:
                 self._rest_relay(str(error))

@@ -11,13 +11,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import streamrl.algorithms as algorithms
-from learner.hub_config import answer_limit
-from learner.kl_options import CONTROLLERS, MODES, check_regularisers
-from learner.loss_options import AVG_LEVELS, BASELINES, SCALES, check_settings
-from learner.scores import METHODS, ScoreRules
+from learner.hub_client.settings import answer_limit
+from learner.objective.kl_options import CONTROLLERS, MODES, check_regularizers
+from learner.objective.loss_options import AVG_LEVELS, BASELINES, SCALES, check_settings
+from learner.objective.rewards import METHODS, ScoreRules
 from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, PRESETS, SURROGATES
-from streamrl.config.checks import largest_max_lag
 from streamrl.config.load import load_config, open_mappings, setting_names, to_config
+from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import AdaptiveRule, Config, ConstraintMethod, EntropyAdapt, StalenessMode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
@@ -45,7 +45,7 @@ def refused_or_not(words: list[str]) -> Config:
     config = to_config(OmegaConf.merge(defaults(), OmegaConf.from_dotlist(words)))
     lag = largest_max_lag(config)
     check_settings(config.advantage, config.loss, max_lag=lag)
-    check_regularisers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
+    check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
     ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     return config
 
@@ -132,7 +132,7 @@ MASK, END = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, dtype=torch.float
 
 
 def recorded() -> tuple[torch.Tensor, ...]:
-    """behaviour log-probs, policy log-probs, rewards, values, mask: as the functions take them."""
+    """behavior log-probs, policy log-probs, rewards, values, mask: as the functions take them."""
     return printed("mu").log(), printed("pi").log(), printed("reward r"), printed("value V"), MASK
 
 

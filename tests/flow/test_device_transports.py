@@ -1,7 +1,7 @@
 """The whole way of weights between GPUs, on a CPU: announce -> epoch -> broadcast -> verify -> install.
 
 Hub, sender's loop and actors are real; where NCCL and CUDA IPC would be, there are FakeCommunicators over sockets and
-FakeSlotMemory in files.
+FakeDeviceMemory in files.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import pytest
 import torch
 import zmq
 
-from actors.construction import Plant
-from actors.device_weights import DeviceWeights
-from actors.plant import PlantBuilder
+from actors.construction import ActorRuntime
+from actors.runtime import RuntimeBuilder
+from actors.weights.device import DeviceWeights
 from actors.worker import Worker
-from learner.hub.hub_settings import HubSettings
-from learner.hub.sender_process import sender_settings
-from learner.sender.service import SenderService
+from learner.broadcaster.service import BroadcasterService
+from learner.hub.broadcaster_process import sender_settings
+from learner.hub.settings import HubSettings
 from streamrl.messages import VersionRef, Welcome
-from streamrl.transport.actor_link import ActorLink
 from streamrl.transport.client import HubClient
-from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.ipc import SlotServer
-from tests.fake_communicator import FakeLibrary
-from tests.fake_slots import FakeSlotMemory
-from tests.unit.setting_stage import LiveHub, config_of, tiny_model
+from streamrl.transport.session import ActorSession
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.ipc import IpcBufferServer
+from tests.fakes.communicator import FakeLibrary
+from tests.fakes.device_memory import FakeDeviceMemory
+from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 class SenderThread:
-    """A sender as `python -m learner.sender` builds it, in a thread and without a GPU. Killed, it falls silent."""
+    """A sender as `python -m learner.broadcaster` builds it, in a thread and without a GPU. Killed, it falls silent."""
 
     def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
         told, self._library = sender_settings(settings), library
@@ -48,11 +48,11 @@ class SenderThread:
         self.broadcaster = Broadcaster(library, "cpu") if "nccl" in told.transports else None
         self.slots = None
         if "ipc" in told.transports:
-            self.slots = SlotServer(
-                FakeSlotMemory(folder), self._context, f"ipc://{folder}/s{time.monotonic_ns()}",
+            self.slots = IpcBufferServer(
+                FakeDeviceMemory(folder), self._context, f"ipc://{folder}/s{time.monotonic_ns()}",
                 slot_bytes=told.slot_bytes, deadline_s=told.bucket_deadline_s,
             )
-        service = SenderService(
+        service = BroadcasterService(
             self._context, told.rank_endpoint, broadcaster=self.broadcaster, slots=self.slots,
             init_deadline_s=told.init_deadline_s, bucket_deadline_s=told.bucket_deadline_s, pinned=False,
         )
@@ -90,11 +90,11 @@ class ActorThread:
         def make(names, device, context) -> DeviceWeights:
             return DeviceWeights(
                 names, "cpu", context, library=lambda device: self.library,
-                memory=lambda device: FakeSlotMemory(folder, gpu),
+                memory=lambda device: FakeDeviceMemory(folder, gpu),
             )
 
-        builder = PlantBuilder(words, self._local, zmq.Context(), make_device_weights=make)
-        link = ActorLink(
+        builder = RuntimeBuilder(words, self._local, zmq.Context(), make_device_weights=make)
+        link = ActorSession(
             self.name, 7, engine="native", slots=2, transports=builder.transports, software="test",
             device=builder.device_weights.device_id,
         )
@@ -107,7 +107,7 @@ class ActorThread:
         await self._worker.run()
 
     @staticmethod
-    def _build(builder: PlantBuilder, welcome: Welcome) -> Plant:
+    def _build(builder: RuntimeBuilder, welcome: Welcome) -> ActorRuntime:
         with ONE_AT_A_TIME:
             return builder(welcome)
 

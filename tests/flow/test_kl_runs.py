@@ -16,7 +16,7 @@ PULLED = (
 )
 
 
-def test_two_ranks_pull_towards_a_reference_that_follows_and_go_on_with_it_after_a_restart(stage: Stage):
+def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_a_restart(stage: Stage):
     first = stage.launch(*PULLED, "trainer.num_steps=4")
     assert stage.finish(first, 200) == 0, stage.logs()
     second = stage.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")

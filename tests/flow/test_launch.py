@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.checkpoint import find_checkpoint
+from learner.checkpoint.checkpoint import find_checkpoint
 from tests.flow.processes import Stage, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.vllm_guard import MARK
+from actors.engines.vllm.reaper import MARK
 from tests.flow.processes import SLOW, Stage, wait_until
 
 pytestmark = [

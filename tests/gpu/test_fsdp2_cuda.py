@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.attention import make_layout
-from learner.gradients import optimizer_step
-from learner.model import load_policy
-from learner.optimizer import Schedule, make_optimizer
-from learner.publish import Publisher, policy_parameters
-from learner.ranks import Ranks
+from learner.model.attention import make_layout
+from learner.model.gradients import optimizer_step
+from learner.model.policy import load_policy
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.publish.publisher import Publisher, policy_parameters
+from learner.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document
-from streamrl.weights.fold128 import fold128_numpy
+from streamrl.weights.gpu.fold128 import fold128_numpy
 from streamrl.weights.manifest import bucket_ranges
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 device, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 BUCKET = 1 << 20

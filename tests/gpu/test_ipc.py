@@ -14,10 +14,10 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Manifest, Offer, VersionRef
-from streamrl.weights.cuda_memory import CudaMemory
-from streamrl.weights.device_document import DeviceDocument
-from streamrl.weights.fold128 import DocumentFold, fold128, fold128_numpy
-from streamrl.weights.ipc import SlotServer
+from streamrl.weights.gpu.cuda_memory import CudaMemory
+from streamrl.weights.gpu.device_document import DeviceDocument
+from streamrl.weights.gpu.fold128 import DocumentFold, fold128, fold128_numpy
+from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_layout, make_manifest
 from tests.gpu.device import needs_gpu, start
 
@@ -32,17 +32,17 @@ READER = """
 import sys, threading, time
 import msgspec, torch, zmq
 from streamrl.messages import Layout, Manifest, Offer
-from streamrl.weights.cuda_memory import CudaMemory
-from streamrl.weights.ipc import SlotReader, SlotReceiver
+from streamrl.weights.gpu.cuda_memory import CudaMemory
+from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Layout)
 memory = CudaMemory("cuda")
-reader = SlotReader(memory, zmq.Context())
+reader = IpcBufferReader(memory, zmq.Context())
 print("ready", memory.device_id, flush=True)
 for line in sys.stdin:
     manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Offer])
     try:
-        document, transfer_s, verify_s = SlotReceiver(offer, reader).receive(
+        document, transfer_s, verify_s = IpcBufferReceiver(offer, reader).receive(
             manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 60
         )
     except Exception as error:
@@ -77,7 +77,7 @@ class Scene:
         self._home = tempfile.TemporaryDirectory(prefix="slots-")
         self._context = zmq.Context()
         self.memory = CudaMemory("cuda")
-        self.server = SlotServer(
+        self.server = IpcBufferServer(
             self.memory, self._context, f"ipc://{self._home.name}/slots", slot_bytes=1 << 20, deadline_s=10.0
         )
         self.readers: list[subprocess.Popen[str]] = []

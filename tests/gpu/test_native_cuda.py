@@ -9,12 +9,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.base import GenerateRequest
-from actors.engines.native import NativeEngine
-from actors.engines.weight_sets import checkpoint_tensors
-from actors.probe import first_difference
+from actors.engines.native.engine import NativeEngine
+from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.weights.probe import first_difference
 from streamrl.messages import Sampling, VersionRef
-from streamrl.weights.device_document import DeviceDocument
-from streamrl.weights.fold128 import DocumentFold
+from streamrl.weights.gpu.device_document import DeviceDocument
+from streamrl.weights.gpu.fold128 import DocumentFold
 from streamrl.weights.manifest import DIGEST_FOLD128, make_layout, make_manifest
 from tests.gpu.device import needs_gpu
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from streamrl.messages import VersionRef
-from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import UNIQUE_ID_BYTES, CupyNccl
 from streamrl.weights.manifest import document_nbytes, make_layout
-from streamrl.weights.nccl import UNIQUE_ID_BYTES, CupyNccl
 from tests.gpu.device import finish, needs_gpu, start
 
 pytestmark = [
@@ -73,8 +73,8 @@ def test_epoch_after_epoch_is_formed_and_carries_a_version(library):
 ALONE = """
 import os, time
 from streamrl.errors import WeightsError
-from streamrl.weights.communicator import GuardedCommunicator, Threads
-from streamrl.weights.nccl import CupyNccl
+from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import CupyNccl
 
 library, threads = CupyNccl("cuda"), Threads()
 guard = GuardedCommunicator(library, threads, rank=0, world=2, unique_id=library.unique_id(), what="epoch 1")
@@ -94,8 +94,8 @@ def test_a_member_that_never_comes_costs_a_deadline_and_a_thread():
 RANK = """
 import os, sys
 import torch
-from streamrl.weights.communicator import GuardedCommunicator, Threads
-from streamrl.weights.nccl import CupyNccl
+from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import CupyNccl
 
 rank = int(sys.argv[1])
 library = CupyNccl("cuda")

@@ -43,7 +43,7 @@ def test_every_preset_means_what_verl_means_by_that_name(verl_config, verl_corre
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncated_weights_agree_with_verl_normalised_or_not(verl_corrections, level, normalize):
+def test_truncated_weights_agree_with_verl_normalized_or_not(verl_corrections, level, normalize):
     """Its mean divides by the count plus 1e-8."""
     for rows in batches(drift=DRIFT):
         theirs, _ = verl_corrections.compute_rollout_correction_weights(

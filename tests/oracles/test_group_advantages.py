@@ -32,10 +32,10 @@ def test_grpo_agrees_with_verl_with_and_without_std(verl):
         scores = rewards.sum(1)
 
         scaled, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, 1e-6, True)
-        centred, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, 1e-6, False)
+        centered, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, 1e-6, False)
 
         agree(on_tokens(alg.grpo_advantages(scores, rows.group_ids, eps=1e-6), rows), scaled)
-        agree(on_tokens(alg.dr_grpo_advantages(scores, rows.group_ids), rows), centred)
+        agree(on_tokens(alg.dr_grpo_advantages(scores, rows.group_ids), rows), centered)
 
 
 def test_rloo_agrees_with_both_of_verl(verl):

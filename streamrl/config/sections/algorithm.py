@@ -106,12 +106,12 @@ class AdvantageConfig:
     estimator: str = "group"
     """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`; those that need values bring a critic."""
     baseline: str = "leave_one_out"
-    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centres the
+    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centers the
     rewards."""
     scale: str = "none"
-    """Divide centred scores by: none, std (of the group) or batch_std."""
+    """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"
-    """Normalise the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
+    """Normalize the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
     gamma: float = 1.0
     """Discount of later rewards."""
     discount: Discount = Discount.token
@@ -184,7 +184,7 @@ class LossConfig:
 @dataclass
 class KlConfig:
     mode: str = "off"
-    """Pull towards the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
+    """Pull toward the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
     (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
     coef: float | None = None
     """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""

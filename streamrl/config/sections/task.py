@@ -25,7 +25,7 @@ class RunConfig:
     dir: str | None = None
     """The run directory itself, when it should not be chosen by name and number."""
     seed: int = 42
-    """One seed for everything: data order, per-lease sampling seeds, initialisation."""
+    """One seed for everything: data order, per-lease sampling seeds, initialization."""
     device: str = "auto"
     """Device of the learner: auto, cpu, cuda."""
     num_threads: int = 1

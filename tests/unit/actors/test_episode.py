@@ -15,10 +15,10 @@ import torch
 
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
-from streamrl.codec import encode, unpack_ids, unpack_logprobs
 from streamrl.environment import ChatMessage, Step
 from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Sampling
-from tests.unit.actors.parts import (
+from streamrl.messages.codec import encode, unpack_ids, unpack_logprobs
+from tests.unit.actors.fakes import (
     TOKENIZER,
     V1,
     VOCAB,

@@ -11,28 +11,17 @@ import pytest
 
 import actors.__main__
 from actors import construction
-from actors.engines import native
 from actors.engines.base import EngineStats, GenerateRequest
-from actors.engines.native import NativeEngine
+from actors.engines.native import engine as native
+from actors.engines.native.engine import NativeEngine
 from actors.engines.scripted import ScriptedEngine
-from actors.install import Installer, InstallState
-from actors.worker import EXIT_WEDGED
+from actors.weights.installer import Installer, InstallState
+from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Manifest, ReturnReason, Sampling, VersionRef
-from streamrl.transport.actor_link import Gone
+from streamrl.transport.session import LinkClosed
 from streamrl.weights.document import Superseded
-from tests.unit.actors.parts import (
-    DEADLINE_S,
-    JumpingLoop,
-    Weights,
-    actor,
-    always,
-    jump,
-    lease,
-    run,
-    says,
-    until,
-)
+from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, Weights, actor, always, jump, lease, run, says, until
 from tests.unit.actors.test_probe import ProbedWeights
 from tests.unit.actors.test_worker import tiny_engine
 
@@ -181,17 +170,17 @@ class Held(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(says("ok"))
-        self.go, self.steps, self.held_up = asyncio.Event(), 0, False
+        self.go, self.steps, self.blocked = asyncio.Event(), 0, False
 
     async def install(self, tensors, ref):
         await self.go.wait()
         return await super().install(tensors, ref)
 
     def stats(self) -> EngineStats:
-        return EngineStats(steps_total=self.steps, held_up=self.held_up)
+        return EngineStats(steps_total=self.steps, blocked=self.blocked)
 
 
-@pytest.mark.parametrize("sign", ["steps", "held_up"])
+@pytest.mark.parametrize("sign", ["steps", "blocked"])
 def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
     async def work():
         line, engine = Line(), Held()
@@ -313,7 +302,7 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
             one.worker._plant.installer._install_deadline_s = 0.1
             await one.worker._upkeep.look()
             gone = await one.life
-            assert gone.exit_code == EXIT_WEDGED and "presumed wedged" in gone.detail
+            assert gone.exit_code == EXIT_ENGINE_HUNG and "presumed wedged" in gone.detail
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR} and one.client.closed
 
     try:
@@ -331,9 +320,9 @@ def test_a_process_is_not_renewed_over_an_engine_that_does_not_close(monkeypatch
 
     async def work():
         async with actor(Clings(says("ok")), always()) as one:
-            one.client.events.put_nowait(Gone(6, "another run"))
+            one.client.events.put_nowait(LinkClosed(6, "another run"))
             gone = await one.life
-            assert gone.exit_code == EXIT_WEDGED and "another run" in gone.detail and one.client.closed
+            assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail and one.client.closed
 
     run(work)
 
@@ -344,14 +333,14 @@ def test_a_thread_that_hangs_does_not_hold_the_process_up(monkeypatch):
     async def work(endpoint, overrides):
         stuck = asyncio.get_running_loop().run_in_executor(None, hold.wait)
         stuck.cancel()
-        return EXIT_WEDGED
+        return EXIT_ENGINE_HUNG
 
     monkeypatch.setattr(actors.__main__, "work", work)
     monkeypatch.setattr(sys, "argv", ["actors", "connect=tcp://127.0.0.1:1"])
     release = threading.Timer(DEADLINE_S, hold.set)
     release.start()
     try:
-        assert actors.__main__.main() == EXIT_WEDGED
+        assert actors.__main__.main() == EXIT_ENGINE_HUNG
         assert not hold.is_set(), "it was waited for"
     finally:
         release.cancel()

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from actors.engines.scripted import ScriptedEngine
-from actors.install import Installer
-from actors.probe import compare, probe_engine
-from actors.upkeep import Upkeep
-from streamrl.codec import pack_ids, pack_logprobs
+from actors.weights.installer import Installer
+from actors.weights.probe import compare, probe_engine
+from actors.weights.updater import WeightUpdater
 from streamrl.messages import Installed, Probe
-from tests.unit.actors.parts import V1, V2, V3, Weights, actor, always, lease, run, says, until
+from streamrl.messages.codec import pack_ids, pack_logprobs
+from tests.unit.actors.fakes import V1, V2, V3, Weights, actor, always, lease, run, says, until
 from tests.unit.actors.test_worker import tiny_engine
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,7 +83,7 @@ def test_one_flipped_bit_in_memory_is_found_with_its_bucket_and_healed_by_loadin
         installer, _ = await installed(engine, weights)
         flip(engine, "lm_head.weight", 7)
         sent: list[Installed] = []
-        upkeep = Upkeep(installer, report=sent.append, broken=pytest.fail)
+        upkeep = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
 
         await upkeep.look()
 
@@ -132,7 +132,7 @@ def test_an_engine_that_loads_wrongly_is_reported_twice_and_then_waits_for_a_ver
 
         engine._weights.stage = wrong
         sent: list[Installed] = []
-        upkeep = Upkeep(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
+        upkeep = WeightUpdater(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
         await upkeep.install(weights.manifest(V1), (), weights.layout)
         assert [(one.ok, bool(one.probe.failed)) for one in sent] == [(True, True), (True, True)]
         engine._weights.stage = right

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.native import NativeEngine
+from actors.engines.native.engine import NativeEngine
 from actors.engines.scripted import ScriptedEngine
-from actors.env_calls import MAX_ABANDONED
-from actors.worker import EXIT_ANEW, EXIT_WEDGED
+from actors.env_executor import MAX_ABANDONED
+from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError
 from streamrl.messages import Limits, Outcome, Purpose, ReturnReason
-from tests.unit.actors.parts import (
+from tests.unit.actors.fakes import (
     DEADLINE_S,
     TOKENIZER,
     V1,
@@ -193,7 +193,7 @@ def test_a_resumed_run_with_other_settings_gets_its_leases_back_and_a_new_proces
             one.fits = lambda later: False
             one.client.says(one.welcome(V3))
             gone = await one.life
-            assert gone.exit_code == EXIT_ANEW and "other settings" in gone.detail
+            assert gone.exit_code == EXIT_RESTART and "other settings" in gone.detail
             assert one.client.returns() == {1: ReturnReason.DRAIN, 2: ReturnReason.DRAIN}
             assert one.client.drained_with == (2, ()) and V3 not in one.client.installed
 
@@ -318,7 +318,7 @@ def test_a_dead_engine_hands_every_lease_back_once_and_ends_the_process_with_its
             await until(lambda: entered.is_set() and len(one.client.progress.held) == 3)
             hold.set()
             gone = await one.life
-            assert gone.exit_code == EXIT_WEDGED == 9 and "device lost" in gone.detail
+            assert gone.exit_code == EXIT_ENGINE_HUNG == 9 and "device lost" in gone.detail
             assert one.client.returns() == dict.fromkeys((1, 2, 3), ReturnReason.ENGINE_ERROR)
             assert len(one.client.groups) == 3
             assert one.client.drained_with == (3, ())  # nothing was held any more when the link was drained
@@ -343,7 +343,7 @@ def test_too_many_hung_environments_end_the_process_after_its_leases_are_handed_
             await until(lambda: len(entered) == count)
             await jump(51.0)
             gone = await one.life
-            assert gone.exit_code == EXIT_WEDGED and "restart this actor" in gone.detail
+            assert gone.exit_code == EXIT_ENGINE_HUNG and "restart this actor" in gone.detail
             assert set(one.client.returns()) == set(range(count)) and len(one.client.groups) == count
             assert set(one.client.returns().values()) <= {ReturnReason.ENV_ERROR, ReturnReason.ENGINE_ERROR}
 
@@ -368,7 +368,7 @@ def test_an_engine_that_can_neither_install_nor_return_ends_the_process_with_its
             one.weights.body[0] ^= 1  # other weights, so that they must be loaded
             one.client.says(one.welcome(V2))
             gone = await one.life
-            assert gone.exit_code == EXIT_WEDGED and "mixed model" in gone.detail
+            assert gone.exit_code == EXIT_ENGINE_HUNG and "mixed model" in gone.detail
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR}
 
     run(work)

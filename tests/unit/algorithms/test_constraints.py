@@ -100,7 +100,7 @@ def test_lagrangian_advantages_are_their_formula():
     assert not alg.lagrangian_advantages(reward.requires_grad_(), costs, lam).requires_grad
 
 
-def test_self_normalised_mean():
+def test_self_normalized_mean():
     values, weights = torch.tensor([1.0, 5.0]), torch.tensor([3.0, 1.0])
 
     assert float(alg.self_normalized_mean(values, weights)) == 2.0

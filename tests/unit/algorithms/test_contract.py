@@ -9,13 +9,13 @@ import torch
 
 import streamrl.algorithms as alg
 
-from .catalogue import DETACHED, EVERYTHING, LOSSES, OTHER_DIFFERENTIABLE, close, tensors
+from .catalog import DETACHED, EVERYTHING, LOSSES, OTHER_DIFFERENTIABLE, close, tensors
 from .rows import random_rows
 
 SEEDS = (0, 1, 2)
 
 
-def test_the_catalogue_calls_every_public_function_that_takes_a_mask():
+def test_the_catalog_calls_every_public_function_that_takes_a_mask():
     named = {key.split(" ")[0] for key in EVERYTHING}
 
     with_mask = {

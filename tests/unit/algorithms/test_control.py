@@ -103,7 +103,7 @@ def test_goodput_climbs_to_the_best_eta(start, seed):
 def test_goodput_does_not_move_on_noise():
     _, visited = climb(alg.GoodputState(eta=5), lambda eta: 1.0, 4000, 0.1, 0)
 
-    # It tries neighbours, one arm at a time, but stays near: a false acceptance has odds of 1 in 40.
+    # It tries neighbors, one arm at a time, but stays near: a false acceptance has odds of 1 in 40.
     assert max(abs(eta - 5) for eta in visited) <= 4
 
 

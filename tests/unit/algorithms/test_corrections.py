@@ -147,7 +147,7 @@ def test_geo_bound_covers_gaussian_drift():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_normalised_weights_have_mean_one(seed):
+def test_normalized_weights_have_mean_one(seed):
     rows = random_rows(seed)
 
     token = alg.normalize_weights(rows.weights, rows.mask)
@@ -206,7 +206,7 @@ def test_a_correction_applies_its_weight_and_its_rejection(name):
     assert torch.equal(result.keep, keep)
 
 
-def test_a_correction_can_normalise_after_truncation():
+def test_a_correction_can_normalize_after_truncation():
     rows = random_rows(2)
     spec = alg.CorrectionSpec(mode="decoupled", weight="token", cap=1.2, normalize=True)
 

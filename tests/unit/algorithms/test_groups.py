@@ -175,7 +175,7 @@ def test_no_rows_at_all_are_no_advantages():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gdpo_normalises_each_component_then_whitens(seed):
+def test_gdpo_normalizes_each_component_then_whitens(seed):
     generator = torch.Generator().manual_seed(seed)
     components = torch.randn(8, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 100.0])
     ids, weights = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([2.0, 0.5], dtype=torch.float64)
@@ -187,8 +187,8 @@ def test_gdpo_normalises_each_component_then_whitens(seed):
         total = 0.0
         for k in range(2):
             group = members(components[:, k], ids, i)
-            centred = float(components[i, k]) - statistics.fmean(group)
-            total += float(weights[k]) * centred / (statistics.stdev(group) + 1e-6)
+            centered = float(components[i, k]) - statistics.fmean(group)
+            total += float(weights[k]) * centered / (statistics.stdev(group) + 1e-6)
         raw.append(total)
     mean, std = statistics.fmean(raw), statistics.stdev(raw)
     assert result.tolist() == pytest.approx([(x - mean) / std for x in raw], rel=1e-6)
@@ -243,18 +243,18 @@ def test_the_group_estimator_is_score_minus_baseline_over_scale(seed):
     assert torch.allclose(opob, scores - alg.opob(scores, ids, weights, norms))
     weighted = estimate(weights=weights, min_ess=1.0)
     assert torch.allclose(weighted, scores - alg.leave_one_out(scores, ids, weights=weights, min_ess=1.0))
-    centred = alg.dr_grpo_advantages(scores, ids)
+    centered = alg.dr_grpo_advantages(scores, ids)
     scaled = estimate(baseline="group_mean", scale="batch_std")
-    assert torch.allclose(scaled, centred / (statistics.stdev(centred.tolist()) + 1e-6))
+    assert torch.allclose(scaled, centered / (statistics.stdev(centered.tolist()) + 1e-6))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_batch_scale_can_be_passed_in_as_moments(seed):
     scores, ids, _ = random_groups(seed)
     ids = ids.where(ids != 77, 5)
-    centred = alg.dr_grpo_advantages(scores, ids)
+    centered = alg.dr_grpo_advantages(scores, ids)
     everywhere = torch.ones(len(scores), 1, dtype=torch.bool)
-    moments = alg.moments(centred[:, None], everywhere)
+    moments = alg.moments(centered[:, None], everywhere)
     part = ids == 5
 
     whole = alg.group_advantages(scores, ids, baseline="group_mean", scale="batch_std")

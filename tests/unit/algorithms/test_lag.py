@@ -54,7 +54,7 @@ def test_old_tokens_weigh_less_step_by_step_and_young_ones_what_they_did():
     assert alg.lag_weights(lags, mask, max_lag=4, decay=0.5).tolist() == [[0.25, 0.5, 1.0, 1.0, 0.0]]
 
 
-def test_a_group_is_split_into_runs_of_neighbouring_lags_and_others_stay_whole():
+def test_a_group_is_split_into_runs_of_neighboring_lags_and_others_stay_whole():
     group_ids = torch.tensor([7, 7, 7, 7, 3, 3])
     head_lags = torch.tensor([5, 0, 1, 4, 2, 3])
 

@@ -103,7 +103,7 @@ def test_25_decoupled_ppo_brings_both_halves(anchor):
     "surrogate", [n for n in alg.SURROGATES if n not in ("ppo_clip", "decoupled_ppo", "reinforce")]
 )
 def test_other_surrogates_divide_by_the_recorded_log_prob_only(surrogate):
-    with pytest.raises(ValueError, match="recorded behaviour"):
+    with pytest.raises(ValueError, match="recorded behavior"):
         alg.check_pairing("group", surrogate, anchor="recomputed")
 
 

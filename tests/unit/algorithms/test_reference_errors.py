@@ -31,7 +31,7 @@ def test_e1_no_function_takes_a_recomputed_old_log_prob_as_denominator():
         assert not any(p.startswith("old_log") for p in parameters), name
         if "policy_logprobs" in parameters and name not in ("reinforce", "ppo_clip"):
             assert parameters[0] == "behavior_logprobs", name
-    with pytest.raises(ValueError, match="recorded behaviour"):
+    with pytest.raises(ValueError, match="recorded behavior"):
         alg.check_pairing("group", "tis", anchor="recomputed")
 
 
@@ -186,7 +186,7 @@ def test_e12_the_clamp_hides_infinities_but_never_nan():
 
     ell = alg.log_ratios(behavior, torch.full((1, 3), -1.0), mask)
 
-    # Hence the batch is assembled from finite behaviour log-probs only: +20 here would look like an ordinary token.
+    # Hence the batch is assembled from finite behavior log-probs only: +20 here would look like an ordinary token.
     assert ell[0, :2].tolist() == [0.0, 20.0]
     assert ell[0, 2].isnan()
     assert "rejected" in inspect.getdoc(alg.log_ratios)

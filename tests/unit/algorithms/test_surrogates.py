@@ -9,7 +9,7 @@ import torch
 
 import streamrl.algorithms as alg
 
-from .catalogue import LOSSES
+from .catalog import LOSSES
 from .rows import action_lists, on_rows, random_rows
 
 SEEDS = range(8)

@@ -14,7 +14,7 @@ SEEDS = range(3)
 
 
 class Process:
-    """A random decision process with behaviour mu and policy pi; P [S, A, S], r [S, A]."""
+    """A random decision process with behavior mu and policy pi; P [S, A, S], r [S, A]."""
 
     def __init__(self, seed, num_states=3, num_actions=2, gamma=0.8):
         generator = torch.Generator().manual_seed(seed)
@@ -155,7 +155,7 @@ def test_2_retrace_converges_to_the_action_values_of_the_policy(lam, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_2_a_state_critic_on_retrace_targets_learns_the_behaviour_policy_unless_its_ratio_is_applied(seed):
+def test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_its_ratio_is_applied(seed):
     process = Process(seed)
     rows = Enumeration(process, horizon=3)
 

@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 import torch
-from tiny_models import (
+
+from actors.engines.native.weight_sets import WeightSets, checkpoint_tensors
+from streamrl.errors import WeightsError
+from tests.unit.engines.tiny_models import (
     GREEDY,
     V1,
     V2,
@@ -24,9 +27,6 @@ from tiny_models import (
     two_model_logprobs,
     until,
 )
-
-from actors.engines.weight_sets import WeightSets, checkpoint_tensors
-from streamrl.errors import WeightsError
 
 pytestmark = pytest.mark.timeout(60)
 

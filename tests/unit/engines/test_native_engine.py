@@ -9,7 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import (
+
+from actors.engines.base import VersionSpan
+from actors.engines.native.engine import NativeEngine, build_model
+from actors.engines.native.sampling import uniforms
+from streamrl.errors import EngineError
+from streamrl.messages import Sampling
+from tests.unit.engines.tiny_models import (
     GREEDY,
     V1,
     VOCAB,
@@ -27,12 +33,6 @@ from tiny_models import (
     truth_logprobs,
     until,
 )
-
-from actors.engines.base import VersionSpan
-from actors.engines.native import NativeEngine, build_model
-from actors.engines.sampling import uniforms
-from streamrl.errors import EngineError
-from streamrl.messages import Sampling
 
 pytestmark = pytest.mark.timeout(60)
 MODELS = pytest.mark.parametrize("make", [qwen3, llama, mistral], ids=["qwen3", "llama", "sliding_window"])
@@ -86,7 +86,7 @@ def test_logprobs_equal_a_direct_forward_pass(make, temperature):
     [Sampling(top_k=5), Sampling(0.7, top_p=0.8), Sampling(1.3, min_p=0.1), Sampling(0.9, 0.9, 12, 0.02)],
     ids=["top_k", "top_p", "min_p", "all"],
 )
-def test_logprobs_are_those_of_the_truncated_and_renormalised_distribution(sampling):
+def test_logprobs_are_those_of_the_truncated_and_renormalized_distribution(sampling):
     model, prompt = qwen3(), prompt_of(6)
 
     async def work():
@@ -108,18 +108,18 @@ def slow_processed(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]
     kept = sorted(range(len(scores)), key=lambda token: -scores[token])
     if sampling.top_k > 0:
         kept = kept[: sampling.top_k]
-    probs = normalised({token: scores[token] for token in kept})
+    probs = normalized({token: scores[token] for token in kept})
     nucleus, mass = [], 0.0
     for token in kept:
         if mass < sampling.top_p:
             nucleus.append(token)
         mass += probs[token]
     largest = max(probs[token] for token in nucleus)
-    final = normalised({token: scores[token] for token in nucleus if probs[token] >= sampling.min_p * largest})
+    final = normalized({token: scores[token] for token in nucleus if probs[token] >= sampling.min_p * largest})
     return {token: float(torch.tensor(p, dtype=torch.float64).log()) for token, p in final.items()}
 
 
-def normalised(scores: dict[int, float]) -> dict[int, float]:
+def normalized(scores: dict[int, float]) -> dict[int, float]:
     weights = torch.softmax(torch.tensor(list(scores.values()), dtype=torch.float64), 0).tolist()
     return dict(zip(scores, weights, strict=True))
 

@@ -1,14 +1,14 @@
-"""Messages become ids once; what the model said is never tokenised again."""
+"""Messages become ids once; what the model said is never tokenized again."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_models import character_tokenizer
 from tokenizers import processors
 
 from actors.render import Renderer, load_tokenizer
 from streamrl.environment import ChatMessage
 from streamrl.errors import TaskError
+from tests.unit.engines.tiny_models import character_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] + ':' + message.content + '<end>!' }}{% endfor %}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tiny_models import V1, V2, request, run
 
 from actors.engines.base import VersionSpan
 from actors.engines.scripted import ScriptedEngine
 from streamrl.errors import EngineError, WeightsError
+from tests.unit.engines.tiny_models import V1, V2, request, run
 
 
 def test_replies_depend_on_prompt_and_seed_alone():

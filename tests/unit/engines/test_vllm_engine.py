@@ -9,7 +9,15 @@ from itertools import count
 
 import pytest
 import torch
-from tiny_models import (
+
+from actors.engines.native.engine import NativeEngine
+from actors.engines.vllm import core as vllm_core
+from actors.engines.vllm import engine as vllm_engine
+from actors.engines.vllm.process import StagedDocument
+from actors.engines.vllm.reaper import family
+from streamrl.errors import EngineError, WeightsError
+from streamrl.messages import Sampling, VersionRef
+from tests.unit.engines.tiny_models import (
     GREEDY,
     character_tokenizer,
     document,
@@ -19,15 +27,7 @@ from tiny_models import (
     two_model_logprobs,
     until,
 )
-from vllm_stage import MAX_TOKENS, NEEDS_VLLM, SLOTS, Learner, Theatre, model, save
-
-from actors.engines import vllm as vllm_engine
-from actors.engines import vllm_core
-from actors.engines.native import NativeEngine
-from actors.engines.vllm_guard import family
-from actors.engines.vllm_process import StagedDocument
-from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import Sampling, VersionRef
+from tests.unit.engines.vllm_harness import MAX_TOKENS, NEEDS_VLLM, SLOTS, Learner, Theatre, model, save
 
 pytestmark = NEEDS_VLLM
 MOST, MEAN = 1e-3, 1e-4
@@ -180,17 +180,17 @@ def test_with_finish_no_sequence_sees_two_versions_and_none_begins_before_the_in
         jobs = [request(prompt_of(5, i), 150, seed=i) for i in range(3)]
         running = [asyncio.ensure_future(theatre.engine.generate(job)) for job in jobs]
         await theatre.under_way(5)
-        assert not theatre.engine.stats().held_up
+        assert not theatre.engine.stats().blocked
         install = asyncio.ensure_future(serve(theatre, 2))
         await until(lambda: not theatre.engine._open.is_set())  # staged, and the door is closed
-        await until(lambda: theatre.engine.stats().held_up or install.done())
+        await until(lambda: theatre.engine.stats().blocked or install.done())
         assert not install.done(), "it said all the while that it was waiting for sequences"
         late = asyncio.ensure_future(theatre.engine.generate(request(prompt_of(5), 8)))
         new = await install
         assert all(task.done() for task in running)
         assert [span.ref for task in running for span in (await task).spans] == [old] * 3
         assert [span.ref for span in (await late).spans] == [new]
-        assert not theatre.engine.stats().held_up
+        assert not theatre.engine.stats().blocked
 
     with theatre.policy("drain"):
         theatre.run(whole())
@@ -405,10 +405,10 @@ def test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again(th
         await until(lambda: engine.stats().running == 1)
         for pid in family(engine._core._home.mark):
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: engine.stats().held_up)  # starting a core may take longer than an engine may be silent
+        await until(lambda: engine.stats().blocked)  # starting a core may take longer than an engine may be silent
         assert_equal(await scored, learner.logprobs(ids[:1], ids[1:]))
         assert engine.stats().extra["revivals"] == revivals + 1 and engine.installed == ref
-        assert not engine.stats().held_up
+        assert not engine.stats().blocked
 
     theatre.run(whole())
 

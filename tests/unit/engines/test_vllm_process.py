@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import request
 
 from actors.engines.base import VersionSpan
-from actors.engines.vllm_guard import MARK, family
-from actors.engines.vllm_process import (
+from actors.engines.vllm.process import (
     OURS,
     StagedDocument,
     cache_bytes,
@@ -25,10 +23,12 @@ from actors.engines.vllm_process import (
     environment,
     kv_bytes_per_token,
 )
-from actors.engines.vllm_requests import generation_of, spans_of, turn_seed
-from actors.engines.vllm_worker import mapped_tensors
+from actors.engines.vllm.reaper import MARK, family
+from actors.engines.vllm.requests import generation_of, spans_of, turn_seed
+from actors.engines.vllm.worker import mapped_tensors
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from tests.unit.engines.tiny_models import request
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -140,9 +140,9 @@ def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits()
 
 PARENT = """
 import subprocess, sys, time, os
-from actors.engines.vllm_guard import MARK
-from actors.engines.vllm_process import Household, environment
-home = Household(sys.argv[1])
+from actors.engines.vllm.reaper import MARK
+from actors.engines.vllm.process import EngineProcessGroup, environment
+home = EngineProcessGroup(sys.argv[1])
 with environment(home.mark, "cpu", 1, eager=True):
     grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     child = subprocess.Popen([sys.executable, "-c", grandchild])

@@ -121,21 +121,21 @@ def test_an_imported_class_is_not_taken_for_the_files_own(write):
 
 
 def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
-    write("ANSWER = 42\n", "neighbour_of_my_task.py")
+    write("ANSWER = 42\n", "neighbor_of_my_task.py")
     task = load_task(
         "",
         path=write(
             """
             from __future__ import annotations
             from dataclasses import dataclass
-            import neighbour_of_my_task
+            import neighbor_of_my_task
 
             @dataclass
             class Question:
                 answer: int
 
             def record(split, index):
-                return {"prompt": "?", "answer": Question(neighbour_of_my_task.ANSWER).answer}
+                return {"prompt": "?", "answer": Question(neighbor_of_my_task.ANSWER).answer}
 
             def reward(record, completion):
                 return float(completion == str(record["answer"]))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.hub.device_scene import Scene
-from tests.unit.setting_stage import tiny_model
+from tests.unit.config.setting_harness import tiny_model
+from tests.unit.hub.broadcast_harness import Scene
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.batches import plan_batch
-from learner.hub.filters import accuracy_range, first_of, zero_std
-from learner.hub.groups import HeldGroup, HeldMember
+from learner.hub.handlers.batches import plan_batch
+from learner.hub.ledger.filters import accuracy_range, first_of, zero_std
+from learner.hub.ledger.groups import HeldGroup, HeldMember
 from streamrl.messages import VersionRef
-from tests.unit.hub.samples import STEADY, FakeActor, make_ledger, train
+from tests.unit.hub.factories import STEADY, FakeActor, make_ledger, train
 
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:

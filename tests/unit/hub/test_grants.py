@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger import LedgerSettings
+from learner.hub.ledger.ledger import LedgerSettings
 from streamrl.messages import EVAL_BIT, ActorState, ReturnReason, VersionRef
-from tests.unit.hub.samples import FakeActor, make_ledger, settings, train
+from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
 
 
 def test_capacity_is_eta_plus_one_batches_ahead():

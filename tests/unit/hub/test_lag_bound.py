@@ -12,12 +12,12 @@ from random import Random
 
 import pytest
 
-from learner.hub.books import Actor
-from learner.hub.groups import GroupRecord, GroupState
-from learner.hub.ledger import Ledger
+from learner.hub.ledger.groups import GroupRecord, GroupState
+from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.state import Actor
 from streamrl.messages import VersionRef
-from tests.unit.hub.samples import FakeActor, make_ledger, settings, train
-from tests.unit.hub.world import World
+from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
+from tests.unit.hub.simulator import World
 
 CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2, 5)]
 

@@ -14,9 +14,9 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from learner.hub.ledger import LedgerSettings
-from tests.unit.hub.samples import settings
-from tests.unit.hub.world import FAULTS, MOVES, SHAPES, World
+from learner.hub.ledger.ledger import LedgerSettings
+from tests.unit.hub.factories import settings
+from tests.unit.hub.simulator import FAULTS, MOVES, SHAPES, World
 
 SEED = int(os.environ.get("STREAMRL_SEED", "20"))
 NUM_WALKS = int(os.environ.get("STREAMRL_NUM_WALKS", "400"))

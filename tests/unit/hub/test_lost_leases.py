@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger import Ledger
-from learner.hub.roster import LOST_AFTER
+from learner.hub.ledger.actors import LOST_AFTER
+from learner.hub.ledger.ledger import Ledger
 from streamrl.messages import RejectReason
-from tests.unit.hub.samples import FakeActor, make_ledger
+from tests.unit.hub.factories import FakeActor, make_ledger
 
 DEAD_S, TTL_S = 2.0, 60.0
 LATE_S = LOST_AFTER * DEAD_S

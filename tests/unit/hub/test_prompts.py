@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.prompts import PromptStream, member_seed, permuted
-from tests.unit.hub.samples import STEADY
+from learner.hub.ledger.prompts import PromptStream, member_seed, permuted
+from tests.unit.hub.factories import STEADY
 
 
 def record(index: int) -> bytes:
@@ -60,7 +60,7 @@ def test_large_tasks_need_no_table(size):
     assert len(seen) == min(size, 2000) and max(seen) < size
 
 
-def test_neighbours_are_scattered():
+def test_neighbors_are_scattered():
     size = 10**6
     first = [permuted(index, size, 5) for index in range(4000)]
 

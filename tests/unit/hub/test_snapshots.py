@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger import Ledger
+from learner.hub.ledger.ledger import Ledger
 from streamrl.errors import CheckpointError
 from streamrl.messages import Lineage, RejectReason, VersionRef
-from tests.unit.hub.samples import FakeActor, ledger_arguments, make_ledger, restart, settings, train
+from tests.unit.hub.factories import FakeActor, ledger_arguments, make_ledger, restart, settings, train
 
 
 def started(**changes: object) -> tuple:

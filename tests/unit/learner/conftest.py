@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learner_samples import tiny_checkpoint
+
+from tests.unit.learner.learner_factories import tiny_checkpoint
 
 KINDS = {
     "qwen3-tied": ("qwen3", True), "qwen3": ("qwen3", False), "llama-tied": ("llama", True),

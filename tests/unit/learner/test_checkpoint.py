@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_samples import batch, plan_of
 from safetensors import safe_open
 
-from learner.checkpoint import find_checkpoint, save_checkpoint
-from learner.gradients import optimizer_step
-from learner.model import load_policy
-from learner.objective import Objective
-from learner.optimizer import Schedule, make_optimizer
-from learner.packing import pack
-from learner.ranks import Ranks
-from learner.run_dir import claim_run_dir
-from learner.shards import Box
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.run_lock import claim_run_dir
+from learner.checkpoint.shards import Box
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.policy import load_policy
+from learner.objective.objective import Objective
 from learner.step import forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
+from tests.unit.learner.learner_factories import batch, plan_of
 
 HERE = Path(__file__).parent
 ALONE = Ranks()
@@ -193,8 +193,8 @@ KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
-import learner.checkpoint as module
-from test_checkpoint import Training
+import learner.checkpoint.checkpoint as module
+from tests.unit.learner.test_checkpoint import Training
 training = Training({model!r}).step()
 training.save({run!r})
 def die(*args, **kwargs):
@@ -206,7 +206,7 @@ training.step().save({run!r})
 
 @pytest.mark.parametrize("stage", ["training_tensors", "write_durably", "_publish", "sync_directory"])
 def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, tmp_path, stage):
-    paths = [str(HERE), str(HERE.parents[2])]
+    paths = [str(HERE.parents[2])]
     code = KILLED.format(paths=paths, model=str(checkpoints["qwen3-tied"]), run=str(tmp_path), stage=stage)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

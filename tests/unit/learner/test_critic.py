@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learner_samples import VOCAB, batch, plan_of
 
-from learner.checkpoint import find_checkpoint, save_checkpoint
-from learner.critic_network import build_critic
-from learner.model import load_policy
-from learner.objective import Objective
-from learner.optimizer import make_optimizer
-from learner.packing import pack
-from learner.ranks import Ranks
-from learner.scoring import score_batch
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.model.critic_network import build_critic
+from learner.model.optimizer import make_optimizer
+from learner.model.policy import load_policy
+from learner.objective.objective import Objective
+from learner.objective.scoring_pass import score_batch
 from streamrl.config.schema import AdvantageConfig, CriticConfig, CriticKind, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
+from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
 
 ALONE = Ranks()
 FAST = CriticConfig(optimizer=OptimizerConfig(lr=3e-3))

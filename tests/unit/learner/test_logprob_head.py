@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.logprob_head import score_tokens
+from learner.model.logprob_head import score_tokens
 
 M, H, V = 11, 6, 17
 

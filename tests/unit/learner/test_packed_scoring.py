@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_samples import batch, trajectory
 from transformers import AutoModelForCausalLM
 
-from learner.attention import make_layout
-from learner.model import decoder_layers, load_policy
-from learner.packing import pack
+from learner.data.packing import pack
+from learner.model.attention import make_layout
+from learner.model.policy import decoder_layers, load_policy
 from streamrl.errors import ConfigError
+from tests.unit.learner.learner_factories import batch, trajectory
 
 
 def alone(model, row):
@@ -75,7 +75,7 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoints):
         torch.testing.assert_close(once, twice, atol=1e-6, rtol=1e-5)
 
 
-def test_a_change_in_one_sequence_leaves_its_neighbours_bit_for_bit(checkpoints):
+def test_a_change_in_one_sequence_leaves_its_neighbors_bit_for_bit(checkpoints):
     policy = load_policy(checkpoints["llama-tied"])
     rows = batch(2, 3)
     before = {row: logprobs for row, logprobs, _ in packed(policy, rows, 400)}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_samples import batch, trajectory
 
-from learner.packing import empty_micro_batch, equalize, pack
-from learner.ranks import Ranks
+from learner.data.packing import empty_micro_batch, equalize, pack
+from learner.mesh import Ranks
 from streamrl.errors import ConfigError
+from tests.unit.learner.learner_factories import batch, trajectory
 
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
 
@@ -89,7 +89,7 @@ def test_every_rank_runs_as_many_passes_as_the_longest_and_the_rest_are_empty():
 
 
 def test_an_empty_pass_reaches_every_parameter_with_zeros(checkpoints):
-    from learner.model import load_policy
+    from learner.model.policy import load_policy
 
     policy, empty = load_policy(checkpoints["qwen3-tied"]), empty_micro_batch()
 

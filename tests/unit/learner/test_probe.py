@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learner_samples import VOCAB
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from learner.model import load_policy
-from learner.probe import NUM_TOKENS, TEXT, Prober, probe_tokens
-from streamrl.codec import unpack_ids, unpack_logprobs
+from learner.model.policy import load_policy
+from learner.publish.probe import NUM_TOKENS, TEXT, Prober, probe_tokens
+from streamrl.messages.codec import unpack_ids, unpack_logprobs
+from tests.unit.learner.learner_factories import VOCAB
 
 IDS = list(range(1, 21))
 

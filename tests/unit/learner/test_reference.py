@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learner_samples import batch, tiny_checkpoint
 
-from learner.checkpoint import find_checkpoint, save_checkpoint
-from learner.model import load_policy
-from learner.optimizer import make_optimizer
-from learner.packing import empty_micro_batch, pack
-from learner.ranks import Ranks
-from learner.reference import FrozenPolicy
-from learner.shards import local_part
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.shards import local_part
+from learner.data.packing import empty_micro_batch, pack
+from learner.mesh import Ranks
+from learner.model.optimizer import make_optimizer
+from learner.model.policy import load_policy
+from learner.model.reference import FrozenPolicy
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import ConfigError
+from tests.unit.learner.learner_factories import batch, tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 MICRO = pack(batch(2, 2), 500)[0]

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 import torch
 
-from learner.drift_tracking import DriftTracker, to_bins
-from learner.staleness_control import StalenessControl
+from learner.control.drift import DriftTracker, to_bins
+from learner.control.staleness import StalenessControl
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.metrics.meter import Meter
 

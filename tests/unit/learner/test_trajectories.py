@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.trajectories import TrajectoryReader
-from streamrl.codec import encode, pack_ids, pack_logprobs
+from learner.data.trajectories import TrajectoryReader
 from streamrl.errors import ContentError, DigestError
 from streamrl.messages import Bye, Group, Member, Outcome, Sampling
+from streamrl.messages.codec import encode, pack_ids, pack_logprobs
 
 
 def member(index=0, **changes) -> Member:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import two_ranks
-from learner_samples import tiny_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from learner.ranks import Ranks
+from learner.mesh import Ranks
+from tests.unit.learner import two_ranks
+from tests.unit.learner.learner_factories import tiny_checkpoint
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

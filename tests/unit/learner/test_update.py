@@ -7,18 +7,18 @@ import math
 
 import pytest
 import torch
-from learner_samples import batch, plan_of
 
-from learner.gradients import optimizer_step
-from learner.model import load_policy
-from learner.objective import Objective
-from learner.optimizer import Schedule, make_optimizer, make_schedule
-from learner.packing import pack
-from learner.ranks import Ranks
-from learner.scoring import score_batch
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer, make_schedule
+from learner.model.policy import load_policy
+from learner.objective.objective import Objective
+from learner.objective.scoring_pass import score_batch
 from learner.step import forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
+from tests.unit.learner.learner_factories import batch, plan_of
 
 ALONE = Ranks()
 CONSTANT = Schedule("constant", 1e-3, 10)

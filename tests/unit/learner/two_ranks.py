@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from learner_samples import batch, plan_of
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from learner.checkpoint import find_checkpoint, save_checkpoint
-from learner.export import export_model
-from learner.gradients import optimizer_step
-from learner.kl_control import LossControls
-from learner.model import Policy, load_policy
-from learner.objective import Objective
-from learner.optimizer import Schedule, make_optimizer
-from learner.packing import equalize, pack
-from learner.ranks import Ranks
-from learner.reference import FrozenPolicy, sync_if_due
-from learner.regularisers import Regularisers
-from learner.scoring import score_batch
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.data.packing import equalize, pack
+from learner.mesh import Ranks
+from learner.model.export import export_model
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.policy import Policy, load_policy
+from learner.model.reference import FrozenPolicy, sync_if_due
+from learner.objective.loss_weights import LossWeights
+from learner.objective.objective import Objective
+from learner.objective.regularizers import Regularizers
+from learner.objective.scoring_pass import score_batch
 from learner.step import forward_backward
 from streamrl.config.schema import (
     AdvantageConfig,
@@ -39,6 +38,7 @@ from streamrl.config.schema import (
     OptimizerConfig,
 )
 from streamrl.errors import CheckpointError
+from tests.unit.learner.learner_factories import batch, plan_of
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
 LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01)
@@ -54,7 +54,7 @@ class Kit:
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: FrozenPolicy
-    controls: LossControls
+    controls: LossWeights
 
 
 def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
@@ -64,7 +64,7 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     mine = [row for row in rows if row.group_id % ranks.world == ranks.rank]
     objective = Objective(
         AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4, ranks=ranks,
-        regularisers=Regularisers(KL, CONSTRAINT, LOSS, kit.controls),
+        regularizers=Regularizers(KL, CONSTRAINT, LOSS, kit.controls),
     )
     objective.begin(mine, plan, version=5)
     micro_batches = equalize(pack(mine, 40), ranks)
@@ -95,7 +95,7 @@ def start(work: Path, ranks: Ranks) -> Kit:
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.world > 1)
     optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
     reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
-    return Kit(policy, optimizer, reference, LossControls(KL, EntropyConfig(), CONSTRAINT, LOSS))
+    return Kit(policy, optimizer, reference, LossWeights(KL, EntropyConfig(), CONSTRAINT, LOSS))
 
 
 def train(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -123,7 +123,7 @@ def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path) -> None:
 
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     """A full disk under one rank must be every rank's error, and leave nothing that looks like a checkpoint."""
-    import learner.checkpoint as module
+    import learner.checkpoint.checkpoint as module
 
     def no_room(*_):
         raise OSError(28, "No space left on device")

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.metrics.record import read_metrics
+from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, plain_line
 from streamrl.metrics.wandb_sink import open_wandb
 
@@ -154,7 +154,7 @@ def test_a_real_offline_wandb_run_writes_its_files(tmp_path, monkeypatch):
 
 def test_the_learners_half_of_metrics_loads_no_heavy_library():
     code = ("import sys, streamrl.metrics.meter, streamrl.metrics.sinks, streamrl.metrics.summary, "
-            "streamrl.metrics.wandb_sink, streamrl.metrics.report; "
+            "streamrl.metrics.wandb_sink, streamrl.report.report; "
             "print([m for m in ('torch', 'wandb', 'rich', 'zmq', 'omegaconf') if m in sys.modules])")
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from streamrl.errors import CheckpointError
-from streamrl.metrics.record import read_metrics
-from streamrl.metrics.summary import Summary, counter_total, summarise
+from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.summary import Summary, counter_total, summarize
 
 PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
@@ -18,7 +18,7 @@ def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(
     root = make_run()
     summary = Summary.load(root / "summary.json")
 
-    with_extra = summarise(read_metrics(root / "metrics.jsonl"), run_id="r", max_lag_bound=3, device="cpu",
+    with_extra = summarize(read_metrics(root / "metrics.jsonl"), run_id="r", max_lag_bound=3, device="cpu",
                            dtype="float32", seed=1, extra={"command": "quickstart"})
     with_extra.write(root / "summary.json")
 
@@ -54,7 +54,7 @@ def test_trajectories_beyond_the_bound_are_violations(make_run):
 def test_what_the_learner_knows_better_wins_over_the_lines(make_run):
     rows = read_metrics(make_run() / "metrics.jsonl")
 
-    s = summarise(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1, num_actor_restarts=7)
+    s = summarize(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1, num_actor_restarts=7)
 
     assert s.num_actor_restarts == 7
 
@@ -66,7 +66,7 @@ def test_a_counter_that_began_again_at_zero_keeps_what_it_had_counted():
 
 
 def test_a_run_without_a_single_step_has_a_summary():
-    s = summarise([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1)
+    s = summarize([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1)
 
     assert (s.steps, s.eval_score_first, s.tokens_per_s_train) == (0, None, 0.0)
     assert "run " in s.table()
@@ -74,7 +74,7 @@ def test_a_run_without_a_single_step_has_a_summary():
 
 def test_extras_may_not_hide_a_field():
     with pytest.raises(ValueError, match="steps"):
-        summarise([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1, extra={"steps": 9})
+        summarize([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1, extra={"steps": 9})
 
 
 def test_a_file_that_is_no_summary_is_refused_by_name(tmp_path):

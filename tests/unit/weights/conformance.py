@@ -30,8 +30,8 @@ import pytest
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
-from streamrl.weights.device_document import DeviceDocument
 from streamrl.weights.document import Document, Superseded
+from streamrl.weights.gpu.device_document import DeviceDocument
 from streamrl.weights.manifest import document_nbytes, make_layout, root_of
 
 SPECS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import threading
@@ -12,12 +11,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from streamrl.codec import Decoder, encode
 from streamrl.errors import ContentError
 from streamrl.messages import TO_WEIGHTS, Chunk, Layout, Limits, Manifest, Pull, VersionRef
-from streamrl.weights.chunks import ChunkServer
+from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.manifest import document_nbytes, make_layout, make_manifest
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.pull.chunk_server import ChunkServer
+from streamrl.weights.shm.transport import ShmPublisher
 
 TOKEN = b"0123456789abcdef"
 SPECS = (
@@ -209,10 +208,3 @@ def limits() -> Limits:
 @pytest.fixture
 def token() -> bytes:
     return TOKEN
-
-
-@pytest.fixture
-def python_env() -> dict[str, str]:
-    """Environment for child processes: this repository importable, one thread, no network."""
-    root = str(Path(__file__).parents[3])
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -14,14 +14,14 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
-from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.broadcast_member import BroadcastMember, BroadcastReceiver
-from streamrl.weights.device_document import DeviceDocument
-from streamrl.weights.fold128 import fold128_numpy
-from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
+from streamrl.weights.gpu.device_document import DeviceDocument
+from streamrl.weights.gpu.fold128 import fold128_numpy
+from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_manifest
-from tests.fake_communicator import FakeLibrary
-from tests.fake_slots import FakeSlotMemory
+from tests.fakes.communicator import FakeLibrary
+from tests.fakes.device_memory import FakeDeviceMemory
 
 torch.set_num_threads(1)
 
@@ -176,8 +176,8 @@ class FakeSlotWire(Shelf):
         super().__init__(layout)
         self._folder, self._home = folder, tempfile.TemporaryDirectory(prefix="slots-")
         self._context = zmq.Context()
-        self.server = SlotServer(
-            FakeSlotMemory(folder), self._context, f"ipc://{self._home.name}/slots",
+        self.server = IpcBufferServer(
+            FakeDeviceMemory(folder), self._context, f"ipc://{self._home.name}/slots",
             slot_bytes=max(layout.bucket_bytes), deadline_s=5.0,
         )
         self._midway: Callable[[], None] | None = None
@@ -214,7 +214,7 @@ class FakeSlotWire(Shelf):
             del self.documents[max(self.documents)]
             self._restart()
             self._pass_on(manifest.ref)
-        receiver = SlotReceiver(self.offer(manifest), self.reader)
+        receiver = IpcBufferReceiver(self.offer(manifest), self.reader)
         document, _, _ = receiver.receive(
             manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
             deadline=time.monotonic() + deadline_s,
@@ -224,13 +224,13 @@ class FakeSlotWire(Shelf):
 
     def _restart(self) -> None:
         self.server.close()
-        self.server = SlotServer(
-            FakeSlotMemory(self._folder), self._context, f"ipc://{self._home.name}/{time.monotonic_ns()}",
+        self.server = IpcBufferServer(
+            FakeDeviceMemory(self._folder), self._context, f"ipc://{self._home.name}/{time.monotonic_ns()}",
             slot_bytes=max(self.layout.bucket_bytes), deadline_s=5.0,
         )
 
     def join(self) -> None:
-        self.reader = SlotReader(FakeSlotMemory(self._folder), self._context)
+        self.reader = IpcBufferReader(FakeDeviceMemory(self._folder), self._context)
 
     def midway(self, action: Callable[[], None]) -> None:
         self._midway = action

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.publish import Publisher, policy_parameters
+from learner.publish.publisher import Publisher, policy_parameters
 from streamrl.messages import VersionRef
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 NUM_LAYERS, WIDTH = 24, 1024  # 4 MiB a layer
 BUCKET_BYTES = 8 << 20

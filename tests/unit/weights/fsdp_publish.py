@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner.publish import Publisher, policy_parameters
+from learner.publish.publisher import Publisher, policy_parameters
 from streamrl.messages import VersionRef
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 
 def toy_model() -> torch.nn.Module:

@@ -12,14 +12,14 @@ import xxhash
 import zmq
 
 from streamrl.messages import Chunk, Layout, Limits, Manifest, Offer, VersionRef
-from streamrl.weights.chunks import ChunkServer
-from streamrl.weights.delta_pull import Shadow
+from streamrl.weights.delta.pull import DeltaBase
 from streamrl.weights.document import HEADER_BYTES, Document
-from streamrl.weights.host_share import HostShare, SharedReceiver
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, make_manifest
-from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
+from streamrl.weights.pull.chunk_server import ChunkServer
+from streamrl.weights.pull.client import ZmqReceiver
+from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
+from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
 from streamrl.weights.source import Receiver
-from streamrl.weights.zmq import ZmqReceiver
 from tests.unit.weights.conftest import TOKEN, WeightRouter
 
 LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=0.1)
@@ -109,7 +109,7 @@ class ZmqWire(HostWire):
         super().__init__(layout, folder)
         self._context = zmq.Context()
         self.server = ChunkServer(pull_token=TOKEN, delta_max_ratio=delta_max_ratio)
-        self.shadow = Shadow()
+        self.shadow = DeltaBase()
         self._dead, self._moved = False, 0
         self._wrong: tuple[VersionRef, int, int] | None = None
         self.tamper: Callable[[Chunk, bytes], tuple[Chunk, bytes]] = lambda chunk, payload: (chunk, payload)
@@ -140,7 +140,7 @@ class ZmqWire(HostWire):
         return puller
 
     def join(self) -> None:
-        self.shadow = Shadow()
+        self.shadow = DeltaBase()
 
     def flip(self, offset: int) -> None:
         bucket, rest = divmod(offset, self.layout.bucket_bytes[0])

@@ -16,14 +16,14 @@ import torch
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Layout, Manifest, NcclState, NcclTicket, VersionRef
-from streamrl.weights import communicator
-from streamrl.weights.broadcast import Broadcaster
-from streamrl.weights.broadcast_member import BroadcastMember
-from streamrl.weights.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
 from streamrl.weights.document import NotAvailable, Superseded
+from streamrl.weights.gpu import communicator
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.broadcast_member import BroadcastMember
+from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import CupyNccl, unique_id_bytes, unique_id_for
 from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.nccl import CupyNccl, unique_id_bytes, unique_id_for
-from tests.fake_communicator import FakeLibrary
+from tests.fakes.communicator import FakeLibrary
 from tests.unit.weights.conftest import random_bytes
 from tests.unit.weights.device_wires import Memory, device_manifest
 
@@ -186,7 +186,7 @@ def test_a_damaged_bucket_is_named_and_the_others_are_not_disturbed(group):
 
 
 def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_until_it_ends(layout, monkeypatch):
-    monkeypatch.setattr("streamrl.weights.broadcast_member.GRACE_S", 0.1)
+    monkeypatch.setattr("streamrl.weights.gpu.broadcast_member.GRACE_S", 0.1)
     one = Group(layout, 1)
     release = threading.Event()
     one.libraries[0].connect = lambda *args: release.wait()
@@ -235,8 +235,8 @@ def test_stop_ends_a_call_in_progress_from_another_thread():
 MEMBER = """
 import sys, threading, time, msgspec, torch
 from streamrl.messages import Layout, Manifest, NcclTicket
-from streamrl.weights.broadcast_member import BroadcastMember
-from tests.fake_communicator import FakeLibrary
+from streamrl.weights.gpu.broadcast_member import BroadcastMember
+from tests.fakes.communicator import FakeLibrary
 
 torch.set_num_threads(1)
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout)

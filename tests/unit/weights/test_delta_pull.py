@@ -10,8 +10,8 @@ import xxhash
 
 from streamrl.errors import ContentError
 from streamrl.messages import ChunkStatus, DeltaIndex, InstallSource, Pull, PullMode, VersionRef
-from streamrl.weights.delta_pull import Shadow
-from streamrl.weights.delta_store import INDEX_BUCKET, DeltaStore, Served
+from streamrl.weights.delta.pull import DeltaBase
+from streamrl.weights.delta.store import INDEX_BUCKET, DeltaStore, Served
 from tests.unit.weights.conformance import body_of, bytes_of, changed
 from tests.unit.weights.host_wires import TOKEN, ZmqWire
 
@@ -133,7 +133,7 @@ def test_a_delta_from_another_history_is_refused_as_a_wrong_base(story, caplog):
     """Same version number, other bytes: a run that was resumed elsewhere."""
     story.step()
     other = story.wire.impostor(body_of(story.wire.layout, 55))
-    story.wire.shadow = Shadow()
+    story.wire.shadow = DeltaBase()
     story.wire.shadow.keep(other)
 
     with caplog.at_level(logging.WARNING):

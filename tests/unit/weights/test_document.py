@@ -138,7 +138,8 @@ def test_renaming_needs_the_same_bytes_and_a_verified_document(layout, publish):
 
 def test_the_hubs_half_of_the_weight_plane_imports_no_torch(python_env):
     program = (
-        "import sys, streamrl.weights.chunks, streamrl.weights.rundir, streamrl.weights.shm, streamrl.weights.assets;"
+        "import sys, streamrl.weights.pull.chunk_server, streamrl.weights.shm.directory;"
+        "import streamrl.weights.shm.transport, streamrl.weights.assets;"
         "sys.exit('torch' in sys.modules)"
     )
 

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from actors.engines.base import EngineStats, InstallTimes
-from actors.install import Installer, InstallState
+from actors.weights.installer import Installer, InstallState
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import InstallSource, VersionRef
-from streamrl.weights.document import Gone
+from streamrl.weights.document import VersionRetired
 from streamrl.weights.manifest import make_layout
-from streamrl.weights.shm import shm_offer
+from streamrl.weights.shm.transport import shm_offer
 from streamrl.weights.source import WeightSource
 
 
@@ -224,7 +224,7 @@ def test_a_damaged_document_is_reported_and_the_old_version_serves_on(announce, 
 
 def test_a_retired_version_is_reported_and_the_next_announce_is_taken(announce, layout, source):
     def gone(*args, **kwargs):
-        raise Gone("version 1:1 was retired")
+        raise VersionRetired("version 1:1 was retired")
 
     first, second = announce(1), announce(2)
     engine = FakeEngine()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from streamrl.messages import Layout, Manifest, Offer, VersionRef
-from streamrl.weights import ipc as ipc_module
 from streamrl.weights.document import NotAvailable, Superseded
-from streamrl.weights.ipc import SlotReader, SlotReceiver, SlotServer
+from streamrl.weights.gpu import ipc as ipc_module
+from streamrl.weights.gpu.backoff import RESTS_S, PeerBackoff
+from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.silence import RESTS_S, Silence
-from tests.fake_slots import FakeSlotMemory
+from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.weights.conftest import random_bytes
 from tests.unit.weights.device_wires import Memory, device_manifest
 
@@ -39,26 +39,26 @@ class Slots:
         self.document = Memory(layout, self.body)
         self._folder, self._context = folder, context
         self._home = tempfile.TemporaryDirectory(prefix="slots-")
-        self._servers: list[SlotServer] = []
+        self._servers: list[IpcBufferServer] = []
 
-    def serve(self, deadline_s: float) -> SlotServer:
-        self._servers.append(SlotServer(
-            FakeSlotMemory(self._folder), self._context, f"ipc://{self._home.name}/{len(self._servers)}",
+    def serve(self, deadline_s: float) -> IpcBufferServer:
+        self._servers.append(IpcBufferServer(
+            FakeDeviceMemory(self._folder), self._context, f"ipc://{self._home.name}/{len(self._servers)}",
             slot_bytes=max(self.layout.bucket_bytes), deadline_s=deadline_s,
         ))
         self._servers[-1].publish(self.manifest.ref, self.document)
         return self._servers[-1]
 
-    def reader(self) -> SlotReader:
-        return SlotReader(FakeSlotMemory(self._folder), self._context)
+    def reader(self) -> IpcBufferReader:
+        return IpcBufferReader(FakeDeviceMemory(self._folder), self._context)
 
     def read(
-        self, reader: SlotReader, server: SlotServer, manifest: Manifest | None = None,
+        self, reader: IpcBufferReader, server: IpcBufferServer, manifest: Manifest | None = None,
         cancelled: threading.Event | None = None,
     ) -> bytes:
         manifest = manifest or self.manifest
         offer = Offer("ipc", server.endpoint, len(self.body), manifest=manifest, slots=server.ticket)
-        document, _, _ = SlotReceiver(offer, reader).receive(
+        document, _, _ = IpcBufferReceiver(offer, reader).receive(
             manifest, self.layout, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + NEVER_S
         )
         return document.host_bytes()
@@ -132,7 +132,7 @@ def test_a_silence_is_noticed_although_every_fetch_of_it_is_abandoned_for_a_newe
 
 
 def test_waiting_for_one_peer_says_nothing_of_another_and_a_word_ends_a_silence():
-    one = Silence()
+    one = PeerBackoff()
     assert not one.waited("a", 6, 10, 0.0) and not one.waited("b", 6, 10, 1.0)
     assert not one.waited("b", 3, 10, 2.0)
     one.heard("a")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.messages import VersionRef
-from streamrl.weights.membership import (
+from streamrl.weights.gpu.membership import (
     JOIN_INTERVAL_S,
     MAX_REFORMATIONS,
     Abort,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.publish import Publisher, policy_parameters
+from learner.publish.publisher import Publisher, policy_parameters
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import Manifest, VersionRef
 from streamrl.weights.document import Document
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 
 def tiny_llama(tie: bool) -> LlamaForCausalLM:
@@ -204,9 +204,9 @@ def test_an_abandoned_publish_uses_up_its_number_but_is_nobodys_parent(shm):
 
 MEMORY = """
 import sys, torch
-from learner.publish import Publisher
+from learner.publish.publisher import Publisher
 from streamrl.messages import VersionRef
-from streamrl.weights.shm import ShmPublisher
+from streamrl.weights.shm.transport import ShmPublisher
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) >> 10

@@ -15,8 +15,8 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, VersionRef
 from streamrl.weights.document import Document, NotAvailable, Superseded
 from streamrl.weights.manifest import make_layout, make_manifest
-from streamrl.weights.rundir import SPARE_NAME
-from streamrl.weights.shm import ShmPublisher, ShmReceiver, shm_offer
+from streamrl.weights.shm.directory import SPARE_NAME
+from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
 
 NEVER = threading.Event()
 
@@ -192,8 +192,8 @@ import random, sys
 import msgspec
 from streamrl.messages import VersionRef
 from streamrl.weights.manifest import make_layout, make_manifest
-from streamrl.weights.rundir import SPARE_NAME
-from streamrl.weights.shm import ShmPublisher, shm_offer
+from streamrl.weights.shm.directory import SPARE_NAME
+from streamrl.weights.shm.transport import ShmPublisher, shm_offer
 
 layout = make_layout([("w", "uint8", (600_000,))], 200_000)
 with ShmPublisher(sys.argv[1], "loop", keep_versions=2) as publisher:

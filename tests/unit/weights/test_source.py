@@ -10,8 +10,8 @@ import zmq
 
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import InstallSource, Offer
-from streamrl.weights.chunks import ChunkServer
-from streamrl.weights.communicator import CommunicatorStuck
+from streamrl.weights.gpu.communicator import CommunicatorStuck
+from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.source import WeightSource
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,0 +1,139 @@
+"""The attention that the model's layers call: running sequences over the slot cache, prompts over themselves.
+
+A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts, end to
+end. Everything in a decoder layer but attention works token by token, so the layer's own code computes projections,
+norms and rotations, and any architecture that calls its attention through the interface works unchanged. The pass
+carries a `PassView` through the model, as the keyword `slot_view`; it knows which tokens belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from actors.engines.native.kv_cache import LayerShape, SlotCache
+from streamrl.errors import EngineError
+
+ATTENTION_NAME = "streamrl_slots"
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, heads, tokens, dim]
+    key: Tensor,  # [1, kv_heads, tokens, dim]
+    value: Tensor,  # [1, kv_heads, tokens, dim]
+    attention_mask: Tensor | None,
+    *,
+    slot_view: PassView | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The function registered as attention implementation; returns ([1, tokens, heads, dim], None).
+
+    Raises:
+        EngineError: the layer asks for something that changes the result and that this attention does not compute.
+    """
+    if slot_view is None:
+        raise EngineError("this model belongs to a NativeEngine, which alone can run it: build another one to call it")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extra.get(name) is not None:
+            raise EngineError(f"the native engine's attention has no `{name}`, which {type(module).__name__} needs")
+    return slot_view.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens that are read from their start, and the cache rows that get their keys and values (none: not kept)."""
+
+    ids: Sequence[int]
+    rows: Sequence[int] = ()
+
+
+class PassView:
+    """What attends to what in one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
+
+    def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
+        """positions [n]: where the decode tokens go, which is how many are cached; span: cached places they look at."""
+        self.layers: dict[int, LayerShape] = {}  # what each layer that came by stores a token
+        self._cache, self._positions, self._span, self._prompts = cache, positions, span, prompts
+        self._masks: dict[int | None, Tensor] = {}
+        self._bands: dict[tuple[int, int], Tensor] = {}
+        self._indices: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        # Token-major: [tokens, heads, dim], which is how the projections lie in memory.
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        start, parts = self._positions.shape[0], []
+        if start:
+            parts.append(self._decode(layer, query[:start], key[:start], value[:start], scaling, window))
+        for prompt in self._prompts:
+            end = start + len(prompt.ids)
+            parts.append(self._read(layer, prompt, query[start:end], key[start:end], value[start:end], scaling, window))
+            start = end
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Store one token a row; each attends to its row up to and including itself."""
+        n, kv_heads = key.shape[:2]
+        if kv_heads not in self._indices:
+            self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)
+        self._cache.put_tokens(layer, self._indices[kv_heads], key, value)
+        # The query heads that share a key head become query positions: no key is repeated in memory.
+        out = scaled_dot_product_attention(
+            query.reshape(n, kv_heads, -1, query.shape[-1]),
+            self._cache.keys[layer][:n, :, : self._span],
+            self._cache.values[layer][:n, :, : self._span],
+            attn_mask=self._mask(window, query.dtype),
+            scale=scaling,
+        )
+        return out.reshape(n, query.shape[1], -1)
+
+    def _read(
+        self, layer: int, prompt: Prompt, query: Tensor, key: Tensor, value: Tensor,
+        scaling: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Store a prompt; each of its tokens attends to those before it and to itself."""
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        for row in prompt.rows:
+            self._cache.put_prompt(layer, row, key, value)
+        banded = window is not None and window < len(prompt.ids)
+        out = scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=self._band(len(prompt.ids), window) if banded else None,
+            is_causal=not banded,
+            scale=scaling,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        return out[0].transpose(0, 1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [n, 1, 1, span]; additive because a boolean one would be converted anew in every layer."""
+        if window not in self._masks:
+            places = torch.arange(self._span, device=self._positions.device)
+            hidden = places > self._positions[:, None]
+            if window is not None:
+                hidden |= places <= self._positions[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]
+
+    def _band(self, num_tokens: int, window: int) -> Tensor:
+        """[tokens, tokens], True where a token of a windowed layer may look."""
+        if (num_tokens, window) not in self._bands:
+            places = torch.arange(num_tokens, device=self._positions.device)
+            ages = places[:, None] - places
+            self._bands[num_tokens, window] = (ages >= 0) & (ages < window)
+        return self._bands[num_tokens, window]

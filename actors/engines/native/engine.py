@@ -1,0 +1,340 @@
+"""The native engine: any causal language model of transformers, continuous batching, one thread of its own.
+
+The asyncio side hands work over and awaits futures; everything that touches the model runs on the engine's thread, so
+"between two forward passes" is simply "between two calls of `Scheduler.step`".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes
+from actors.engines.native.attention import ATTENTION_NAME, slot_attention
+from actors.engines.native.forward import Forward
+from actors.engines.native.sampling import check_sampling
+from actors.engines.native.scheduler import Scheduler
+from actors.engines.native.sequences import Sequence
+from actors.engines.native.stopping import StopMatcher, decoder
+from actors.engines.native.weight_sets import Staged, WeightSets
+from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
+
+log = logging.getLogger("streamrl.actor")
+
+CLOSE_DEADLINE_S = 10.0
+"""For the pass that runs when the engine is closed."""
+INSTALL_POLICIES = ("continue", "recompute", "drain")
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
+    """A causal language model from its configuration alone; the weights are random until the first install.
+
+    Nothing is fetched and no code from the folder is run.
+    """
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
+    if (Path(model_dir) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return model
+
+
+def end_of_sequence_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a sequence, by the model's configuration, its generation settings and the tokenizer."""
+    sources = (model.config.get_text_config(), getattr(model, "generation_config", None), tokenizer)
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+class NativeEngine:
+    """One model, `slots` sequences at a time.
+
+    Args:
+        model: a transformers causal LM (see `build_model`); the engine owns it from here on.
+        tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
+        slots: sequences that run at once.
+        max_tokens: prompt and new tokens of one sequence together; the cache is allocated for slots * max_tokens.
+        num_threads: torch threads of the engine's thread; None leaves torch's choice.
+        install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it anew with
+            the new weights, "drain" admits nothing, lets them finish, then installs.
+        prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
+        eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        *,
+        slots: int,
+        max_tokens: int,
+        device: torch.device | str = "cpu",
+        num_threads: int | None = None,
+        install_policy: str = "continue",
+        prefill_tokens: int = 2048,
+        eos_ids: Collection[int] | None = None,
+    ) -> None:
+        if install_policy not in INSTALL_POLICIES:
+            raise EngineError(f"install_policy={install_policy!r} is unknown: choose one of {INSTALL_POLICIES}")
+        _check_sizes(model, slots, max_tokens)
+        self.slots, self.max_tokens = slots, max_tokens
+        self._policy, self._num_threads = install_policy, num_threads
+        self._eos_ids = frozenset(eos_ids) if eos_ids is not None else end_of_sequence_ids(model, tokenizer)
+        self._decode = decoder(tokenizer) if tokenizer is not None else None
+        model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
+        self._weights = WeightSets(model)
+        self._scheduler = Scheduler(Forward(model, slots, max_tokens), slots, prefill_tokens)
+
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()  # work for the engine's thread, done between two steps
+        self._swaps: deque[Callable[[], None]] = deque()  # installs; under "drain" they wait for the batch to end
+        self._open: set[Callable[[Any], None]] = set()  # everyone who still waits for an answer
+        self._closing = False
+        self._death: BaseException | None = None
+        self._busy_s = self._pause_s = 0.0
+        self._installs = 0
+        self._installing = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    # --- the asyncio side --------------------------------------------------------------------------------------
+
+    @property
+    def installed(self) -> VersionRef | None:
+        return self._scheduler.ref
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Engine.generate`; waits while no weights are installed yet."""
+        self._check(request)
+        future, deliver = _mailbox()
+        matcher = StopMatcher(request.stop, self._decode) if request.stop else None
+        eos_ids = frozenset() if request.ignore_eos else self._eos_ids
+        sequence = Sequence(request, tuple(map(int, request.prompt_ids)), deliver, eos_ids, matcher)
+        self._post(lambda: self._scheduler.waiting.append(sequence), deliver)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._post(lambda: self._scheduler.abort(sequence), deliver)
+            raise
+        finally:
+            self._forget(deliver)
+
+    async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
+        """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it.
+
+        Raises:
+            WeightsError: the document does not fit; the old version goes on serving.
+            EngineError: the engine is closed or dead.
+        """
+        begin = time.perf_counter()
+        async with self._installing:
+            staged = await asyncio.to_thread(self._weights.stage, tensors)
+            pause_s = await self._on_thread(lambda: self._swap(staged, ref), self._swaps)
+        return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
+
+    async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
+        """Log-probs of token_ids[start:] under the installed weights, by one direct pass without the cache.
+
+        Raises:
+            EngineError: no weights yet, start < 1, temperature <= 0 or too many tokens.
+        """
+        if self.installed is None:
+            raise EngineError("score needs weights: install a version first")
+        if not 1 <= start <= len(token_ids) <= self.max_tokens or temperature <= 0.0:
+            raise EngineError(
+                f"score needs 1 <= start <= tokens <= {self.max_tokens} and temperature > 0; "
+                f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
+            )
+        ids = list(token_ids)
+        return await self._on_thread(lambda: self._scheduler.forward.score(ids, start, temperature), self._inbox)
+
+    def live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """See `ExposesWeights.live_tensors`."""
+        return self._weights.live
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        extra = {
+            "dead": float(self._death is not None),
+            "installs": float(self._installs),
+            "pause_s": self._pause_s,
+            "nonfinite": float(scheduler.nonfinite_total),
+            "kv_cache_bytes": float(scheduler.forward.cache.nbytes),
+        }
+        return EngineStats(
+            tokens_total=scheduler.tokens_total,
+            prefill_tokens_total=scheduler.prefill_tokens_total,
+            steps_total=scheduler.steps_total,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            busy_s=self._busy_s,
+            extra=extra,
+        )
+
+    async def close(self) -> None:
+        """End the thread; whoever still waits gets an EngineError. A thread that hangs in a pass is left behind."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            log.error("the engine hangs in a forward pass: its thread is left to the end of the process")
+
+    def _check(self, request: GenerateRequest) -> None:
+        check_sampling(request.sampling)
+        num_prompt = len(request.prompt_ids)
+        if num_prompt < 1 or request.max_new_tokens < 1:
+            raise EngineError(f"a request needs a prompt and room: {num_prompt} tokens, {request.max_new_tokens} new")
+        if num_prompt + request.max_new_tokens > self.max_tokens:
+            raise EngineError(
+                f"prompt of {num_prompt} tokens and max_new_tokens={request.max_new_tokens} exceed the engine's "
+                f"max_tokens={self.max_tokens}: shorten one or build the engine with more"
+            )
+        vocab_size = self._scheduler.forward.vocab_size
+        if not all(0 <= token < vocab_size for token in request.prompt_ids):
+            raise EngineError(f"a prompt token lies outside the vocabulary of {vocab_size}")
+        if request.stop and self._decode is None:
+            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+        if not all(request.stop):
+            raise EngineError("an empty stop string would end every sequence at once")
+
+    def _post(self, work: Callable[[], None], deliver: Callable[[Any], None], queue: deque | None = None) -> None:
+        with self._wake:
+            if self._closing or self._death is not None:
+                deliver(self._ended())
+                return
+            (self._inbox if queue is None else queue).append(work)
+            self._open.add(deliver)
+            self._wake.notify()
+
+    def _forget(self, deliver: Callable[[Any], None]) -> None:
+        with self._wake:
+            self._open.discard(deliver)
+
+    async def _on_thread(self, work: Callable[[], Any], queue: deque) -> Any:
+        """Run `work` between two steps and return what it returns or raises."""
+        future, deliver = _mailbox()
+
+        def run() -> None:
+            try:
+                deliver(work())
+            except EngineError as error:
+                deliver(error)
+
+        self._post(run, deliver, queue)
+        try:
+            return await future
+        finally:
+            self._forget(deliver)
+            # Given up before its turn: an install that nobody waits for must not happen later.
+            with self._wake:
+                if run in queue:
+                    queue.remove(run)
+
+    # --- the engine's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except Exception as error:
+            # Untrusted model code and device errors end up here; everyone who waits must hear of it.
+            self._death = error
+        with self._wake:
+            self._closing = True
+            waiters = list(self._open)
+        self._scheduler.clear()
+        for deliver in waiters:
+            deliver(self._ended())
+
+    def _turn(self) -> bool:
+        """Do what arrived, then one forward pass. False once the engine is to close."""
+        scheduler = self._scheduler
+        with self._wake:
+            while not (self._closing or self._inbox or self._swaps or scheduler.has_work):
+                self._wake.wait()
+            work = list(self._inbox)
+            self._inbox.clear()
+        begin = time.perf_counter()
+        for item in work:
+            item()
+        if self._closing:
+            return False
+        while (swap := self._next_swap()) is not None:
+            swap()
+        if scheduler.has_work:
+            scheduler.step()
+        self._busy_s += time.perf_counter() - begin
+        return True
+
+    def _next_swap(self) -> Callable[[], None] | None:
+        """The install that may happen now; under "drain" one that may not closes the door to new sequences."""
+        with self._wake:
+            drained = self._policy != "drain" or not self._scheduler.running
+            swap = self._swaps.popleft() if self._swaps and drained else None
+            self._scheduler.admitting = not (self._swaps and self._policy == "drain")
+        return swap
+
+    def _swap(self, staged: Staged, ref: VersionRef) -> float:
+        begin = time.perf_counter()
+        self._weights.swap(staged)
+        self._scheduler.new_version(ref, recompute=self._policy == "recompute")
+        pause_s = time.perf_counter() - begin
+        self._pause_s += pause_s
+        self._installs += 1
+        return pause_s
+
+    def _ended(self) -> EngineError:
+        if self._death is None:
+            return EngineError("the engine is closed")
+        error = EngineError(f"the engine died: {type(self._death).__name__}: {self._death}")
+        error.__cause__ = self._death
+        return error
+
+
+def _check_sizes(model: torch.nn.Module, slots: int, max_tokens: int) -> None:
+    if slots < 1 or max_tokens < 2:
+        raise EngineError(f"an engine needs slots >= 1 and max_tokens >= 2, got {slots} and {max_tokens}")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_tokens > limit:
+        raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")
+
+
+def _mailbox() -> tuple[asyncio.Future, Callable[[Any], None]]:
+    """A future of this loop, and a way to answer it from any thread; an exception is raised in the waiter."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future = loop.create_future()
+
+    def settle(answer: Any) -> None:
+        if future.done():
+            return
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def deliver(answer: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(settle, answer)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+    return future, deliver

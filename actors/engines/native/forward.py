@@ -1,0 +1,96 @@
+"""The model as the scheduler sees it: tokens in, logits of the wanted positions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engines.native.attention import PassView, Prompt
+from actors.engines.native.kv_cache import SlotCache
+from actors.engines.native.weight_sets import checkpoint_tensors
+from streamrl.errors import EngineError
+
+_SPAN_STEP = 32  # cached places are read in multiples of this, so that shapes repeat
+_SCORE_CHUNK = 256
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+class Forward:
+    """Runs one causal language model over a slot cache of its own. All methods belong to one thread."""
+
+    def __init__(self, model: torch.nn.Module, slots: int, max_tokens: int) -> None:
+        self._model = model.eval()
+        self.device = next(iter(checkpoint_tensors(model).values()))[0].device
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        # Only some positions' hidden states go through the output head; this hook picks them, so that whatever the
+        # model does to its logits afterwards (scaling, capping) still happens.
+        self._wanted: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted)
+        self.cache = self._probe(slots, max_tokens)
+
+    def _keep_wanted(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return None if self._wanted is None else (args[0][:, self._wanted],)
+
+    @torch.inference_mode()
+    def _probe(self, slots: int, max_tokens: int) -> SlotCache:
+        """One token through the model: every layer must call our attention, and what it stores sizes the cache."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        view = PassView(None, _NONE.to(self.device), 0, [Prompt([0])])
+        self._call(zero, zero, view, None)
+        config: Any = self._model.config.get_text_config()
+        if sorted(view.layers) != list(range(config.num_hidden_layers)):
+            raise EngineError(
+                f"the native engine cannot run {type(self._model).__name__}: of {config.num_hidden_layers} layers "
+                f"only {len(view.layers)} use the attention interface (recurrent and linear-attention layers do not)"
+            )
+        # Outside inference mode: the cache is written for as long as the engine lives.
+        with torch.inference_mode(False):
+            shapes = [view.layers[layer] for layer in range(config.num_hidden_layers)]
+            dtype = self._model.get_input_embeddings().weight.dtype
+            return SlotCache(shapes, slots, max_tokens, dtype=dtype, device=self.device)
+
+    def run(self, ids: Tensor, positions: Tensor, longest: int, prompts: Sequence[Prompt]) -> Tensor:
+        """One pass: the next token of rows 0..n-1 and whole prompts.
+
+        Args:
+            ids, positions: [n] int64 on the host: each running row's newest token, and how many are cached before it.
+            longest: cached tokens of the longest row after this pass; 0 if n is 0.
+            prompts: read from their start; their keys and values go to the rows they name.
+        Returns:
+            logits [n + prompts, vocab]: after each row's token, then after each prompt's last one.
+        """
+        n = ids.shape[0]
+        span = min(-(-longest // _SPAN_STEP) * _SPAN_STEP, self.cache.max_tokens)
+        decode_positions, wanted = positions.to(self.device), None
+        if prompts:
+            ids = torch.cat([ids, *(torch.tensor(prompt.ids) for prompt in prompts)])
+            positions = torch.cat([positions, *(torch.arange(len(prompt.ids)) for prompt in prompts)])
+            ends = torch.tensor([len(prompt.ids) for prompt in prompts]).cumsum(0) + (n - 1)
+            wanted = torch.cat([torch.arange(n), ends]).to(self.device)
+        return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
+
+    def score(self, ids: list[int], start: int, temperature: float) -> list[float]:
+        """Log-probs of ids[start:] given what stands before each, at this temperature. Needs 1 <= start."""
+        tokens, out = torch.tensor(ids), []
+        for first in range(start, len(ids), _SCORE_CHUNK):
+            end = min(first + _SCORE_CHUNK, len(ids))
+            view = PassView(None, _NONE.to(self.device), 0, [Prompt(ids[: end - 1])])
+            wanted = torch.arange(first - 1, end - 1, device=self.device)
+            logits = self._call(tokens[: end - 1], torch.arange(end - 1), view, wanted).float() / temperature
+            picked = torch.log_softmax(logits, dim=-1).gather(-1, tokens[first:end, None].to(self.device))
+            out += picked[:, 0].tolist()
+        return out
+
+    def _call(self, ids: Tensor, positions: Tensor, view: PassView, wanted: Tensor | None) -> Tensor:
+        """ids, positions [tokens]; wanted: the tokens whose logits [wanted, vocab] are returned, None for all."""
+        self._wanted = wanted
+        return self._model(
+            input_ids=ids[None].to(self.device),
+            position_ids=positions[None].to(self.device),
+            attention_mask=None,
+            use_cache=False,
+            slot_view=view,
+        ).logits[0]

@@ -1,0 +1,149 @@
+"""From logits to tokens and the log-probability with which each was really drawn.
+
+A row's distribution is made in this order: divide by the temperature, keep the top-k, renormalize and keep the smallest
+prefix that holds top-p of the mass, drop what is below min-p times the largest, renormalize. The log-prob returned is
+that of this final distribution. Temperature 0 takes the largest logit, with log-prob 0.0.
+
+The draw inverts the cumulative distribution at one uniform number, which is a hash of (seed, position). So it depends
+on the seed, the position and the distribution, and on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamrl.errors import EngineError
+from streamrl.messages import Sampling
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what is no distribution. Raises EngineError naming the value."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
+        raise EngineError(f"temperature={sampling.temperature} must be finite and at least 0 (0 is greedy)")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise EngineError(f"top_p={sampling.top_p} must be in (0, 1] (1 keeps everything)")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise EngineError(f"min_p={sampling.min_p} must be in [0, 1] (0 keeps everything)")
+    if sampling.top_k < -1:
+        raise EngineError(f"top_k={sampling.top_k} must be positive, or -1 or 0 to keep everything")
+
+
+class SamplingPlan:
+    """The sampling parameters of n rows as tensors; made anew only when the rows change, not at every step."""
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
+        def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        def where(flags: list[bool]) -> Tensor | None:
+            rows = [row for row, flag in enumerate(flags) if flag]
+            return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+
+        self.num_rows = len(samplings)
+        self.greedy_rows = where([s.temperature == 0.0 for s in samplings])
+        self.all_greedy = all(s.temperature == 0.0 for s in samplings)
+        temperatures = [s.temperature if s.temperature > 0.0 else 1.0 for s in samplings]
+        self.temperatures = column(temperatures) if any(t != 1.0 for t in temperatures) else None
+
+        ranked = [s for s in samplings if _is_ranked(s)]
+        self.ranked_rows = where([_is_ranked(s) for s in samplings])
+        # top_p = 1 becomes 2: a cumulative sum may reach 1.0 by rounding before the last token.
+        self.top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in ranked], torch.float64)
+        self.top_k = column([s.top_k if s.top_k > 0 else 1 << 62 for s in ranked], torch.int64)
+        self.ranked_width = max((s.top_k for s in ranked), default=0) if all(s.top_k > 0 for s in ranked) else 0
+
+        floored = [s for s in samplings if s.min_p > 0.0]
+        self.floored_rows = where([s.min_p > 0.0 for s in samplings])
+        self.log_min_p = column([math.log(s.min_p) for s in floored])
+
+
+def _is_ranked(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def processed_logprobs(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Log-probs of the distribution that is drawn from: [n, vocab] float32, -inf on what was cut off.
+
+    Rows with temperature 0 are processed as if it were 1; `draw` does not use them.
+    """
+    scores = logits.float()
+    if plan.temperatures is not None:
+        scores = scores / plan.temperatures
+    if plan.ranked_rows is not None or plan.floored_rows is not None:
+        scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
+    if plan.ranked_rows is not None:
+        scores[plan.ranked_rows] = _keep_ranked(scores[plan.ranked_rows], plan)
+    if plan.floored_rows is not None:
+        rows = scores[plan.floored_rows]
+        floor = rows.amax(dim=-1, keepdim=True) + plan.log_min_p
+        scores[plan.floored_rows] = rows.masked_fill(rows < floor, float("-inf"))
+    return torch.log_softmax(scores, dim=-1)
+
+
+def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
+    """Top-k, then top-p over what is left."""
+    width = min(plan.ranked_width, scores.shape[-1])
+    ranked, order = scores.topk(width, dim=-1) if width else scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ranked.shape[-1], device=scores.device)
+    kept = ranks < plan.top_k
+    probs = torch.softmax(ranked.double().masked_fill(~kept, float("-inf")), dim=-1)
+    # A token stays if the mass strictly before it is below top-p; so the one that crosses the line stays too.
+    kept &= probs.cumsum(dim=-1) - probs < plan.top_p
+    return torch.full_like(scores, float("-inf")).scatter_(-1, order, ranked.masked_fill(~kept, float("-inf")))
+
+
+def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
+    """One token a row.
+
+    Args:
+        logits: [n, vocab], any float type.
+        uniforms: [n] float64 in [0, 1), from `uniforms`.
+    Returns:
+        tokens [n] int64 and their log-probs [n] float32 under the processed distribution; NaN where logits are.
+    """
+    if plan.all_greedy:
+        tokens = logits.argmax(dim=-1)
+        peak = logits.gather(-1, tokens[:, None])[:, 0].float()
+        return tokens, peak - peak  # 0.0, but NaN stays NaN
+    logprobs = processed_logprobs(logits, plan)
+    cumulative = logprobs.double().exp_().cumsum(dim=-1)
+    targets = torch.from_numpy(uniforms).to(cumulative.device)[:, None] * cumulative[:, -1:]
+    # The first entry above the target: a token of probability 0 adds nothing, so it is never the first.
+    tokens = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
+    picked = logprobs.gather(-1, tokens)[:, 0]
+    tokens = tokens[:, 0]
+    if plan.greedy_rows is not None:
+        rows = logits[plan.greedy_rows]
+        tokens[plan.greedy_rows] = rows.argmax(dim=-1)
+        peak = rows.amax(dim=-1).float()
+        picked[plan.greedy_rows] = peak - peak
+    return tokens, picked
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position): splitmix64 twice, 53 bits kept.
+
+    Args:
+        seeds, positions: [n] uint64.
+    Source:
+        Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (the finalizer).
+    """
+    mixed = _splitmix(_splitmix(seeds) ^ positions)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(state: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        z = state + _STEP
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
+        return z ^ (z >> np.uint64(31))

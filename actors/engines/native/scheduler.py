@@ -1,0 +1,205 @@
+"""Continuous batching: every forward pass decodes one token of all that run and reads the prompts of those that join.
+
+Rows 0..n-1 of the cache are the running sequences; a sequence that ends gives its row to the last one. Members of a
+group share a prompt: those that wait together are read once, and one that comes later copies the cache of a running
+sibling, as long as the weights that read it are still the installed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.engines.native.attention import Prompt
+from actors.engines.native.forward import Forward
+from actors.engines.native.sampling import SamplingPlan, draw, uniforms
+from actors.engines.native.sequences import Sequence
+from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
+
+
+@dataclass(slots=True)
+class _SharedPrompt:
+    """A prompt that the installed weights have read, and the running sequences whose rows begin with it."""
+
+    logits: Tensor  # [vocab], after its last token
+    members: set[Sequence]
+
+
+class Scheduler:
+    """All state of the running batch. Belongs to one thread; `step` runs one forward pass."""
+
+    def __init__(self, forward: Forward, slots: int, prefill_tokens: int) -> None:
+        self.forward = forward
+        self.slots = slots
+        self.ref: VersionRef | None = None
+        self.admitting = True  # False while an install waits for the running sequences to end
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.tokens_total = self.prefill_tokens_total = self.steps_total = self.nonfinite_total = 0
+        self._prefill_tokens = prefill_tokens
+        self._cached = np.zeros(slots, dtype=np.int64)  # tokens in the cache, per row
+        self._last = np.zeros(slots, dtype=np.int64)  # the token that is sampled but not yet in the cache
+        self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._plan: SamplingPlan | None = None  # None: the rows have changed since it was made
+        self._shared: dict[tuple[int, ...], _SharedPrompt] = {}
+
+    @property
+    def can_admit(self) -> bool:
+        return bool(self.waiting) and len(self.running) < self.slots and self.admitting and self.ref is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.can_admit
+
+    def step(self) -> None:
+        """One forward pass: the next token of everything that runs, and the prompts of those that can join."""
+        n = len(self.running)
+        joined, fresh = self._take_waiting()
+        for row, sequence in enumerate(joined, n):
+            self._seat(sequence, row)
+        positions = torch.from_numpy(self._cached[:n].copy())
+        longest = int(positions.max()) + 1 if n else 0
+        prompts = [Prompt(prompt, [row for row in range(n, n + len(joined)) if self.running[row].prompt == prompt])
+                   for prompt in fresh]  # fmt: skip
+        logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts)
+        self._cached[:n] += 1
+        self.steps_total += 1
+        self.prefill_tokens_total += sum(map(len, fresh))
+        if joined:
+            self._share(joined, dict(zip(fresh, logits[n:], strict=True)))
+            logits = torch.cat([logits[:n], *(self._shared[sequence.prompt].logits[None] for sequence in joined)])
+        self._advance(logits)
+
+    # --- admission ---------------------------------------------------------------------------------------------
+
+    def _take_waiting(self) -> tuple[list[Sequence], list[tuple[int, ...]]]:
+        """Waiting sequences in order, as many as there are slots and one pass should read; and the prompts to read."""
+        joined: list[Sequence] = []
+        fresh: dict[tuple[int, ...], None] = {}
+        num_tokens = 0
+        while self.can_admit and len(self.running) + len(joined) < self.slots:
+            prompt = self.waiting[0].prompt
+            if prompt not in self._shared and prompt not in fresh:
+                num_tokens += len(prompt)
+                if fresh and num_tokens > self._prefill_tokens:
+                    break
+                fresh[prompt] = None
+            joined.append(self.waiting.popleft())
+        return joined, list(fresh)
+
+    def _seat(self, sequence: Sequence, row: int) -> None:
+        """Give a row; copy the prompt's cache if a running sibling has it."""
+        shared = self._shared.get(sequence.prompt)
+        if shared is not None:
+            sibling = self.running.index(next(iter(shared.members)))
+            self.forward.cache.copy_row(sibling, row, len(sequence.prompt))
+        self.running.append(sequence)
+        self._plan = None
+        sequence.mark(self.ref)
+        self._cached[row] = len(sequence.prompt)
+        self._seeds[row] = sequence.request.seed & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _share(self, joined: list[Sequence], read: dict[tuple[int, ...], Tensor]) -> None:
+        """Remember what each prompt led to, for members of its group that are still to come."""
+        for prompt, logits in read.items():
+            self._shared[prompt] = _SharedPrompt(logits.clone(), set())
+        for sequence in joined:
+            self._shared[sequence.prompt].members.add(sequence)
+
+    # --- decoding ----------------------------------------------------------------------------------------------
+
+    def _advance(self, logits: Tensor) -> None:
+        """Sample one token for every row (logits [n, vocab]) and let those go that have ended."""
+        n = len(self.running)
+        if self._plan is None:
+            self._plan = SamplingPlan([sequence.request.sampling for sequence in self.running], self.forward.device)
+        # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
+        tokens, logprobs = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
+        self._last[:n] = tokens.cpu().numpy()
+        self.tokens_total += n
+        ended: list[tuple[int, str | None]] = []
+        for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs.tolist(), strict=True)):
+            if not math.isfinite(logprob):
+                ended.append((row, None))
+            elif (finish := self.running[row].add(token, logprob)) is not None:
+                ended.append((row, finish))
+        for row, finish in reversed(ended):
+            self._release(row, finish)
+        if any(finish is None for _, finish in ended):
+            self.forward.cache.scrub(self._cached[: len(self.running)].tolist())
+
+    def _release(self, row: int, finish: str | None) -> None:
+        sequence = self._remove(row)
+        if finish is not None:
+            sequence.deliver(sequence.generation(finish))
+            return
+        self.nonfinite_total += 1
+        sequence.deliver(
+            EngineError(
+                f"weights {self.ref} gave a log-prob that is not finite after {len(sequence.token_ids)} new tokens "
+                f"on a prompt of {len(sequence.prompt)}; nothing was returned"
+            )
+        )
+
+    def _remove(self, row: int) -> Sequence:
+        """Take a sequence out; the last row moves into its place, so that rows stay compact."""
+        sequence, last = self.running[row], len(self.running) - 1
+        if row != last:
+            self.forward.cache.copy_row(last, row, int(self._cached[last]))
+            self.running[row] = self.running[last]
+            for column in (self._cached, self._last, self._seeds):
+                column[row] = column[last]
+        self.running.pop()
+        self._plan = None
+        shared = self._shared.get(sequence.prompt)
+        if shared is not None:
+            shared.members.discard(sequence)
+            if not shared.members:
+                del self._shared[sequence.prompt]
+        return sequence
+
+    # --- from outside, between two steps -----------------------------------------------------------------------
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; nothing is delivered."""
+        if sequence in self.running:
+            self._remove(self.running.index(sequence))
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def clear(self) -> None:
+        """Forget every sequence, for the engine's end."""
+        self.running.clear()
+        self.waiting.clear()
+        self._shared.clear()
+
+    def new_version(self, ref: VersionRef, *, recompute: bool) -> None:
+        """The weights have just changed; running sequences go on, on their old cache or on one read anew."""
+        self.ref = ref
+        self._shared.clear()
+        for sequence in self.running:
+            sequence.mark(ref)
+        if recompute and self.running:
+            self._reread()
+
+    def _reread(self) -> None:
+        """Read every running sequence anew, up to the token that is sampled but not cached yet."""
+        texts = [
+            ([*sequence.prompt, *sequence.token_ids][: self._cached[row]], [row])
+            for row, sequence in enumerate(self.running)
+        ]
+        none = torch.empty(0, dtype=torch.int64)
+        while texts:
+            batch = [texts.pop()]
+            num_tokens = len(batch[0][0])
+            while texts and num_tokens + len(texts[-1][0]) <= self._prefill_tokens:
+                num_tokens += len(texts[-1][0])
+                batch.append(texts.pop())
+            self.prefill_tokens_total += num_tokens
+            self.forward.run(none, none, 0, [Prompt(ids, rows) for ids, rows in batch])

@@ -1,0 +1,206 @@
+"""Around vLLM's processes: the environment they start in, what they are started with, and that none outlives us."""
+
+from __future__ import annotations
+
+import difflib
+import mmap
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.engines.vllm.reaper import MARK, end_family
+from streamrl.errors import EngineError
+
+WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
+OURS = frozenset({
+    "model", "tokenizer", "load_format", "logprobs_mode", "max_model_len", "max_num_seqs", "generation_config",
+    "worker_extension_cls", "trust_remote_code", "disable_log_stats", "dtype",
+})
+"""Engine arguments that follow from other settings, or that streamrl cannot do without."""
+
+_SMALLEST_CPU_HEAD = 32
+_BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
+
+
+def engine_arguments(
+    *, slots: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any],
+    kv_bytes_per_token: int,
+) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs but the model: ours, our defaults, and `actors.vllm.*` over the defaults.
+
+    Raises:
+        EngineError: `extra` names one of ours.
+    """
+    taken = sorted(OURS & extra.keys())
+    if taken:
+        raise EngineError(
+            f"actors.vllm.{taken[0]} is not yours to set: it follows from the model and from actors.num_concurrent, "
+            "actors.dtype, rollout.max_prompt_tokens and rollout.*.sampling.max_new_tokens"
+        )
+    defaults: dict[str, Any] = {"enable_prefix_caching": True, "seed": 0}
+    if device == "cpu":
+        # Compiling takes longer than most runs on a CPU; and without the warm-up nobody measures the cache's size.
+        defaults["enforce_eager"] = True
+        if extra.get("tensor_parallel_size", 1) == extra.get("pipeline_parallel_size", 1) == 1:
+            defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process: one process less
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            defaults["kv_cache_memory_bytes"] = cache_bytes(slots, max_tokens, kv_bytes_per_token)
+    ours = {
+        "dtype": dtype, "max_model_len": max_tokens,
+        "max_num_seqs": slots + 1,  # the probe's place: it must not wait for sequences to end
+        # Random until the first install; a model's own sampling defaults must not change what was asked for.
+        "load_format": "dummy", "generation_config": "vllm", "trust_remote_code": False,
+        "logprobs_mode": "processed_logprobs", "worker_extension_cls": WORKER_EXTENSION, "disable_log_stats": True,
+    }
+    return {**defaults, **extra, **ours}
+
+
+def check_model(config: Any, device: str) -> None:
+    """Refuse by name what vLLM would fail on much later, and in other words.
+
+    Raises:
+        EngineError: no architecture is named, or the heads are too small for a CPU.
+    """
+    if not config.architectures:
+        raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if device == "cpu" and head < _SMALLEST_CPU_HEAD:
+        raise EngineError(
+            f"vLLM on a CPU has no attention for heads of {head}: the model needs at least {_SMALLEST_CPU_HEAD} "
+            "(a tiny one: policy.tiny.num_heads=2)"
+        )
+
+
+def cache_bytes(slots: int, max_tokens: int, bytes_per_token: int) -> int:
+    """Room for every slot's longest sequence, and as much again for prompts that may be asked for once more."""
+    blocks = -(-max_tokens // _BLOCK_TOKENS) * slots
+    return (2 * blocks + 8) * _BLOCK_TOKENS * bytes_per_token
+
+
+def kv_bytes_per_token(config: Any, element_bytes: int) -> int:
+    """Keys and values of one token over all layers, from a model's text configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * element_bytes
+
+
+@contextmanager
+def environment(mark: str, device: str, num_threads: int | None, eager: bool) -> Iterator[None]:
+    """What vLLM and its children shall find; a variable that the user has set stays the user's. Put back afterwards."""
+    values = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets that a fork must not copy
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "SPT_NOENV": "1",  # process titles must not overwrite the mark
+    }
+    if device == "cpu":
+        # No binding: several actors on one host would bind to the same cores. The number of threads is enough.
+        values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Or vLLM puts every model into a process of its own, to give it the binding that it does not get.
+        values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if eager:
+            values["TORCHDYNAMO_DISABLE"] = "1"  # the sampler's helpers would be compiled for 20 s at the first token
+    changed = {name: value for name, value in values.items() if name not in os.environ}
+    if device == "cpu" and num_threads:
+        changed["OMP_NUM_THREADS"] = str(num_threads)  # the variable is torch's here, the setting is the engine's
+    changed[MARK] = mark
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Children started inside do not hear Ctrl-C: it goes to the whole terminal group, and the actor decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def check_argument_names(given: Mapping[str, Any], arguments_class: type, version: str) -> None:
+    """Raise EngineError for an `actors.vllm.*` that this vLLM does not know, naming the nearest one."""
+    known = {item.name for item in fields(arguments_class)}
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean actors.vllm.{close[0]}?" if close else "see the engine arguments in vLLM's own pages"
+            raise EngineError(f"actors.vllm.{name}: vLLM {version} has no such engine argument; {hint}")
+
+
+class EngineProcessGroup:
+    """A folder with the model's files, a mark, and a guard that ends all marked processes when this process dies."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self.folder = tempfile.mkdtemp(prefix="streamrl-vllm-")
+        shutil.copytree(model_dir, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "actors.engines.vllm.reaper", str(os.getpid()), self.mark, self.folder],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+        )
+
+    def terminate_all(self) -> int:
+        """End every process of the engine, however it is; returns how many there were."""
+        return end_family(self.mark)
+
+    def close(self) -> None:
+        """Nothing of the engine is left; may be called twice."""
+        self.terminate_all()
+        self._guard.kill()
+        self._guard.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class StagedDocument:
+    """A document's tensors, copied into memory without a name that other processes may map by `path`.
+
+    It goes with the last process that has it open; nothing is left behind, whoever is killed.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.entries: list[tuple[str, str, list[int], int]] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            self.entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            offset += -(-tensor.nbytes // 64) * 64
+        self._fd = os.memfd_create("streamrl-weights")
+        try:
+            os.ftruncate(self._fd, max(offset, 1))
+            mapping = mmap.mmap(self._fd, 0)
+            for tensor, (_, _, _, start) in zip(tensors.values(), self.entries, strict=True):
+                if tensor.numel():
+                    target = torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                    target.copy_(tensor.detach().reshape(-1))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,73 @@
+"""An actor's part in the ways from GPU to GPU: its place in broadcasts, and its view of slots on a shared GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from streamrl.messages import Layout, Manifest, NcclState, Offer
+from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
+from streamrl.weights.gpu.communicator import CommunicatorLibrary
+from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory
+from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
+from streamrl.weights.gpu.nccl import CupyNccl
+from streamrl.weights.source import ReceiverFactory
+
+DEVICE_TRANSPORTS = ("ipc", "nccl")
+
+
+class DeviceWeights:
+    """What a process needs once, for all its fetches.
+
+    Args:
+        transports: of this actor; those that are not for a GPU are passed over.
+        device: of the engine.
+        library, memory: what communicators and slots are made of.
+    Raises:
+        ConfigError: a transport that cannot work here: no GPU, no cupy, no NCCL.
+    """
+
+    def __init__(
+        self, transports: Sequence[str], device: str, context: zmq.Context, *,
+        library: Callable[[str], CommunicatorLibrary] = CupyNccl, memory: Callable[[str], IpcBufferMemory] = CudaMemory,
+    ) -> None:
+        self.report: Callable[[NcclState], None] = lambda state: None
+        """Told of each communicator that is built, formed or lost; the hub's link, once there is one."""
+        self.device_id = ""
+        self._member: BroadcastMember | None = None
+        self._reader: IpcBufferReader | None = None
+        if "ipc" in transports:
+            slots = memory(device)
+            self.device_id, self._reader = slots.device_id, IpcBufferReader(slots, context)
+        if "nccl" in transports:
+            self._member = BroadcastMember(library(device), device, lambda state: self.report(state))
+
+    @property
+    def factories(self) -> dict[str, ReceiverFactory]:
+        found: dict[str, ReceiverFactory] = {}
+        if (reader := self._reader) is not None:
+            found["ipc"] = lambda offer: IpcBufferReceiver(offer, reader)
+        if (member := self._member) is not None:
+            found["nccl"] = lambda offer: BroadcastReceiver(offer, member)
+        return found
+
+    @property
+    def num_abandoned_threads(self) -> int:
+        return self._member.threads.num_abandoned if self._member is not None else 0
+
+    def hear(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> None:
+        """An announcement has come: take part in its broadcast, or in none, whatever the installer makes of it."""
+        if self._member is None:
+            return
+        offer = next((offer for offer in offers if offer.nccl is not None and offer.manifest is not None), None)
+        if offer is None:
+            self._member.uninvite(manifest.ref)
+        else:
+            assert offer.nccl is not None and offer.manifest is not None
+            self._member.invite(offer.manifest, layout, offer.nccl)
+
+    def close(self) -> None:
+        """Leave the communicator; may be called twice."""
+        if self._member is not None:
+            self._member.close()

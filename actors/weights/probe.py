@@ -1,0 +1,113 @@
+"""Does the engine use what the document says? Asked after an install, and again now and then while a version serves.
+
+Digests prove that the right bytes arrived; what an engine made of them is another matter: a name that was not loaded, a
+fused tensor in the wrong order, a bit that flipped in memory since. Two checks, each where the engine allows it:
+
+    tensors    every live tensor equals the document's, bit for bit in the engine's own type; names the bucket
+    log-probs  the learner's fixed tokens are as likely here as there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actors.engines.base import Engine, ExposesWeights, ScoresTokens
+from streamrl.messages import Probe, Probed, TensorSpec
+from streamrl.messages.codec import unpack_ids, unpack_logprobs
+from streamrl.weights.document import Document
+from streamrl.weights.manifest import bucket_ranges, tensor_offsets
+
+log = logging.getLogger(__name__)
+
+_MOST_CHARS = 2000
+
+
+async def probe_engine(engine: Engine, document: Document) -> Probed | None:
+    """How the engine compares with the document that it should serve, and with the learner's probe if there is one.
+
+    Nothing may be installed meanwhile; sequences may run.
+
+    Returns:
+        None if there is nothing to compare by: no probe in the manifest or no `score`, and no `live_tensors`.
+    Raises:
+        EngineError: the engine cannot score at all.
+    """
+    began, failures, differences = time.monotonic(), [], None
+    probe = document.manifest.probe
+    if isinstance(engine, ExposesWeights):
+        wrong = await asyncio.to_thread(first_difference, engine.live_tensors(), document)
+        failures += [wrong] if wrong else []
+    if isinstance(engine, ScoresTokens) and probe is not None:
+        ids = unpack_ids(probe.token_ids).tolist()
+        scored = await engine.score(ids, start=probe.start, temperature=probe.temperature)
+        differences = compare(scored, probe)
+        if not differences[0] <= probe.tolerance:
+            failures.append(log_prob_failure(differences[0], probe))
+    elif not isinstance(engine, ExposesWeights):
+        return None
+    mean, largest = differences or (None, None)
+    return Probed(mean, largest, "; ".join(failures)[:_MOST_CHARS], time.monotonic() - began)
+
+
+def compare(scored: list[float], probe: Probe) -> tuple[float, float]:
+    """Mean and largest absolute difference, in nats; infinite where a number is missing or not finite."""
+    expected = unpack_logprobs(probe.logprobs).tolist()
+    if len(scored) != len(expected) or not expected:
+        return math.inf, math.inf
+    differences = [abs(here - there) for here, there in zip(scored, expected, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return math.inf, math.inf
+    return sum(differences) / len(differences), max(differences)
+
+
+def log_prob_failure(mean: float, probe: Probe) -> str:
+    """In words."""
+    return (
+        f"log-probs of the probe differ from the learner's by {mean:.3g} nats in the mean, "
+        f"publish.probe_tolerance is {probe.tolerance:g}"
+    )
+
+
+def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
+    """The first tensor that is not the document's, with its bucket; None if all are equal, bit for bit.
+
+    Raises:
+        WeightsError: the document was never verified.
+    """
+    expected = document.tensors()
+    for spec, offset in tensor_offsets(document.layout):
+        if spec.name not in live:
+            return f"the engine has no tensor {spec.name}"
+        here = live[spec.name].detach()
+        there = expected[spec.name].to(here.dtype)
+        if here.shape != there.shape:
+            return f"{spec.name} has shape {list(here.shape)}, the document {list(there.shape)}"
+        index = _first_index(here, there.to(here.device))
+        if index is not None:
+            return _described(spec, offset, index, document)
+    return None
+
+
+def _first_index(here: torch.Tensor, there: torch.Tensor) -> int | None:
+    """Place of the first element whose bits differ; bits, because NaN is not equal to itself."""
+    ours, theirs = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (here, there))
+    if torch.equal(ours, theirs):
+        return None
+    return int((ours != theirs).nonzero()[0]) // here.element_size()
+
+
+def _described(spec: TensorSpec, offset: int, index: int, document: Document) -> str:
+    tensor = document.tensors()[spec.name]
+    place = offset + index * tensor.element_size()
+    bucket = next(i for i, (start, end) in enumerate(bucket_ranges(document.layout)) if start <= place < end)
+    return (
+        f"bucket {bucket} of {len(document.layout.bucket_bytes)} is not what was published: "
+        f"{spec.name} differs from element {index} on"
+    )

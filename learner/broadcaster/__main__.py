@@ -1,0 +1,66 @@
+"""python -m learner.broadcaster SETTINGS: started by the hub where weights go from GPU to GPU, ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from learner.broadcaster.service import BroadcasterService
+from learner.hub.settings import BroadcasterSettings
+from streamrl.errors import StreamrlError
+from streamrl.parent_watch import watch
+from streamrl.weights.gpu.broadcast import Broadcaster
+from streamrl.weights.gpu.cuda_memory import CudaMemory
+from streamrl.weights.gpu.ipc import IpcBufferServer
+from streamrl.weights.gpu.nccl import CupyNccl
+
+
+def serve(settings: BroadcasterSettings, home: str) -> int:
+    """Build what the settings ask for on the GPU, and serve."""
+    parent_gone: list[bool] = []
+    watch(lambda: parent_gone.append(True))
+    context = zmq.Context()
+    torch.cuda.set_device(torch.device(settings.device))
+    broadcaster = slots = None
+    if "nccl" in settings.transports:
+        broadcaster = Broadcaster(CupyNccl(settings.device), settings.device)
+    if "ipc" in settings.transports:
+        slots = IpcBufferServer(
+            CudaMemory(settings.device), context, f"ipc://{home}/slots", slot_bytes=settings.slot_bytes,
+            deadline_s=settings.bucket_deadline_s,
+        )
+    service = BroadcasterService(
+        context, settings.rank_endpoint, broadcaster=broadcaster, slots=slots,
+        init_deadline_s=settings.init_deadline_s, bucket_deadline_s=settings.bucket_deadline_s, pinned=True,
+    )
+    return service.run(lambda: bool(parent_gone))
+
+
+def main() -> int:
+    logging.basicConfig(
+        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s sender   %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):  # the hub decides
+        signal.signal(number, signal.SIG_IGN)
+    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BroadcasterSettings)
+    with tempfile.TemporaryDirectory(prefix="streamrl-slots-") as home:
+        try:
+            return serve(settings, home)
+        except StreamrlError as error:
+            logging.getLogger("streamrl.sender").error("%s", error)
+            return 2
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # a thread that hangs in a library's call must not hold the process up

@@ -1,0 +1,235 @@
+"""The sender's loop: words of the hub in, reports out; a thread beside it does what may block.
+
+    hub --DEALER--> loop --queue--> epochs thread (name, form, send)
+                     |                    |
+                     +-- stop() ----------+    an abort overtakes whatever the thread is in
+
+Every second the loop says that it is alive, unless the thread of the slots hangs: what says nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import torch
+import zmq
+
+from streamrl.errors import StreamrlError, WeightsError
+from streamrl.messages import (
+    HUB_TO_SENDER,
+    BroadcastAbort,
+    BroadcastDocument,
+    BroadcastForm,
+    BroadcastReport,
+    BroadcastSend,
+    BroadcastStage,
+    BroadcastUp,
+    Message,
+    Shutdown,
+    VersionRef,
+)
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.document import Document
+from streamrl.weights.gpu.broadcast import GRACE_S, Broadcaster
+from streamrl.weights.gpu.communicator import CommunicatorStuck
+from streamrl.weights.gpu.device_document import HostBuckets
+from streamrl.weights.gpu.ipc import IpcBufferServer
+
+log = logging.getLogger("streamrl.sender")
+
+EXIT_STUCK = 9
+POLL_MS = 50
+ALIVE_S = 1.0
+"""Between two words to the hub; it ends a sender that says nothing for long."""
+
+
+def broadcaster_is_stuck(broadcaster: Broadcaster | None) -> bool:
+    """Whether a thread was given up in it; a process of its own can simply be ended and started anew."""
+    return broadcaster is not None and broadcaster.threads.num_abandoned > 0
+
+
+class BroadcasterService:
+    """Holds the communicator and the slots for one hub.
+
+    Args:
+        endpoint: the hub's rank socket.
+        broadcaster: None without the transport nccl.
+        slots: None without the transport ipc.
+        pinned: whether documents go to the device through pinned host memory.
+    """
+
+    def __init__(
+        self, context: zmq.Context, endpoint: str, *, broadcaster: Broadcaster | None, slots: IpcBufferServer | None,
+        init_deadline_s: float, bucket_deadline_s: float, pinned: bool,
+    ) -> None:
+        self._broadcaster, self._slots, self._pinned = broadcaster, slots, pinned
+        self._init_s, self._bucket_s = init_deadline_s, bucket_deadline_s
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.connect(endpoint)
+        self._decoder = Decoder(HUB_TO_SENDER, max_bytes=1 << 30)
+        self._documents: dict[VersionRef, Document] = {}
+        self._bounces: dict[str, torch.Tensor | None] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reports: deque[BroadcastReport] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        self._over: set[int] = set()
+        self._alive_at = float("-inf")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="document")
+        self._stuck = threading.Event()
+        self._thread = threading.Thread(target=self._do_work, name="epochs", daemon=True)
+
+    def run(self, stop: Callable[[], bool]) -> int:
+        """Serve until the hub says Shutdown, `stop` is true, or a call cannot be ended; returns the exit status."""
+        self._thread.start()
+        slots = self._slots
+        self._socket.send(encode(BroadcastUp(
+            slots.ticket.device if slots else "", slots.endpoint if slots else "", slots.ticket if slots else None
+        )))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while not stop() and not self._stuck.is_set():
+                ready = dict(poller.poll(POLL_MS))
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                while self._reports:
+                    self._socket.send(encode(self._reports.popleft()))
+                self._say_alive()
+                if self._socket in ready and not self._hear(self._decoder.decode(self._socket.recv())):
+                    return 0
+            return EXIT_STUCK if self._stuck.is_set() else 0
+        finally:
+            self._close()
+
+    def _say_alive(self) -> None:
+        now = time.monotonic()
+        if now < self._alive_at + ALIVE_S or (self._slots is not None and self._slots.stuck):
+            return
+        self._alive_at = now
+        self._socket.send(encode(BroadcastReport(0, int(BroadcastStage.ALIVE))))
+
+    def _hear(self, message: Message) -> bool:
+        """One word of the hub; False if it was the last."""
+        match message:
+            case BroadcastDocument():
+                self._take(message)
+            case BroadcastForm(epoch, world):
+                self._work.put(lambda: self._form(epoch, world))
+            case BroadcastSend(epoch, ref):
+                self._work.put(lambda: self._send(epoch, ref))
+            case BroadcastAbort(epoch):
+                self._over.add(epoch)
+                if self._broadcaster is not None:
+                    self._broadcaster.stop()
+            case Shutdown():
+                return False
+        return True
+
+    def _take(self, message: BroadcastDocument) -> None:
+        """Map and check the newest document; the one before is kept, a broadcast may be in the middle of it."""
+        ref = message.manifest.ref
+        try:
+            document = self._open(message)
+        except (OSError, WeightsError) as error:
+            log.warning("version %s cannot be sent: %s", ref, error)
+            return
+        for old in sorted(self._documents)[:-1]:
+            del self._documents[old]
+        self._documents[ref] = document
+        if self._slots is not None:
+            try:
+                self._slots.publish(ref, self._buckets("ipc", document))
+            except WeightsError as error:
+                log.warning("version %s goes by no slot: %s", ref, error)
+
+    def _open(self, message: BroadcastDocument) -> Document:
+        """The document, checked. That may take longer than the hub is patient, so the loop goes on saying its word."""
+        done = self._files.submit(
+            lambda: Document.map_file(message.path, message.manifest, message.layout).verify()
+        )
+        while not wait([done], timeout=ALIVE_S).done:
+            self._say_alive()
+        return done.result()
+
+    def _buckets(self, user: str, document: Document) -> HostBuckets:
+        if self._pinned and user not in self._bounces:
+            size = max(document.layout.bucket_bytes)
+            self._bounces[user] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return HostBuckets(document, self._bounces.get(user))
+
+    # --- the epochs thread --------------------------------------------------------------------------------------
+
+    def _do_work(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def _form(self, epoch: int, world: int) -> None:
+        broadcaster = self._broadcaster
+        assert broadcaster is not None, "the hub asks for epochs only where nccl is set"
+
+        def form() -> None:
+            unique_id = broadcaster.name()
+            self._report(BroadcastReport(epoch, int(BroadcastStage.NAMED), unique_id))
+            # The hub's deadline is the first word: it knows who is missing, and ends this process.
+            broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
+            self._report(BroadcastReport(epoch, int(BroadcastStage.FORMED)))
+
+        self._attempt(epoch, form)
+
+    def _send(self, epoch: int, ref: VersionRef) -> None:
+        broadcaster = self._broadcaster
+        assert broadcaster is not None
+
+        def send() -> None:
+            document = self._documents.get(ref)
+            if document is None:
+                raise WeightsError(f"version {ref} is not here to be sent")
+            began = time.monotonic()
+            broadcaster.send(
+                ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
+                progress=lambda: self._report(BroadcastReport(epoch, int(BroadcastStage.PROGRESS))),
+            )
+            self._report(BroadcastReport(epoch, int(BroadcastStage.SENT), seconds=time.monotonic() - began))
+
+        self._attempt(epoch, send)
+
+    def _attempt(self, epoch: int, work: Callable[[], None]) -> None:
+        if epoch in self._over:
+            return
+        try:
+            work()
+        except Exception as error:  # a foreign library may raise anything; the hub must hear of it
+            if not isinstance(error, StreamrlError):
+                log.exception("epoch %d failed", epoch)
+            if isinstance(error, CommunicatorStuck) or broadcaster_is_stuck(self._broadcaster):
+                log.error("a call can neither return nor be ended: %s", error)
+                self._stuck.set()
+                self._wake()
+                return
+            self._report(BroadcastReport(epoch, int(BroadcastStage.FAILED), error=str(error)[:2000]))
+
+    def _report(self, report: BroadcastReport) -> None:
+        self._reports.append(report)
+        self._wake()
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"x")
+
+    def _close(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.stop()
+        self._work.put(None)
+        self._files.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(timeout=1.0)
+        if self._slots is not None:
+            self._slots.close()
+        self._socket.close()

@@ -1,0 +1,262 @@
+"""Checkpoints that are either whole or not there, and whose every byte is checked before it is believed.
+
+    1  all ranks write their shards into ckpt.tmp-<version>-<random>/, flushed to disk, read back for their digests
+    2  rank 0 writes the blobs and manifest.json: sizes and xxh3-128 of every file, and what the run must remember
+    3  rename to ckpt-<version>/, then LATEST points to it; only now may anybody be told that it exists
+    4  all but the newest few are removed
+
+Loading tries LATEST and then older ones; a damaged file is named in a warning and its checkpoint passed over. If there
+are checkpoints and none is good, that is an error: silently starting from scratch would be worse.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
+from learner.checkpoint.shards import ShardReader, restore, training_tensors, write_shards
+from learner.mesh import Ranks
+from streamrl.errors import CheckpointError, RunLockedError
+
+log = logging.getLogger("streamrl.checkpoint")
+FORMAT = 1
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose digests were all right when it was opened."""
+
+    path: Path
+    version: int
+    world: int
+    extra: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+
+    def restore(self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        """Put weights, optimizer state and random generators back, for any number of ranks.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        restore(self.shards(), policy, optimizer, ranks.rank)
+
+    def shards(self) -> ShardReader:
+        """All tensors in it, those saved with `also=` among them; for any number of ranks."""
+        return ShardReader([self.path / _shard_name(rank, self.world) for rank in range(self.world)])
+
+
+def save_checkpoint(
+    run_dir: Path | str, version: int, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *,
+    extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, claim: RunLock | None = None,
+    also: Iterable[tuple[str, Tensor]] = (),
+) -> Path:
+    """Write `ckpt-<version>` and point LATEST at it; a collective call. When it returns, the checkpoint is durable.
+
+    Args:
+        extra: anything that JSON holds (learner_epoch, lineage, ...); rank 0's counts.
+        blobs: name -> bytes (the ledger's state); rank 0's count.
+        num_keep: this many checkpoints stay, at least one.
+        claim: checked right before the checkpoint becomes visible.
+        also: (key, tensor) of more tensors, sharded as the policy's, e.g. `FrozenPolicy.tensors()`; read them back
+            from `Checkpoint.shards()`. Keys must not begin with model/, optim/ or rng/.
+    Raises:
+        CheckpointError: a rank could not write; on every rank, with nothing made visible.
+        RunLockedError: a newer learner owns the run; on every rank.
+    """
+    run_dir = Path(run_dir)
+    tag = ranks.all_reduce([float(secrets.randbits(40)) if ranks.rank == 0 else 0.0])[0]
+    draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
+    draft.mkdir(parents=True, exist_ok=True)
+    tensors = chain(training_tensors(policy, optimizer), also)
+    entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
+    everyone = ranks.gather([float(failure is None)])
+    if failure is not None or not all(ok for (ok,) in everyone):
+        raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
+    files = _gather_entries(entries, ranks, blobs)
+    final = run_dir / f"ckpt-{version:08d}"
+    if ranks.rank == 0:
+        body = {"format": FORMAT, "version": version, "world": ranks.world, "files": files, "extra": dict(extra)}
+        write_durably(draft / "manifest.json", _manifest_bytes(body))
+    if ranks.maximum(float(claim is not None and not claim.still_mine())):
+        raise RunLockedError(f"version {version} was not saved: a newer learner owns {run_dir}; this one must end")
+    if ranks.rank == 0:
+        _publish(draft, final)
+        prune(run_dir, num_keep=num_keep, newest=version)
+    ranks.barrier()
+    return final
+
+
+def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoint | None:
+    """The newest good checkpoint, every digest checked; None if there is none at all. A collective call.
+
+    Raises:
+        CheckpointError: there are some, and none is good.
+    """
+    ranks = ranks or Ranks()
+    chosen, failure = None, None
+    if ranks.rank == 0:
+        try:
+            chosen = _newest_good(Path(run_dir))
+        except CheckpointError as error:
+            failure = error
+    code = -2.0 if failure else -1.0 if chosen is None else float(chosen.version)
+    code = ranks.all_reduce([code if ranks.rank == 0 else 0.0])[0]  # rank 0 reads all, the others follow
+    if code == -2.0:
+        raise failure or CheckpointError(f"rank 0 found no good checkpoint in {run_dir}")
+    if ranks.rank == 0 or code == -1.0:
+        return chosen
+    return _open(Path(run_dir) / f"ckpt-{int(code):08d}", check_files=False)
+
+
+def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
+    """Remove drafts and all but the newest `num_keep` checkpoints up to `newest`.
+
+    Versions above `newest` were made by a history that a restart from an older checkpoint has left.
+    """
+    kept = sorted((v for v in _versions(run_dir) if v <= newest), reverse=True)[: max(1, num_keep)]
+    for version, path in _versions(run_dir).items():
+        if version not in kept:
+            shutil.rmtree(path)
+    for draft in run_dir.glob("ckpt.tmp-*"):
+        shutil.rmtree(draft)
+
+
+def _write_mine(
+    draft: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks, blobs: Mapping[str, bytes]
+) -> tuple[list[tuple[int, bytes]], Exception | None]:
+    """Sizes and digests of this rank's files, or why they could not be written."""
+    try:
+        paths = [draft / _shard_name(ranks.rank, ranks.world)]
+        write_shards(paths[0], tensors)
+        for name in sorted(blobs):
+            paths.append(draft / f"{name}.bin")
+            paths[-1].write_bytes(blobs[name])
+        for path in paths:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        return [(path.stat().st_size, _digest(path)) for path in paths], None
+    except (OSError, SafetensorError) as error:
+        return [], error
+
+
+def _gather_entries(
+    entries: list[tuple[int, bytes]], ranks: Ranks, blobs: Mapping[str, bytes]
+) -> dict[str, dict[str, Any]]:
+    """File name -> size and digest, of all ranks; digests travel as small integers."""
+    rows = ranks.gather([float(x) for size, digest in entries for x in (size, *digest)])
+    files = {}
+    for rank, flat in enumerate(rows):
+        names = [_shard_name(rank, ranks.world), *(f"{name}.bin" for name in sorted(blobs) if rank == 0)]
+        for name, start in zip(names, range(0, len(flat), 17), strict=False):
+            digest = bytes(int(x) for x in flat[start + 1 : start + 17]).hex()
+            files[name] = {"bytes": int(flat[start]), "xxh3_128": digest}
+    return files
+
+
+def _publish(draft: Path, final: Path) -> None:
+    sync_directory(draft)
+    if final.exists():  # left by a history that a restart has abandoned; LATEST does not point to it
+        os.replace(final, draft.with_name(f"ckpt.tmp-old-{secrets.token_hex(4)}"))
+    os.replace(draft, final)
+    sync_directory(final.parent)
+    write_durably(final.parent / "LATEST", f"{final.name}\n".encode())
+
+
+def _newest_good(run_dir: Path) -> Checkpoint | None:
+    candidates = _candidates(run_dir)
+    for path in candidates:
+        try:
+            return _open(path, check_files=True)
+        except CheckpointError as error:
+            log.warning("%s is damaged and passed over: %s", path.name, error)
+    if candidates:
+        raise CheckpointError(
+            f"{run_dir} has {len(candidates)} checkpoints and none is good (see the warnings above): restore one from "
+            "a backup, or start a new run."
+        )
+    return None
+
+
+def _candidates(run_dir: Path) -> list[Path]:
+    """LATEST, then older ones, newest first; then those above LATEST, whose saving was cut short after the rename."""
+    versions = _versions(run_dir)
+    try:
+        named = (run_dir / "LATEST").read_bytes().decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        named = ""
+    latest = next((v for v, path in versions.items() if path.name == named), None)
+    if latest is None:
+        if named:
+            log.warning("LATEST names %r, which is not there: trying the newest checkpoint", named)
+        return [versions[v] for v in sorted(versions, reverse=True)]
+    order = sorted(versions, key=lambda v: (v > latest, -v))
+    return [versions[v] for v in order]
+
+
+def _versions(run_dir: Path) -> dict[int, Path]:
+    tails = ((path.name.removeprefix("ckpt-"), path) for path in run_dir.glob("ckpt-*") if path.is_dir())
+    return {int(tail): path for tail, path in tails if tail.isdigit()}
+
+
+def _open(path: Path, *, check_files: bool) -> Checkpoint:
+    body = _read_manifest(path / "manifest.json")
+    for name, entry in body["files"].items() if check_files else ():
+        _check_file(path / name, entry)
+    blobs = {name.removesuffix(".bin"): (path / name).read_bytes() for name in body["files"] if name.endswith(".bin")}
+    return Checkpoint(path, body["version"], body["world"], body["extra"], blobs)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        body = json.loads(raw)["body"]
+        intact = raw == _manifest_bytes(body) and body["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    if not intact:
+        raise CheckpointError(f"{path.name} does not match its own digest, or is not of format {FORMAT}")
+    return body
+
+
+def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing")
+    if path.stat().st_size != entry["bytes"]:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+    found = _digest(path).hex()
+    if found != entry["xxh3_128"]:
+        raise CheckpointError(f"{path.name} has digest {found}, the manifest says {entry['xxh3_128']}")
+
+
+def _manifest_bytes(body: Mapping[str, Any]) -> bytes:
+    """One JSON object: the body and the digest of its canonical text. A reader accepts exactly these bytes."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f'{{"xxh3_128":"{xxhash.xxh3_128_hexdigest(text.encode())}","body":{text}}}\n'.encode()
+
+
+def _digest(path: Path) -> bytes:
+    """xxh3-128 of what the file system gives back, not of what was meant to be written."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            state.update(piece)
+    return state.digest()
+
+
+def _shard_name(rank: int, world: int) -> str:
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"

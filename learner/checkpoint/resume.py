@@ -1,0 +1,62 @@
+"""What a run directory knows of the run so far: its name, its newest good checkpoint, its surviving versions."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from learner.mesh import Ranks
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.messages import Lineage
+
+log = logging.getLogger("streamrl.learner")
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What a checkpoint says of the run so far; the defaults are a run that has none."""
+
+    run_id: str
+    version: int = 0
+    lineage: tuple[Lineage, ...] = ()
+    wall_s: float = 0.0
+    trained_tokens: int = 0
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def controls(self) -> Mapping[str, Any]:
+        """What steered the run, by name; empty if there was none or its checkpoint is older than the controls."""
+        return self.checkpoint.extra.get("controls", {}) if self.checkpoint is not None else {}
+
+
+def find_resume_state(config: Config, run_dir: Path, ranks: Ranks) -> ResumeState:
+    """What to go on from; collective. Raises CheckpointError if there are checkpoints and none of them is good."""
+    name = run_dir / "run_id"
+    if ranks.rank == 0 and not name.exists():
+        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
+        name.write_text(f"{safe}-{secrets.token_hex(4)}")
+    ranks.barrier()
+    run_id = name.read_text().strip()
+    found = find_checkpoint(run_dir, ranks) if config.checkpoint.resume else None
+    if found is None:
+        if config.checkpoint.resume:
+            log.warning("no checkpoint in %s yet: starting from version 0", run_dir)
+        return ResumeState(run_id)
+    extra: Mapping[str, Any] = found.extra
+    if extra["run_id"] != run_id:
+        raise ConfigError(f"{found.path} belongs to run {extra['run_id']}, {run_dir} to {run_id}: do not mix them")
+    lineage = tuple(Lineage(*row) for row in extra["lineage"])
+    log.info("resuming from %s (version %d)", found.path, found.version)
+    return ResumeState(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found)
+
+
+def surviving_lineage(past: ResumeState, epoch: int) -> tuple[Lineage, ...]:
+    """The known versions after a restart: earlier epochs cut at the restored version, then this epoch."""
+    cut = (Lineage(row.learner_epoch, row.first, min(row.last, past.version)) for row in past.lineage)
+    return (*cut, Lineage(epoch, past.version, past.version))

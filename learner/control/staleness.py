@@ -1,0 +1,259 @@
+"""How stale may the data be, and how boldly may the step go: decided once a step from what the step measured.
+
+    drift by lag, ESS  ->  lead (eta) and bound (max_lag)      rule: ess | goodput | fixed
+    this batch's ESS   ->  factor on the learning rate         policy.scheduler.ess_rule
+    ESS, gradient norm, oscillation  ->  circuit breaker       normal, cautious, drain
+    drift since the last publish     ->  publish now or later  publish.when
+
+Everything comes from the step's global totals, which are equal on all ranks, so ranks decide alike without talking.
+Rank 0 tells the hub. Rules: `streamrl.algorithms.staleness.control` and `supervision`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from learner.control.drift import DriftTracker
+from learner.objective.lag_policy import LagPolicy
+from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
+from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
+from streamrl.config.rules import max_lag, soft_max_lag
+from streamrl.config.schema import AdaptiveRule, Config, EssRule, PublishWhen, StalenessMode
+from streamrl.metrics.meter import Meter
+
+log = logging.getLogger("streamrl.learner")
+
+MODES = ("normal", "cautious", "drain")
+CAUTIOUS_OPSM = 0.5
+"""Factor on the threshold of off-policy sequence masking while the circuit breaker is not normal."""
+_BREAKER_FLOOR = 0.1  # what `step_breaker` takes for a learning rate at its floor
+
+
+class StalenessControl:
+    """The control of one run; without `staleness.adaptive.enabled` eta and max_lag stay as they are set.
+
+    Args:
+        config: its sections staleness, policy.scheduler and publish are read.
+    Example:
+        scale = control.lr_scale(meter)                                # before the optimizer step
+        control.update(meter, grad_norm=result.grad_norm, step_s=2.5)  # after it
+        hub.trained(version, bounds=control.bounds)
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._adaptive, self._scheduler = config.staleness.adaptive, config.policy.scheduler
+        self._needs_m2 = config.loss.zscore_bound is not None
+        self._publish_on_drift = config.publish.when is PublishWhen.drift
+        self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
+        self._hard_slack = max_lag(config) - self._eta
+        self._soft_slack = soft_max_lag(config) - self._eta
+        # The lag bound is steered as a number of at least 1; its distance to eta never changes.
+        self._offset = max(self._soft_slack, 1 - self._adaptive.min_eta)
+        self._bound = LagBound(float(self._eta + self._offset), self._eta + self._offset)
+        self._goodput = GoodputState(self._eta)
+        self._breaker = BreakerState()
+        self.tracker = DriftTracker(self._adaptive.half_life_steps)
+        self._mean_lag = 0.0
+        self._scale = 1.0
+        self._published: int | None = None
+
+    # --- what holds now -----------------------------------------------------------------------------------------------
+
+    @property
+    def eta(self) -> int:
+        """Allowed lead in batches: the rule's, halved while cautious, 0 while draining."""
+        lead = self._rule_eta()
+        return {"normal": lead, "cautious": lead // 2, "drain": 0}[self.mode]
+
+    @property
+    def max_lag(self) -> int:
+        """The bound at which a group is refused."""
+        return self.eta + self._hard_slack
+
+    @property
+    def soft_max_lag(self) -> int:
+        """The lag beyond which tokens are masked or discounted, where the mode does so."""
+        return max(0, self.eta + self._soft_slack)
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """(eta, max_lag) for the hub; None if nothing can move them."""
+        return (self.eta, self.max_lag) if self._adaptive.enabled else None
+
+    @property
+    def mode(self) -> str:
+        """State of the circuit breaker: normal, cautious or drain."""
+        return self._breaker.mode
+
+    @property
+    def frozen(self) -> bool:
+        """Whether integrals of dual variables must rest: measurements are too stale to add up."""
+        return self.mode != "normal"
+
+    @property
+    def opsm_on(self) -> bool:
+        """Whether off-policy sequence masking is due: the drift at the mean lag is over its budget."""
+        return self.tracker.m2_at(self._mean_lag) > self._adaptive.m2_target
+
+    @property
+    def age_rules(self) -> LagPolicy:
+        """What the next batch's objective goes by."""
+        return LagPolicy(
+            mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
+            discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
+            decay=self._decay, over_budget=self.opsm_on, spread_budget=self.spread_budget,
+            opsm_scale=CAUTIOUS_OPSM if self.frozen else 1.0,
+            m2_by_lag=self.tracker.m2_table(self.max_lag) if self._needs_m2 else (),
+        )
+
+    @property
+    def spread_budget(self) -> int | None:
+        """The largest difference of head lags that one group's baseline may span; None does not limit it."""
+        if not (self._adaptive.enabled and self._adaptive.group_spread):
+            return None
+        return self.tracker.spread_for(self._adaptive.m2_target)
+
+    # --- once a step --------------------------------------------------------------------------------------------------
+
+    def lr_scale(self, meter: Meter) -> float:
+        """Factor on the learning rate for the batch that `meter` has measured; 1 where there is no ESS."""
+        ess, rule = _ess_of(meter), self._scheduler.ess_rule
+        self._scale = 1.0
+        if ess is not None and rule is not EssRule.none:
+            self._scale = lr_scale(ess, rule=rule.name, floor=self._scheduler.ess_floor)
+        return self._scale
+
+    def update(self, meter: Meter, *, grad_norm: float, step_s: float) -> None:
+        """Take in a finished step; its numbers are measured before and after the optimizer's.
+
+        Args:
+            meter: the step's global totals.
+            grad_norm: before clipping; not finite if the step was skipped.
+            step_s: seconds since the step before, the same on all ranks.
+        """
+        ess = _ess_of(meter)
+        self.tracker = self.tracker.observed(meter.bins("drift/m2_by_lag"), ess)
+        mean_lag = meter.value("lag/token_mean")
+        self._mean_lag = self._mean_lag if mean_lag is None else mean_lag
+        if not self._adaptive.enabled:
+            return
+        before = (self.mode, self.eta)
+        if self._adaptive.breaker:
+            self._step_breaker(ess, grad_norm, meter.value("lag/queue") or 0.0)
+        if ess is not None:
+            self._step_rule(ess, meter.value("policy/num_groups") or 0.0, step_s)
+        self._report(before, ess, grad_norm)
+
+    def publish_due(self, version: int, *, asked_for: bool = False) -> bool:
+        """Whether this version should be published: always, or once the drift since the last one asks for it.
+
+        A version that is not published costs its actors lead: they generate from the one before. At most half of the
+        lead may go that way, or they would get no leases and nothing would ever be trained again.
+
+        Args:
+            asked_for: an evaluation waits for this very version.
+        """
+        if self._published is None:
+            return True
+        behind = version - self._published
+        if behind <= 0:
+            return False
+        if asked_for or not self._publish_on_drift or self.tracker.model is None:
+            return True
+        drift = self.tracker.drift_over(behind)
+        return behind > self.eta // 2 or should_publish(drift, m2_target=self._adaptive.m2_target)
+
+    def published(self, version: int) -> None:
+        """This version has been published."""
+        self._published = version
+
+    def add_metrics(self, meter: Meter) -> None:
+        """What holds from now on, and what led to it."""
+        meter.add_all({
+            "lr/scale": self._scale, "control/eta": self.eta, "control/max_lag": self.max_lag,
+            "control/mode": MODES.index(self.mode), "drift/exponent": self.tracker.fit.exponent,
+            "drift/oscillation": self.tracker.oscillation_at(self._mean_lag),
+        })
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as plain values."""
+        return {
+            "bound": asdict(self._bound), "goodput": asdict(self._goodput), "breaker": asdict(self._breaker),
+            "tracker": self.tracker.to_json(), "mean_lag": self._mean_lag,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `to_json()`. Bounds that the settings no longer allow are moved inside them."""
+        self.tracker = replace(DriftTracker.from_json(state["tracker"]), half_life=self._adaptive.half_life_steps)
+        self._breaker = BreakerState(**state["breaker"])
+        self._mean_lag = float(state["mean_lag"])
+        if not (self._adaptive.enabled and self._adaptive.breaker):
+            self._breaker = BreakerState()
+        if not self._adaptive.enabled or self._adaptive.rule is AdaptiveRule.fixed:
+            return
+        low, high = self._adaptive.min_eta + self._offset, self._adaptive.max_eta + self._offset
+        bound = LagBound(**state["bound"])
+        self._bound = LagBound(min(high, max(low, bound.smoothed)), min(high, max(low, bound.value)))
+        climb = {**state["goodput"], **{name: tuple(state["goodput"][name]) for name in ("baseline", "current")}}
+        self._goodput = self._within(GoodputState(**climb))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _rule_eta(self) -> int:
+        rule = self._adaptive.rule
+        if not self._adaptive.enabled or rule is AdaptiveRule.fixed:
+            return self._eta
+        return self._goodput.eta if rule is AdaptiveRule.goodput else self._bound.value - self._offset
+
+    def _step_rule(self, ess: float, num_groups: float, step_s: float) -> None:
+        adaptive = self._adaptive
+        if adaptive.rule is AdaptiveRule.ess:
+            high = adaptive.max_eta + self._offset
+            wanted = self.tracker.lag_for(adaptive.ess_target) - self._soft_slack + self._offset
+            self._bound = step_lag_bound(  # a target beyond the bound reaches it in finite time
+                self._bound, min(wanted, 2.0 * high), low=adaptive.min_eta + self._offset, high=high
+            )
+        elif adaptive.rule is AdaptiveRule.goodput and self.mode == "normal" and step_s > 0.0:
+            value = goodput(num_groups / step_s, ess)  # at another lead than the one on trial it would say nothing
+            self._goodput = self._within(step_goodput(self._goodput, value, num_steps=adaptive.num_trial_steps))
+
+    def _within(self, climb: GoodputState) -> GoodputState:
+        """A trial outside the bounds goes the other way; with no other way there is none."""
+        low, high = self._adaptive.min_eta, self._adaptive.max_eta
+        if low <= climb.eta <= high:
+            return climb
+        turned = climb.eta - 2 * climb.direction
+        if low <= turned <= high:
+            return replace(climb, eta=turned, direction=-climb.direction)
+        return GoodputState(min(high, max(low, climb.eta)), climb.direction)
+
+    def _step_breaker(self, ess: float | None, grad_norm: float, queue_lag: float) -> None:
+        floor, scale = self._scheduler.ess_floor, self._scale
+        # A drift within its budget may swing as it likes: at a few hundred tokens that is mostly noise.
+        swing = self.tracker.oscillation_at(self._mean_lag) if self.opsm_on else 0.0
+        self._breaker = step_breaker(
+            self._breaker, ess=1.0 if ess is None else ess, grad_norm=grad_norm, oscillation=swing,
+            step_scale=min(scale, _BREAKER_FLOOR) if scale <= floor < 1.0 else scale, queue_lag=queue_lag,
+        )
+
+    def _report(self, before: tuple[str, int], ess: float | None, grad_norm: float) -> None:
+        if before[0] != self.mode:
+            level = logging.INFO if MODES.index(self.mode) < MODES.index(before[0]) else logging.WARNING
+            log.log(
+                level, "staleness control: %s -> %s at ESS %.2f, gradient norm %.3g, oscillation %.2f; eta %d -> %d",
+                before[0], self.mode, math.nan if ess is None else ess, grad_norm,
+                self.tracker.oscillation_at(self._mean_lag), before[1], self.eta,
+            )
+        elif before[1] != self.eta:
+            log.info("staleness control: eta %d -> %d, max_lag %d", before[1], self.eta, self.max_lag)
+
+
+def _ess_of(meter: Meter) -> float | None:
+    """Effective share of the batch's trajectories, with the weights of single ones cut at the cap."""
+    return meter.value("ess/sequence_clipped")

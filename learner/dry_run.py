@@ -1,0 +1,122 @@
+"""One step of the objective on invented numbers, before anything is loaded: what cannot train is refused at the start.
+
+Each estimator, surrogate and baseline knows itself which of its constants are impossible, and says so when it is
+called. Calling all of them once here is how a run finds out in its first second and not in its first step, or at the
+hour when a controller has moved a clip to the end of its range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+
+from learner.data.packing import MicroBatch, pack
+from learner.data.trajectories import Trajectory
+from learner.hub_client.settings import answer_limit
+from learner.mesh import Ranks
+from learner.objective.advantages import CRITIC_FREE
+from learner.objective.kl_options import check_regularizers, entropy_options
+from learner.objective.lag_policy import LagPolicy
+from learner.objective.loss_weights import LossWeights
+from learner.objective.objective import Objective
+from learner.objective.regularizers import Regularizers
+from learner.objective.scoring_pass import PassOutputs
+from streamrl.config.rules import largest_max_lag
+from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig
+from streamrl.errors import ConfigError
+from streamrl.messages import PlanRow
+
+_VERSION, _NUM_TOKENS = 1, 4
+
+
+def run_dry(config: Config) -> None:
+    """Train on two groups of two invented answers with these settings.
+
+    Raises:
+        ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
+    """
+    lag = largest_max_lag(config)
+    check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
+    if config.advantage.estimator in CRITIC_FREE:
+        _check_no_critic(config.critic, config.advantage.estimator)
+    for loss in _moved(config):
+        try:
+            value = _one_step(config, loss)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"advantage.estimator={config.advantage.estimator!r} with loss.surrogate={loss.surrogate!r} cannot "
+                f"train with these settings: {error}"
+            ) from error
+        if not np.isfinite(value):
+            raise ConfigError(
+                f"loss.surrogate={loss.surrogate!r} with these settings makes a loss of {value} out of ordinary "
+                "numbers: look at advantage.options and loss.options."
+            )
+
+
+def _check_no_critic(critic: CriticConfig, estimator: str) -> None:
+    usual = CriticConfig()
+    moved = [field.name for field in fields(critic) if getattr(critic, field.name) != getattr(usual, field.name)]
+    if moved:
+        raise ConfigError(
+            f"critic.{moved[0]} does nothing: advantage.estimator={estimator!r} has no critic (vtrace, retrace_v, gae "
+            "and others bring one)."
+        )
+
+
+def _moved(config: Config) -> Iterator[LossConfig]:
+    """The loss as it starts, and as its controllers may leave it."""
+    yield config.loss
+    if config.entropy.adapt is EntropyAdapt.clip_high:
+        yield replace(config.loss, clip_high=entropy_options(config.entropy)["high"])
+
+
+def _one_step(config: Config, loss: LossConfig) -> float:
+    controls = LossWeights(config.kl, config.entropy, config.constraint, loss, version=_VERSION)
+    objective = Objective(
+        config.advantage, loss, regularizers=Regularizers(config.kl, config.constraint, loss, controls),
+        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=Ranks(),
+        filter_truncated=config.filter.truncated,
+    )
+    rows, total = _answers(), 0.0
+    objective.begin(rows, _plan(rows), version=_VERSION, age=LagPolicy(m2_by_lag=(0.01, 0.02)))
+    for batch in pack(rows, 1000, bootstrap=objective.has_critic):
+        objective.observe(batch, _scored(batch, of_actions=config.advantage.estimator == "retrace_q"))
+        objective.close_observation()
+        logprobs = torch.full((int(batch.mask.sum()),), -1.1, requires_grad=True)
+        total += float(objective.loss(batch, logprobs, torch.ones_like(logprobs)).detach())
+    objective.finish()
+    return total
+
+
+def _answers() -> list[Trajectory]:
+    """One answer of each group is right; one is cut; tokens are of two versions."""
+    length = np.arange(_NUM_TOKENS)
+    return [
+        Trajectory(
+            group_id=group, index=index, prompt_ids=np.zeros(2, np.int32), token_ids=np.zeros(_NUM_TOKENS, np.int32),
+            logprobs=np.full(_NUM_TOKENS, -1.0 - 0.1 * index, np.float32), mask=np.ones(_NUM_TOKENS, bool),
+            versions=np.minimum(_VERSION, length), rewards=(index * (length == _NUM_TOKENS - 1)).astype(np.float32),
+            turns=np.zeros(_NUM_TOKENS, np.int64), reward=float(index), num_turns=1, scores={}, temperature=1.0,
+            truncated=group == 1 and index == 0,
+        )
+        for group in range(2) for index in range(2)
+    ]
+
+
+def _plan(rows: list[Trajectory]) -> list[PlanRow]:
+    return [PlanRow(row.group_id, row.index, 0, row.num_tokens, _NUM_TOKENS, row.reward, _VERSION) for row in rows]
+
+
+def _scored(batch: MicroBatch, *, of_actions: bool) -> PassOutputs:
+    """What every network could say."""
+    some = torch.where(batch.mask, -1.05, 0.0)
+    return PassOutputs(
+        policy=some, reference=some, proximal=some, values=torch.zeros_like(some), bootstrap=torch.zeros(len(some)),
+        action_values=torch.zeros_like(some) if of_actions else None, square_norms=torch.ones(len(some)),
+    )

@@ -1,0 +1,298 @@
+"""Weights from GPU to GPU, seen from the hub: who is in the communicator, what the sender does, who is told what.
+
+The hub decides nothing about bytes and touches no GPU. Its process (`learner.broadcaster`) holds the communicator and
+the slots; it is started, watched and, if it dies, falls silent or hangs in a call that nothing can end, replaced by the
+hub, which never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from learner.hub.broadcaster_watch import BroadcasterWatch
+from learner.hub.handlers.connections import Link
+from streamrl.messages import (
+    ActorHeartbeat,
+    Announce,
+    BroadcastAbort,
+    BroadcastDocument,
+    BroadcastForm,
+    BroadcastReport,
+    BroadcastSend,
+    BroadcastStage,
+    BroadcastUp,
+    Manifest,
+    Message,
+    NcclTicket,
+    Offer,
+    Publish,
+    Shutdown,
+    VersionRef,
+)
+from streamrl.messages.codec import encode
+from streamrl.weights.gpu.membership import Abort, Effect, Form, Invite, Membership, Pull, Send
+
+if TYPE_CHECKING:
+    from learner.hub.server import HubServer
+
+log = logging.getLogger("streamrl.hub")
+
+DEVICE_TRANSPORTS = ("ipc", "nccl")
+RANKS_PER_ACTOR = 1
+RECENT_VERSIONS = 3
+"""The newest and the two before it: a member installed one of those."""
+RESTART_FIRST_S, RESTART_MAX_S = 1.0, 30.0
+SILENCE_GRACE_S = 5.0
+"""How much longer than for one bucket a sender may say nothing; it speaks every second."""
+
+
+class Broadcaster(Protocol):
+    """A running sender, whatever runs it."""
+
+    def alive(self) -> bool: ...
+
+    def kill(self) -> None:
+        """End it, whatever it is doing; does not wait until it has ended."""
+        ...
+
+
+class BroadcastHandler:
+    """Announcements, epochs and the sender's life.
+
+    Args:
+        start: makes a sender that reports to this hub's rank socket; None where no device transport is set.
+    """
+
+    def __init__(self, hub: HubServer, start: Callable[[], Broadcaster] | None) -> None:
+        settings = hub.settings
+        self.hub, self._start = hub, start
+        self.membership = Membership(
+            init_deadline_s=settings.nccl_init_deadline_s, bucket_deadline_s=settings.nccl_bucket_deadline_s
+        )
+        self._nccl = "nccl" in settings.transports
+        self._sender: Broadcaster | None = None
+        self._watch = BroadcasterWatch(settings.nccl_bucket_deadline_s + SILENCE_GRACE_S)
+        self._ended: list[Broadcaster] = []
+        self._route: bytes | None = None
+        self._up: BroadcastUp | None = None
+        self._start_at = float("-inf")
+        self._backoff_s = RESTART_FIRST_S
+        self._publish: Publish | None = None
+        self._recent: deque[VersionRef] = deque(maxlen=RECENT_VERSIONS)
+        self.num_senders = 0
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def published(self, message: Publish, now: float) -> None:
+        """Tell every actor of the new version, each by the ways that are open to it."""
+        self._publish = message
+        self._recent.append(message.manifest.ref)
+        told: set[str] = set()
+        if self._start is not None and message.device_manifest is not None:
+            self._tell_sender_of_document()
+            if self._nccl:
+                self._do(self.membership.set_candidates(self._candidates(), now), now)
+                told = self._do(self.membership.published(message.manifest.ref, now), now)
+        ref = message.manifest.ref
+        for link in self.hub.control.links.all():
+            if link.actor_id not in told and not self.membership.expects(link.actor_id, ref):
+                self.announce(link)
+
+    def announce(self, link: Link, ticket: NcclTicket | None = None) -> None:
+        """The newest version, to one actor."""
+        manifest = self.hub.weights.manifest
+        assert manifest is not None
+        self.hub.send_control(link.routing_id, encode(Announce(manifest, self.offers(link, ticket))))
+
+    def offers(self, link: Link, ticket: NcclTicket | None = None) -> tuple[Offer, ...]:
+        """Ways to the newest version for this actor, in the order of the learner's settings."""
+        order = self.hub.settings.transports
+        offers = [offer for offer in self.hub.weights.offers() if offer.transport in order]
+        device_manifest = self._device_manifest()
+        if device_manifest is not None:
+            nbytes = offers[-1].nbytes if offers else 0
+            if self._shares_device(link) and self._up is not None:
+                offers.append(Offer("ipc", self._up.socket, nbytes, manifest=device_manifest, slots=self._up.slots))
+            if ticket is not None:
+                offers.append(Offer("nccl", "", nbytes, manifest=device_manifest, nccl=ticket))
+        return tuple(sorted(offers, key=lambda offer: order.index(offer.transport)))
+
+    def expects(self, link: Link, manifest: Manifest) -> bool:
+        """Whether the version is on its way to this actor by a broadcast."""
+        return self.membership.expects(link.actor_id, manifest.ref)
+
+    def beat(self, link: Link, beat: ActorHeartbeat, now: float) -> None:
+        """An actor's heartbeat: where is it with the communicator?"""
+        link.installed, before = beat.installed, link.nccl
+        if not self._nccl or beat.nccl is None or beat.nccl == before:
+            return
+        link.nccl, one, who = beat.nccl, self.membership, link.actor_id
+        if who not in one.members:
+            return
+        self._do(one.joined(who, beat.nccl.joining, now), now)
+        self._do(one.formed(who, beat.nccl.formed, now), now)
+        if beat.nccl.failed > before.failed:
+            self._do(one.failed(who, beat.nccl.failed, f"{who} could not go on with it", now), now)
+
+    def sender_said(self, routing_id: bytes, message: BroadcastUp | BroadcastReport, now: float) -> None:
+        """A word of the sender; one that was replaced is not listened to any more."""
+        if isinstance(message, BroadcastUp):
+            self._watch.heard()
+            self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
+            log.info("the sender is up on %s", message.device or "its device")
+            self._tell_sender_of_document()
+            self._do(self.membership.sender_up(now), now)
+        elif routing_id == self._route:
+            self._watch.heard()
+            self._reported(message, now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: members come and go, deadlines end, a sender that died or hangs is replaced."""
+        if self._start is None:
+            return
+        self._watch.tick(now)
+        self._ended = [one for one in self._ended if one.alive()]
+        if self._sender is not None and (not self._sender.alive() or self._watch.hangs):
+            alive, silent_s = self._sender.alive(), self._watch.silent_s
+            what = f"hangs, it said nothing for {silent_s:.0f} s, and is ended" if alive else "ended"
+            log.error("the sender process %s; actors pull until there is another", what)
+            self._lost(now)
+            self._do(self.membership.sender_down(now), now)
+        if self._sender is None and now >= self._start_at:
+            self._sender = self._start()
+            self._watch.started()
+            self.num_senders += 1
+        if self._nccl:
+            self._do(self.membership.set_candidates(self._candidates(), now), now)
+            self._do(self.membership.tick(now), now)
+
+    def metrics(self) -> Mapping[str, float]:
+        if self._start is None:
+            return {}
+        one = self.membership
+        return {
+            "num_nccl_epochs": float(one.num_formed), "num_nccl_broadcasts": float(one.num_broadcasts),
+            "num_nccl_reformations": float(one.num_reformations), "num_nccl_given_up": float(one.num_given_up),
+            "num_sender_restarts": float(max(0, self.num_senders - 1)),
+            "num_abandoned_threads": sum(
+                link.stats.get("abandoned_threads", 0.0) for link in self.hub.control.links.all()
+            ),
+        }
+
+    def close(self) -> None:
+        """The sender ends with its hub."""
+        if self._sender is not None:
+            self._to_sender(Shutdown("the hub ends", True))
+            self._sender.kill()
+            self._sender = None
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _reported(self, report: BroadcastReport, now: float) -> None:
+        one, epoch = self.membership, report.epoch
+        match BroadcastStage(report.stage):
+            case BroadcastStage.NAMED:
+                self._do(one.named(epoch, report.unique_id, now), now)
+            case BroadcastStage.FORMED:
+                self._do(one.formed(None, epoch, now), now)
+            case BroadcastStage.PROGRESS:
+                self._do(one.progressed(epoch, now), now)
+            case BroadcastStage.SENT:
+                self._do(one.sent(epoch, now), now)
+            case BroadcastStage.FAILED:
+                log.warning("epoch %d failed at the sender: %s", epoch, report.error)
+                self._do(one.failed(None, epoch, report.error, now), now)
+
+    def _candidates(self) -> dict[str, int]:
+        """READY actors that offer nccl, are not reached inside their GPU, and have a recent version."""
+        return {
+            link.actor_id: RANKS_PER_ACTOR
+            for link in self.hub.control.links.all()
+            if "nccl" in link.transports and not link.nccl.broken and not self._shares_device(link)
+            and link.state == "running" and link.installed in self._recent
+        }
+
+    def _shares_device(self, link: Link) -> bool:
+        """Whether this actor is on the sender's GPU, as both of them say; opening the slots is the proof."""
+        up = self._up
+        if up is None or up.slots is None or "ipc" not in self.hub.settings.transports:
+            return False
+        return "ipc" in link.transports and link.device == up.device
+
+    def _device_manifest(self) -> Manifest | None:
+        publish, manifest = self._publish, self.hub.weights.manifest
+        if publish is None or manifest is None or publish.manifest.ref != manifest.ref:
+            return None
+        return publish.device_manifest
+
+    def _do(self, effects: list[Effect], now: float) -> set[str]:
+        """Carry out what the machine asks for; returns who was told of the newest version."""
+        told: set[str] = set()
+        for effect in effects:
+            match effect:
+                case Form(epoch, world):
+                    self._to_sender(BroadcastForm(epoch, world))
+                case Invite():
+                    log.debug("epoch %d of %d ranks is to bring version %s", effect.epoch, effect.world, effect.ref)
+                    told |= self._invite(effect)
+                case Send(epoch, ref):
+                    self._to_sender(BroadcastSend(epoch, ref))
+                case Abort(epoch, reason, hung):
+                    log.warning("epoch %d is over: %s", epoch, reason)
+                    self._abort(epoch, hung, now)
+                case Pull(ref, members):
+                    told |= self._have_pulled(ref, members)
+        return told
+
+    def _invite(self, invite: Invite) -> set[str]:
+        settings, told = self.hub.settings, set()
+        for actor_id, rank in invite.first_rank.items():
+            link = self.hub.control.links.of_actor(actor_id)
+            if link is not None and self._is_newest(invite.ref):
+                told.add(actor_id)
+                self.announce(link, NcclTicket(
+                    invite.epoch, invite.unique_id, invite.world, rank,
+                    settings.nccl_init_deadline_s, settings.nccl_bucket_deadline_s,
+                ))
+        return told
+
+    def _have_pulled(self, ref: VersionRef, members: tuple[str, ...]) -> set[str]:
+        told = set()
+        for actor_id in members:
+            link = self.hub.control.links.of_actor(actor_id)
+            if link is not None and self._is_newest(ref):
+                told.add(actor_id)
+                self.announce(link)
+        return told
+
+    def _is_newest(self, ref: VersionRef) -> bool:
+        manifest = self.hub.weights.manifest
+        return manifest is not None and manifest.ref == ref
+
+    def _abort(self, epoch: int, hung: bool, now: float) -> None:
+        if not hung:
+            self._to_sender(BroadcastAbort(epoch))
+            return
+        log.error("the sender hangs in epoch %d: it is ended and replaced", epoch)
+        self._lost(now)
+
+    def _lost(self, now: float) -> None:
+        """End it, if it has not ended, and remember it until it has: it may be a while."""
+        if self._sender is not None:
+            self._sender.kill()
+            self._ended.append(self._sender)
+        self._sender, self._route, self._up = None, None, None
+        self._start_at = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)
+
+    def _tell_sender_of_document(self) -> None:
+        publish, layout = self._publish, self.hub.weights.layout
+        if publish is not None and publish.device_manifest is not None and layout is not None:
+            self._to_sender(BroadcastDocument(publish.manifest, publish.device_manifest, publish.path, layout))
+
+    def _to_sender(self, message: Message) -> None:
+        if self._route is not None:
+            self.hub.send_rank(self._route, encode(message))

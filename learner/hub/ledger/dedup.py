@@ -1,0 +1,287 @@
+"""What each incarnation of each actor has delivered: the tables that make a repeated message harmless.
+
+A sequence number is *settled* once it has a verdict and *durable* once its outcome is in a published checkpoint (or
+never will matter again). Both are a low-water mark plus bits above it. A rejected number is durable at once: its sender
+forgets it, so nobody will ever send it again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from streamrl.messages import Ack, RejectReason, SeqRange
+
+MAX_FENCED = 64
+"""Fenced incarnations remembered for each actor."""
+MAX_DEPARTED = 4096
+"""Senders without a link that are remembered; forgetting one is safe, because (group, member) is the authority."""
+FORGET_AFTER_SAVES = 2
+_MAX_RANGES = 256
+_MAX_REJECTED = 64
+
+
+class SeqWindow:
+    """A set of positive integers: everything up to `upto`, and bits above it."""
+
+    __slots__ = ("bits", "upto")
+
+    def __init__(self, upto: int = 0, bits: int = 0) -> None:
+        self.upto = upto
+        self.bits = bits
+
+    def __contains__(self, seq: int) -> bool:
+        return seq <= self.upto or bool(self.bits >> (seq - self.upto - 1) & 1)
+
+    def add(self, seq: int) -> None:
+        if seq <= self.upto:
+            return
+        self.bits |= 1 << (seq - self.upto - 1)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Move `upto` over the ones that touch it."""
+        num_ones = (~self.bits & (self.bits + 1)).bit_length() - 1
+        self.upto += num_ones
+        self.bits >>= num_ones
+
+    def raise_to(self, upto: int) -> None:
+        """Add everything up to a number, however far it is."""
+        if upto > self.upto:
+            self.bits >>= upto - self.upto
+            self.upto = upto
+            self._settle()
+
+    def ranges(self) -> tuple[SeqRange, ...]:
+        """What lies above `upto`, as inclusive ranges."""
+        return as_ranges(self.upto + 1 + i for i in range(self.bits.bit_length()) if self.bits >> i & 1)
+
+
+def as_ranges(seqs: Iterable[int]) -> tuple[SeqRange, ...]:
+    """Ascending integers as inclusive ranges."""
+    ranges: list[tuple[int, int]] = []
+    for seq in seqs:
+        if ranges and ranges[-1][1] == seq - 1:
+            ranges[-1] = (ranges[-1][0], seq)
+        else:
+            ranges.append((seq, seq))
+    return tuple(ranges)
+
+
+def outbox_error(outbox: Sequence[SeqRange], next_seq: int, window: int) -> str | None:
+    """What is wrong with the outbox of a HELLO, if anything."""
+    previous = 0
+    for first, last in outbox:
+        if not previous < first <= last < next_seq:
+            return f"outbox range {first}..{last} must lie between {previous + 1} and {next_seq - 1}, in order"
+        previous = last
+    if outbox and next_seq - outbox[0][0] > window:
+        return f"the outbox reaches from seq {outbox[0][0]} to {next_seq - 1}, further than the window of {window}"
+    return None
+
+
+class DedupRow(Struct, array_like=True):
+    """A sender as the checkpoint stores it. Bits travel as bytes: they are wider than any integer on the wire."""
+
+    actor_id: str
+    incarnation: int
+    settled_upto: int
+    settled_bits: bytes
+    durable_upto: int
+    durable_bits: bytes
+    departed: bool
+
+
+class DedupEntry:
+    """One incarnation of one actor."""
+
+    def __init__(self, actor_id: str, incarnation: int, window: int) -> None:
+        self.actor_id = actor_id
+        self.incarnation = incarnation
+        self.settled = SeqWindow()
+        self.durable = SeqWindow()
+        self.departed_at: int | None = None  # number of checkpoints published when it left
+        self._window = window
+        self._rejections: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        self._to_accept: set[int] = set()
+        self._to_make_durable: set[int] = set()
+        self._to_reject: dict[int, tuple[int, str]] = {}
+        self._dirty = False
+
+    def place(self, seq: int) -> Literal["new", "repeat", "beyond"]:
+        """Where a number falls: not yet judged, judged before, or further ahead than any honest sender goes."""
+        if seq in self.settled:
+            return "repeat"
+        if seq > self.settled.upto + self._window:
+            return "beyond"
+        return "new"
+
+    def forget_all_but(self, outbox: Sequence[SeqRange], next_seq: int) -> None:
+        """The sender's own word: it will never again send a number below `next_seq` that is not in its outbox.
+
+        Without this a number whose ack the sender acted on, but which no checkpoint remembers, would hold the low-water
+        mark down for ever after a restart.
+
+        Args:
+            outbox: valid by `outbox_error`.
+        """
+        starts = [first for first, _ in outbox] + [next_seq]
+        ends = [last for _, last in outbox]
+        for seqs in (self.settled, self.durable):
+            seqs.raise_to(starts[0] - 1)
+            for last, following in zip(ends, starts[1:], strict=True):
+                for seq in range(last + 1, following):
+                    seqs.add(seq)
+
+    def accept(self, seq: int) -> None:
+        self.settled.add(seq)
+        self._to_accept.add(seq)
+
+    def reject(self, seq: int, reason: RejectReason, detail: str, *, settle: bool = True) -> None:
+        verdict = (int(reason), detail[:256])
+        self._to_reject[seq] = verdict
+        if settle:
+            self.settled.add(seq)
+            self.durable.add(seq)
+            self._rejections[seq] = verdict
+            if len(self._rejections) > self._window:
+                self._rejections.popitem(last=False)
+
+    def repeat(self, seq: int) -> None:
+        """Say again what was said about this number."""
+        if seq in self._rejections:
+            self._to_reject[seq] = self._rejections[seq]
+        elif seq > self.settled.upto:
+            self._to_accept.add(seq)
+        if seq in self.durable and seq > self.durable.upto:
+            self._to_make_durable.add(seq)
+        self._dirty = True
+
+    def make_durable(self, seq: int) -> None:
+        if seq not in self.durable:
+            self.durable.add(seq)
+            self._to_make_durable.add(seq)
+
+    def take_ack(self) -> Ack | None:
+        """The next ack, or None if there is nothing to say. What does not fit one message stays for the next."""
+        accepted = as_ranges(sorted(seq for seq in self._to_accept if seq > self.settled.upto))
+        durable = as_ranges(sorted(seq for seq in self._to_make_durable if seq > self.durable.upto))
+        rejected = list(self._to_reject.items())
+        if not (self._dirty or self._to_accept or self._to_make_durable or rejected):
+            return None
+        self._to_accept = _beyond(accepted[_MAX_RANGES:])
+        self._to_make_durable = _beyond(durable[_MAX_RANGES:])
+        self._to_reject = dict(rejected[_MAX_REJECTED:])
+        self._dirty = False
+        return Ack(
+            incarnation=self.incarnation,
+            settled_upto=self.settled.upto, accepted=accepted[:_MAX_RANGES],
+            durable_upto=self.durable.upto, durable=durable[:_MAX_RANGES],
+            rejected=tuple((seq, *verdict) for seq, verdict in rejected[:_MAX_REJECTED]),
+        )
+
+    def row(self) -> DedupRow:
+        return DedupRow(
+            self.actor_id, self.incarnation, self.settled.upto, _to_bytes(self.settled.bits), self.durable.upto,
+            _to_bytes(self.durable.bits), self.departed_at is not None,
+        )
+
+
+class DedupTable:
+    """All senders the hub remembers, and the incarnations that may never come back."""
+
+    def __init__(self, window: int) -> None:
+        self.num_saves = 0
+        self._window = window
+        self._senders: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
+        self._current: dict[str, int] = {}
+        self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._senders)
+
+    def get(self, actor_id: str, incarnation: int) -> DedupEntry | None:
+        return self._senders.get((actor_id, incarnation))
+
+    def is_fenced(self, actor_id: str, incarnation: int) -> bool:
+        return incarnation in self._fenced.get(actor_id, ())
+
+    def open(self, actor_id: str, incarnation: int) -> tuple[DedupEntry, int | None]:
+        """The sender of a HELLO, and the incarnation that it supersedes, if any."""
+        older = self._current.get(actor_id)
+        if older is not None and older != incarnation:
+            self._fence(actor_id, older)
+        else:
+            older = None
+        self._current[actor_id] = incarnation
+        sender = self._senders.get((actor_id, incarnation))
+        if sender is None:
+            sender = self._senders[actor_id, incarnation] = DedupEntry(actor_id, incarnation, self._window)
+        sender.departed_at = None
+        return sender, older
+
+    def depart(self, actor_id: str, incarnation: int) -> None:
+        """Its link is gone; it may come back, so it is remembered for a while."""
+        sender = self._senders.get((actor_id, incarnation))
+        if sender is None:
+            return
+        sender.departed_at = self.num_saves
+        self._senders.move_to_end((actor_id, incarnation))
+        departed = [key for key, one in self._senders.items() if one.departed_at is not None]
+        for key in departed[: max(0, len(departed) - MAX_DEPARTED)]:
+            self._forget(key)
+
+    def saved(self) -> None:
+        """A checkpoint was published: fenced senders that two of them have seen are forgotten."""
+        self.num_saves += 1
+        for key, sender in list(self._senders.items()):
+            gone = sender.departed_at is not None and self.num_saves - sender.departed_at >= FORGET_AFTER_SAVES
+            if gone and self.is_fenced(*key):
+                self._forget(key)
+
+    def _fence(self, actor_id: str, incarnation: int) -> None:
+        self._fenced.setdefault(actor_id, deque(maxlen=MAX_FENCED)).append(incarnation)
+        self._fenced.move_to_end(actor_id)
+        if len(self._fenced) > MAX_DEPARTED:
+            self._fenced.popitem(last=False)
+        self.depart(actor_id, incarnation)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        del self._senders[key]
+        if self._current.get(key[0]) == key[1]:
+            del self._current[key[0]]
+
+    def rows(self) -> list[DedupRow]:
+        return [sender.row() for sender in self._senders.values()]
+
+    def fenced_rows(self) -> list[tuple[str, list[int]]]:
+        return [(actor_id, list(incarnations)) for actor_id, incarnations in self._fenced.items()]
+
+    @classmethod
+    def load(
+        cls, window: int, rows: Iterable[DedupRow], fenced: Iterable[tuple[str, Sequence[int]]]
+    ) -> DedupTable:
+        """The tables of a checkpoint. Nobody is linked yet, so every sender counts as departed."""
+        table = cls(window)
+        for actor_id, incarnations in fenced:
+            table._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
+        for row in rows:
+            sender = DedupEntry(row.actor_id, row.incarnation, window)
+            sender.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
+            sender.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
+            sender.departed_at = 0
+            table._senders[row.actor_id, row.incarnation] = sender
+            if not table.is_fenced(row.actor_id, row.incarnation):
+                table._current[row.actor_id] = row.incarnation
+        return table
+
+
+def _beyond(ranges: Sequence[SeqRange]) -> set[int]:
+    return {seq for first, last in ranges for seq in range(first, last + 1)}
+
+
+def _to_bytes(bits: int) -> bytes:
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")

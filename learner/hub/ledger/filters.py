@@ -1,0 +1,66 @@
+"""Which complete groups are worth training on. A filter takes a held group and gives a drop reason, or None to keep it.
+
+What a filter drops leaves capacity at once and the stream supplies the next group; nothing waits for a refill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from learner.hub.ledger.groups import HeldGroup
+
+GroupFilter = Callable[[HeldGroup], str | None]
+
+
+def keep_all(group: HeldGroup) -> str | None:
+    """The filter that drops nothing."""
+    return None
+
+
+def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilter:
+    """Drop groups whose rewards spread less than `min_std` (unbiased): no gradient in them. A single member is kept.
+
+    Args:
+        scores: what is trained on instead of the reward; a group is dropped if none of them spreads.
+    """
+
+    def judge(group: HeldGroup) -> str | None:
+        if len(group.members) < 2:
+            return None
+        columns = [[member.reward for member in group.members]]
+        if scores:
+            columns = [[member.scores.get(name, 0.0) for member in group.members] for name in scores]
+        values = np.array(columns, dtype=np.float64)
+        # The lowest is taken off first, so that equal rewards have a spread of exactly zero.
+        spread = (values - values.min(axis=1, keepdims=True)).std(axis=1, ddof=1)
+        return "zero_std" if (spread < min_std).all() else None
+
+    return judge
+
+
+def accuracy_range(low: float = 0.01, high: float = 0.99) -> GroupFilter:
+    """Drop groups whose mean accuracy is not strictly inside (low, high). DAPO, arXiv:2503.14476.
+
+    Accuracy is a member's score `ans_acc`, else `score`, else its reward.
+    """
+    if not low <= high:
+        raise ValueError(f"low={low} and high={high} must satisfy low <= high")
+
+    def judge(group: HeldGroup) -> str | None:
+        accuracies = [
+            member.scores.get("ans_acc", member.scores.get("score", member.reward)) for member in group.members
+        ]
+        return None if low < float(np.mean(accuracies)) < high else "accuracy_range"
+
+    return judge
+
+
+def first_of(*filters: GroupFilter) -> GroupFilter:
+    """Ask several filters in turn; the first reason counts."""
+
+    def judge(group: HeldGroup) -> str | None:
+        return next((reason for one in filters if (reason := one(group)) is not None), None)
+
+    return judge

@@ -1,0 +1,92 @@
+"""Which prompt comes next: an endless, seeded, resumable order over the records of a task.
+
+The n-th draw is a pure function of (seed, n), so a cursor is one integer and a group's prompt follows from its number.
+A pass visits every record once; the order of a pass is a keyed permutation that is computed, never stored, so a task of
+a billion records costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_MASK64 = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix64(*words: int) -> int:
+    """A well-mixed u64 of some integers; the finalizer of SplitMix64 (Steele, Lea, Flood 2014) over each word."""
+    state = 0
+    for word in words:
+        state = (state ^ (word & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def permuted(index: int, size: int, key: int) -> int:
+    """Where `index` goes under a keyed permutation of 0..size-1.
+
+    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside: at most
+    four steps on average, because that domain is less than four times `size`.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    low_mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & low_mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (mix64(key, turn, right) & low_mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One draw: the record, and how many full passes over the data came before."""
+
+    prompt_index: int
+    pass_index: int
+
+
+class PromptStream:
+    """The order of prompts.
+
+    Args:
+        num_records: size of the split, at least 1.
+        seed: of the order.
+        record: index -> the record as JSON bytes, or None if actors load records by index themselves.
+        shuffle: False draws 0, 1, 2, ... in every pass.
+    Example:
+        PromptStream(3, 0, record, shuffle=False) draws (0, 0), (1, 0), (2, 0), (0, 1), ...
+    """
+
+    def __init__(
+        self, num_records: int, seed: int, record: Callable[[int], bytes | None], *, shuffle: bool = True
+    ) -> None:
+        if num_records < 1:
+            raise ValueError(f"num_records={num_records}: a task needs at least one training record")
+        self.num_records = num_records
+        self.cursor = 0
+        self.record = record
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def at(self, position: int) -> Prompt:
+        """The draw at a position; a pure function."""
+        pass_index, index = divmod(position, self.num_records)
+        if self._shuffle:
+            index = permuted(index, self.num_records, mix64(self._seed, pass_index))
+        return Prompt(index, pass_index)
+
+    def draw(self) -> Prompt:
+        """The next prompt; moves the cursor."""
+        prompt = self.at(self.cursor)
+        self.cursor += 1
+        return prompt
+
+
+def member_seed(run_seed: int, group_id: int, member: int) -> int:
+    """Sampling seed of a member, u64. The attempt is left out: a repeated group is the same draw."""
+    return mix64(run_seed, group_id, member)

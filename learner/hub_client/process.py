@@ -1,0 +1,65 @@
+"""Rank 0 starts the hub as a process beside itself; each is the other's parent_watch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from learner.hub.settings import HubSettings, write_settings
+from streamrl.errors import StreamrlError
+from streamrl.parent_watch import child_environment
+
+log = logging.getLogger("streamrl.learner")
+
+FOLDER_PREFIX = "streamrl-ranks-"
+
+
+def private_rank_endpoint() -> str:
+    """A socket file in a directory that only this user may enter."""
+    return f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
+
+
+class HubProcess:
+    """The child. Its death is the learner's death; the learner's death ends it by end-of-file on its stdin."""
+
+    def __init__(self, settings: HubSettings) -> None:
+        self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
+        path = Path(settings.run_dir) / "hub_settings.json"
+        write_settings(settings, path)
+        environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "learner.hub", str(path)], stdin=subprocess.PIPE, env=environment,
+            start_new_session=True, cwd=os.getcwd(),
+        )
+
+    def check(self) -> None:
+        """Raises StreamrlError if the hub has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise StreamrlError(f"the hub process ended with status {code}: its last words are above")
+
+    def wait(self, timeout_s: float) -> None:
+        """After Shutdown: let it flush; end it by force if it takes too long."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.warning("the hub did not end within %g s: killed", timeout_s)
+            self._process.kill()
+            self._process.wait()
+
+    def abandon(self) -> None:
+        """Close the parent_watch: the hub tells the actors that a successor will come, cleans up and ends."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self.wait(15.0)
+        # The hub removes its socket itself, unless it was killed.
+        if self._socket_folder.name.startswith(FOLDER_PREFIX):
+            shutil.rmtree(self._socket_folder, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""From the run's config to the plain settings of its hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from learner.hub.settings import HubSettings, TaskSettings
+from streamrl.config.load import to_plain
+from streamrl.config.rules import largest_eta, largest_max_lag, lookahead, max_lag
+from streamrl.config.schema import Config, SamplingConfig, StalenessMode
+from streamrl.messages import Limits, Lineage, Sampling
+
+OUTBOX_GROUPS = 1024
+"""Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
+OUTBOX_BYTES = 4 << 30
+DEDUPE_WINDOW = 8192
+"""Sequence numbers between an actor's oldest group that is not durable and its newest; wider than the outbox, because
+evaluations and returned leases use numbers too and are durable at once."""
+FAR_FUTURE = (1 << 31) - 1
+WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
+"""What an actor gets to know of the learner's config."""
+
+
+def hub_settings(
+    config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
+    world: int, bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
+    bounds: tuple[int, int] | None = None, device: str = "cpu",
+) -> HubSettings:
+    """Everything the hub process is told.
+
+    Args:
+        bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
+    """
+    zero_std = config.filter.min_std if config.filter.zero_std else None
+    accuracy = config.filter.accuracy_range
+    return HubSettings(
+        run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
+        run_seed=config.run.seed, world=world, bind=bind, weights_port=config.hub.weights_port,
+        advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
+        shm_dir=str(shm_dir),
+        task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),
+        welcome_task=json.dumps({name: to_plain(config)[name] for name in WELCOME_SECTIONS}),
+        total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
+        sampling=wire_sampling(config.rollout.train.sampling),
+        eval_sampling=wire_sampling(config.rollout.test.sampling),
+        ledger=ledger_settings(config, bounds),
+        zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
+        trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
+        dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
+        num_keep_versions=config.publish.num_keep_versions,
+        max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
+        probe_tolerance=config.publish.probe_tolerance,
+        restore_path=str(restore_path) if restore_path else None,
+        transports=tuple(config.publish.transports), nccl_init_deadline_s=config.publish.nccl_init_deadline_s,
+        nccl_bucket_deadline_s=config.publish.nccl_bucket_deadline_s, bucket_bytes=config.publish.bucket_bytes,
+        device=device,
+    )
+
+
+def wire_sampling(sampling: SamplingConfig) -> Sampling:
+    return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def steps_between_checkpoints(config: Config) -> int:
+    """`checkpoint.every_steps`, or fewer: what is trained in between and what is in flight must fit into a lone actor's
+    outbox, because a full outbox stops generation and only a checkpoint empties it. 0 is never."""
+    in_flight = largest_eta(config) + 3
+    fit = max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
+    return min(config.checkpoint.every_steps, fit)
+
+
+def response_limit(config: Config) -> int:
+    """Most tokens after the prompt of one trajectory, in either split."""
+    new_tokens = max(config.rollout.train.sampling.max_new_tokens, config.rollout.test.sampling.max_new_tokens)
+    if config.env.max_turns == 1:
+        return new_tokens
+    return max(config.learner.max_tokens_per_device, config.env.max_turns * new_tokens)
+
+
+def answer_limit(config: Config) -> int:
+    """Most action tokens of one training trajectory: what answers are measured by, not what is admitted."""
+    return config.env.max_turns * config.rollout.train.sampling.max_new_tokens
+
+
+def limits(config: Config, vocab_size: int) -> Limits:
+    """What actors must respect."""
+    # Actors report progress once a generation is finished; half a second a token is slower than any that lives.
+    patience_s = max(120.0, 0.5 * response_limit(config))
+    masks = config.staleness.mode is StalenessMode.mask_old_tokens
+    useful = FAR_FUTURE if masks else largest_max_lag(config)
+    return Limits(
+        heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
+        progress_deadline_s=patience_s,
+        outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,
+    )
+
+
+def ledger_settings(config: Config, bounds: tuple[int, int] | None = None) -> dict[str, object]:
+    """Arguments of `LedgerSettings`."""
+    eta, refused_beyond = bounds or (config.staleness.eta, max_lag(config))
+    batch = config.rollout.num_prompts_per_step
+    steps = 0 if config.trainer.eval_only else config.trainer.num_steps
+    return {
+        "groups_per_batch": batch, "group_size": config.rollout.num_responses_per_prompt,
+        "eta": eta, "window": lookahead(config), "max_lag": refused_beyond,
+        "num_groups_total": steps * batch, "lease_ttl_s": config.hub.lease_ttl_s,
+        "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
+        "on_stale": config.staleness.on_stale.name, "mode": config.staleness.mode.name,
+        "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
+        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": DEDUPE_WINDOW,
+    }

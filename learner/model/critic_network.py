@@ -1,0 +1,91 @@
+"""The critic's networks, and how one is put together from the settings.
+
+    ValueHead     hidden states of the policy -> values               (critic.kind=head)
+    CriticModel   packed tokens -> its own transformer -> ValueHead   (critic.kind=model)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from learner.mesh import Ranks
+from learner.model.attention import PackedLayout
+from learner.model.critic import Critic
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.policy import Policy, decoder_layers, load_policy, shard
+from streamrl.config.schema import CriticConfig, CriticKind
+from streamrl.errors import ConfigError
+
+_LARGEST_ACTION_HEAD = 4096
+_ACTION_ESTIMATOR = "retrace_q"
+
+
+class ValueHead(nn.Module):
+    """Two layers on normalized hidden states; the last one starts at 0, so that values begin there and not at noise."""
+
+    def __init__(self, hidden_size: int, num_outputs: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.inner = nn.Linear(hidden_size, hidden_size)
+        self.outer = nn.Linear(hidden_size, num_outputs)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[K, H] to [K, num_outputs]."""
+        return self.outer(nn.functional.silu(self.inner(self.norm(states.to(self.inner.weight.dtype)))))
+
+
+class CriticModel(nn.Module):
+    """A decoder of its own with a value head on it."""
+
+    def __init__(self, decoder: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = head
+
+    def forward(self, tokens: Tensor, positions: Tensor, packing: PackedLayout, state_index: Tensor) -> Tensor:
+        """Values of the states at `state_index` [K] of the packed row [N]; [K, num_outputs]."""
+        hidden = self.decoder(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]
+        return self.head(hidden.index_select(0, state_index))
+
+
+def build_critic(
+    config: CriticConfig, estimator: str, policy: Policy, model_dir: Path, *, num_steps: int, dtype: torch.dtype,
+    ranks: Ranks,
+) -> Critic:
+    """The critic that the settings describe.
+
+    Args:
+        estimator: `retrace_q` makes it one of action values.
+        model_dir: the policy's first checkpoint; a critic model starts from it unless `critic.model_path` says another.
+        num_steps: of the run, for the schedule.
+    Raises:
+        ConfigError: action values over a large vocabulary, or action values without the policy's states.
+    """
+    of_actions = estimator == _ACTION_ESTIMATOR
+    vocabulary = policy.vocab_size
+    if of_actions and vocabulary > _LARGEST_ACTION_HEAD:
+        raise ConfigError(
+            f"advantage.estimator={estimator!r} gives every word of the vocabulary a value; with {vocabulary} words "
+            f"(most {_LARGEST_ACTION_HEAD}) that head would be larger than the model: use retrace_v or vtrace."
+        )
+    if of_actions and config.kind is not CriticKind.head:
+        raise ConfigError(f"advantage.estimator={estimator!r} reads the policy's distribution: set critic.kind=head.")
+    outputs = 1 + vocabulary if of_actions else 1
+    if config.kind is CriticKind.head:
+        module: nn.Module = shard(ValueHead(policy.hidden_size, outputs), [], ranks, torch.float32)
+    else:
+        start = load_policy(config.model_path or model_dir)
+        network = CriticModel(start.model.get_decoder(), ValueHead(start.hidden_size, outputs))
+        module = shard(network, decoder_layers(start.model), ranks, dtype)
+    return Critic(
+        module, make_optimizer(module, config.optimizer), Schedule("constant", config.optimizer.lr, num_steps),
+        ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
+        num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm,
+    )

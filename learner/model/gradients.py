@@ -1,0 +1,75 @@
+"""The optimizer step that all ranks take or skip: global norm, clip, step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from learner.mesh import Ranks
+from learner.model.optimizer import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global norm before clipping; nan or inf if the step was skipped.
+        skipped: True on all ranks if any gradient was not finite; weights and moments are untouched then.
+        lr: learning rate of the step.
+    """
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+
+
+@torch.no_grad()
+def optimizer_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, *, step: int, max_grad_norm: float,
+    ranks: Ranks, lr_scale: float = 1.0, frozen: bool = False,
+) -> StepResult:
+    """Clip the global gradient norm, step, and forget the gradients.
+
+    Args:
+        step: the version before the update; the scheduled rate depends on nothing else.
+        lr_scale: factor on the scheduled rate, for steps that trust their batch less.
+        max_grad_norm: gradients are scaled down to this norm; 0 or less does not clip.
+        frozen: measure and forget the gradients, but change nothing (a critic's warm-up).
+    """
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    norm = grad_norm(gradients, ranks)
+    lr = schedule.lr_at(step) * lr_scale
+    skipped = not math.isfinite(norm)
+    if not skipped and not frozen:
+        if 0 < max_grad_norm < norm:
+            torch._foreach_mul_([_local(g) for g in gradients], max_grad_norm / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(norm, skipped, 0.0 if frozen else lr)
+
+
+def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
+    """Euclidean norm over all gradients, each shard counted once; a collective call if any is sharded."""
+    sharded = sum_of_squares([g for g in gradients if isinstance(g, DTensor)])
+    whole = sum_of_squares([g for g in gradients if not isinstance(g, DTensor)])
+    return math.sqrt(ranks.all_reduce([sharded])[0] + whole)
+
+
+def sum_of_squares(tensors: list[Tensor]) -> float:
+    """Sum of squares of the local parts, accumulated in float64 over tensors."""
+    parts = [_local(t) for t in tensors]
+    parts = [p for p in parts if p.numel()]
+    if not parts:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(parts)).double().square().sum())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

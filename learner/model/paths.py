@@ -1,0 +1,63 @@
+"""The model that a run starts from: where it is, how many words it has, in which types it computes and travels."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from learner.mesh import Ranks
+from learner.model.tiny import prepare_tiny_model
+from streamrl.config.schema import Config, WireDtype
+from streamrl.environment import Task
+from streamrl.errors import ConfigError
+
+log = logging.getLogger("streamrl.learner")
+
+
+def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
+    """The checkpoint to start from; a tiny model is made by rank 0 first."""
+    if not config.policy.tiny.enabled:
+        assert config.policy.model_path is not None
+        return Path(config.policy.model_path)
+    tiny = config.policy.tiny
+    for rank in range(ranks.world):
+        if rank == ranks.rank:
+            path = prepare_tiny_model(
+                tiny.cache_dir, task, hidden_size=tiny.hidden_size, num_layers=tiny.num_layers,
+                num_heads=tiny.num_heads, num_warm_start_steps=tiny.num_warm_start_steps,
+                warm_start_lr=tiny.warm_start_lr, stop_at=tiny.warm_start_until, seed=config.run.seed,
+                num_threads=config.run.num_threads or torch.get_num_threads(), progress=log.info,
+                max_positions=config.learner.max_tokens_per_device,
+            )
+        ranks.barrier()
+    return path
+
+
+def policy_vocab_size(model_dir: Path) -> int:
+    """From config.json, without loading the model: the hub checks token ids against it."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"policy.model_path={model_dir} holds no config.json: give a local Hugging Face checkpoint directory"
+        ) from error
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, where bfloat16 is emulated and very slow; bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"policy.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
+    return dtype
+
+
+def wire_dtype(choice: WireDtype, device: torch.device) -> torch.dtype:
+    if choice is WireDtype.auto:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if choice is WireDtype.float32 else torch.bfloat16

@@ -1,0 +1,154 @@
+"""A copy of the policy that is never trained: the reference of a KL term, or a slowly moving proximal anchor.
+
+    reference = FrozenPolicy(load_policy(model_dir, ranks=ranks, ...), name="reference")
+    logprobs = reference.score(batch)          [M], without gradients; a collective call over sharded ranks
+    reference.sync(policy)                     become the policy as it is now
+    anchor.blend(policy, decay=0.99)           w <- 0.99 w + 0.01 w_policy
+
+The copy is built by the same `load_policy` call as the policy, so FSDP2 shards both alike: `sync` and `blend` work on
+the local shards and talk to nobody. A copy that has moved away from its files must survive a restart:
+
+    save_checkpoint(..., also=reference.tensors())
+    reference.restore(checkpoint.shards())     False: the checkpoint has no such copy, nothing was changed
+
+The keys are `frozen/<name>/<parameter>`, so several copies with different names fit into one checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from learner.checkpoint.shards import ShardReader, local_part, reshard
+from learner.data.packing import MicroBatch
+from learner.mesh import Ranks
+from learner.model.policy import Policy, load_policy
+from learner.objective.kl_options import needs_reference
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+
+class FrozenPolicy:
+    """Weights that only `sync`, `blend` and `restore` change.
+
+    Args:
+        policy: a policy of its own, which nobody else uses; its gradients are switched off here.
+        name: letters and digits; tells this copy from others in a checkpoint.
+    """
+
+    def __init__(self, policy: Policy, *, name: str) -> None:
+        self.name = name
+        self._policy = policy.requires_grad_(False).eval()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._policy.vocab_size
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> Tensor:
+        """Log-prob of each scored token at its own temperature, [M], nats, float32, detached.
+
+        Every rank must call it for as many micro-batches as the others; an empty micro-batch gives an empty tensor.
+        """
+        logprobs, _ = self._policy(
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+        )
+        reshard(self._policy)  # no backward pass will free the gathered root
+        return logprobs
+
+    def check_alike(self, source: nn.Module) -> None:
+        """Raise ConfigError unless `source` has the same parameters: found at the start, not at the first sync."""
+        mine, theirs = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (self._policy, source))
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"the {self.name} model cannot follow the policy: {name} is {mine.get(name)} there and "
+                f"{theirs.get(name)} in the policy; use a checkpoint of the same architecture."
+            )
+
+    @torch.no_grad()
+    def sync(self, source: nn.Module) -> None:
+        """Take over the weights of `source`, a policy of the same architecture and sharding."""
+        for mine, theirs in self._pairs(source):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
+    def blend(self, source: nn.Module, *, decay: float) -> None:
+        """Exponential average: keep the share `decay` of the present weights, take the rest from `source`.
+
+        Raises:
+            ValueError: decay outside [0, 1].
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay={decay} must lie in [0, 1]")
+        pairs = list(self._pairs(source))
+        torch._foreach_lerp_([mine for mine, _ in pairs], [theirs for _, theirs in pairs], 1.0 - decay)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(key, sharded weight) of every parameter, for a checkpoint."""
+        reshard(self._policy)
+        for name, parameter in self._policy.named_parameters():
+            yield f"frozen/{self.name}/{name}", parameter.detach()
+
+    def restore(self, shards: ShardReader) -> bool:
+        """Take the weights of this name out of a checkpoint; False if it holds none.
+
+        Raises:
+            CheckpointError: they belong to another model.
+        """
+        if not any(key.startswith(f"frozen/{self.name}/") for key in shards.keys()):  # noqa: SIM118
+            return False
+        for key, parameter in self.tensors():
+            shards.read_into(key, parameter)
+        return True
+
+    def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's shards of both, parameter by parameter."""
+        reshard(self._policy)
+        reshard(source)
+        theirs = dict(source.named_parameters())
+        for name, parameter in self._policy.named_parameters():
+            mine, other = local_part(parameter.detach()), local_part(theirs[name].detach())
+            if mine.numel():
+                yield mine, other
+
+
+def load_reference(
+    config: Config, start: Path | str, policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32
+) -> FrozenPolicy | None:
+    """The reference model that the settings ask for, or None if nothing would read it.
+
+    Args:
+        start: where the run's first weights are; the reference unless `reference.model_path` names another.
+        policy: what it will be compared with, and perhaps follow.
+    Raises:
+        ConfigError: no such checkpoint, another vocabulary, or another architecture where it is to be synced.
+    """
+    if not needs_reference(config.kl, config.constraint):
+        return None
+    path = config.reference.model_path or start
+    try:
+        model = load_policy(
+            path, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens
+        )
+    except ConfigError as error:
+        raise ConfigError(f"reference.model_path={path}: {error}") from error
+    reference = FrozenPolicy(model, name="reference")
+    if reference.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"reference.model_path={path} has {reference.vocab_size} tokens and the policy has {policy.vocab_size}: "
+            "log-probs of the same tokens are compared, so both need one tokenizer."
+        )
+    if config.reference.sync_every_steps:
+        reference.check_alike(policy)
+    return reference
+
+
+def sync_if_due(reference: FrozenPolicy | None, policy: nn.Module, *, every: int, version: int) -> None:
+    """Let the reference follow after every so many optimizer steps; 0 never."""
+    if reference is not None and every and version % every == 0:
+        reference.sync(policy)

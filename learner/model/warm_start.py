@@ -1,0 +1,179 @@
+"""The supervised start of a tiny model: teach it the task, then make it careless, so that there is work to do.
+
+A model that half knows an algorithm is a poor start: one reward a sequence carries too few bits to teach the other half
+in a minute. A model that knows the algorithm and slips is a good one, and like what large models bring to reinforcement
+learning: right answers are among its samples, and the reward has to make them likely. So the second phase goes on
+training with answers whose letters slip to the next letter of the alphabet, until the greedy answer is right only as
+often as asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[str], None]
+Pairs = Sequence[tuple[str, str]]
+Row = tuple[list[int], list[int]]
+
+TAUGHT = 0.98
+"""Teaching ends early at this share of exact answers, as a mean over eight fresh batches."""
+SLIP = 0.6
+"""Chance of a slip per letter. Above one half, so that the greedy answer must go wrong if this went on for long."""
+CARELESS_STEPS = 200
+"""Most steps of the second phase."""
+CARELESS_LR = 0.1
+"""Its learning rate, as a share of the first phase's: the skill must survive."""
+NUM_HELD_OUT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Steps of both phases, the last loss of the first in nats a token, and greedy exact match at the end."""
+
+    num_steps: int
+    num_careless_steps: int
+    loss: float
+    exact_match: float
+
+
+def warm_start(
+    model_dir: Path | str,
+    pairs: Pairs,
+    *,
+    num_steps: int,
+    lr: float = 4e-3,
+    batch_size: int = 64,
+    stop_at: float = 0.3,
+    seed: int = 0,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> WarmStart:
+    """Train the checkpoint in place on (prompt, answer) texts; prompt tokens are left out of the loss.
+
+    Args:
+        pairs: taken in order, read again from the start when they run out; the last 256, or a fifth, are held out.
+        num_steps: most steps of the first phase.
+        lr: of AdamW, after 20 steps of warm-up; falls to zero over the second half of `num_steps`.
+        stop_at: held-out greedy exact match to end with; 1.0 leaves the second phase out.
+        num_threads: of torch, for the time of this call.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        school = WarmStartTrainer(model, tokenizer, pairs, batch_size, progress or (lambda _: None))
+        steps, loss = school.teach(num_steps, lr)
+        careless_steps = school.inject_errors(lr * CARELESS_LR, stop_at, random.Random(seed))
+        result = WarmStart(steps, careless_steps, loss, school.exact_match())
+    finally:
+        torch.set_num_threads(threads_before)
+    model.save_pretrained(model_dir)
+    if progress:
+        progress(f"warm start: {steps} + {careless_steps} steps, greedy exact match {result.exact_match:.2f}")
+    return result
+
+
+class WarmStartTrainer:
+    def __init__(self, model: Any, tokenizer: Any, pairs: Pairs, batch_size: int, progress: Progress) -> None:
+        num_held_out = min(NUM_HELD_OUT, max(1, len(pairs) // 5))
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pairs = pairs[:-num_held_out] or pairs
+        self.held_out = [self.encode(prompt, answer) for prompt, answer in pairs[-num_held_out:]]
+        self.letters = sorted({letter for _, answer in pairs for letter in answer})
+        self.batch_size = batch_size
+        self.progress = progress
+        self.position = 0
+
+    def teach(self, num_steps: int, lr: float) -> tuple[int, float]:
+        """Steps done and the last loss."""
+        optimizer = self.optimizer(lr)
+        recent: list[float] = []
+        loss, step = 0.0, 0
+        for step in range(1, num_steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, step / 20, 2 * (num_steps - step + 1) / num_steps)
+            # Scored before it is learned from, so a batch that was not read before is an honest test.
+            loss, exact = self.step(optimizer, [self.encode(*pair) for pair in self.next_pairs()])
+            recent = [*recent[-7:], exact]
+            share = sum(recent) / len(recent)
+            if step % 50 == 0:
+                self.progress(f"warm start: step {step}, loss {loss:.3f}, exact match {share:.2f}")
+            if len(recent) == 8 and share >= TAUGHT:
+                break
+        return step, loss
+
+    def inject_errors(self, lr: float, stop_at: float, rng: random.Random) -> int:
+        """Steps done until the held-out exact match is no more than `stop_at`."""
+        optimizer = self.optimizer(lr)
+        for step in range(CARELESS_STEPS):
+            if self.exact_match() <= stop_at:
+                return step
+            slipped = [(prompt, self.corrupt_answer(answer, rng)) for prompt, answer in self.next_pairs()]
+            self.step(optimizer, [self.encode(*pair) for pair in slipped])
+        return CARELESS_STEPS
+
+    def corrupt_answer(self, answer: str, rng: random.Random) -> str:
+        following = dict(zip(self.letters, [*self.letters[1:], self.letters[0]], strict=True))
+        return "".join(following[letter] if rng.random() < SLIP else letter for letter in answer)
+
+    def optimizer(self, lr: float) -> Any:
+        import torch
+
+        return torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, optimizer: Any, rows: list[Row]) -> tuple[float, float]:
+        import torch
+
+        logits, labels = self.forward(rows)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach()), _exact_share(logits, labels)
+
+    def exact_match(self) -> float:
+        import torch
+
+        with torch.no_grad():
+            return _exact_share(*self.forward(self.held_out))
+
+    def forward(self, rows: list[Row]) -> tuple[Any, Any]:
+        """Logits [B, T-1, A] and labels [B, T-1], -100 on prompt and padding."""
+        import torch
+
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        labels = torch.full((len(rows), width), -100)
+        for row, (prompt, answer) in enumerate(rows):
+            end = len(prompt) + len(answer)
+            input_ids[row, :end] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : end] = torch.tensor(answer)
+        # Right padding needs no attention mask: no position with a label looks ahead.
+        return self.model(input_ids=input_ids, use_cache=False).logits[:, :-1], labels[:, 1:]
+
+    def next_pairs(self) -> list[tuple[str, str]]:
+        chosen = [self.pairs[(self.position + i) % len(self.pairs)] for i in range(self.batch_size)]
+        self.position += self.batch_size
+        return chosen
+
+    def encode(self, prompt: str, answer: str) -> Row:
+        messages = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = [self.tokenizer.encode(part, add_special_tokens=False) for part in (text, answer)]
+        return ids[0], [*ids[1], self.tokenizer.eos_token_id]
+
+
+def _exact_share(logits: Any, labels: Any) -> float:
+    """All argmax tokens right under teacher forcing is the same as the greedy answer being right."""
+    right = (logits.argmax(-1) == labels) | (labels == -100)
+    return float(right.all(-1).float().mean())

@@ -1,0 +1,264 @@
+"""Settings of KL, entropy and constraints: the functions they name, those functions' knobs, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from streamrl.algorithms import (
+    CORRECTION_PRESETS,
+    clip_high_update,
+    constraint_penalty,
+    entropy_coef_update,
+    kl_doubling,
+    kl_exponential,
+    kl_horizon,
+    kl_linear,
+    kl_log_integral,
+    kl_pid,
+    kl_schedule,
+    lagrangian_update,
+    pid_lagrangian_update,
+)
+from streamrl.algorithms.controls.kl import LOSS_KINDS
+from streamrl.algorithms.types import ConstraintState, KlState
+from streamrl.config.schema import (
+    ConstraintConfig,
+    ConstraintMethod,
+    EntropyAdapt,
+    EntropyConfig,
+    KlConfig,
+    LossConfig,
+    ReferenceConfig,
+)
+from streamrl.errors import ConfigError
+
+MODES = ("off", "reward_k1", "advantage", *LOSS_KINDS)
+FRESH_ONLY = ("k2", "k1+", "k3+")
+"""Kinds of KL loss whose gradient is the reverse KL's only on samples of the policy itself."""
+CONTROLLERS: Mapping[str, Callable[..., KlState]] = {
+    "exponential": kl_exponential, "linear": kl_linear, "pid": kl_pid, "horizon": kl_horizon, "doubling": kl_doubling,
+    "log_integral": kl_log_integral,
+}
+DUAL_METHODS: Mapping[ConstraintMethod, Callable[..., ConstraintState]] = {
+    ConstraintMethod.lagrangian: lagrangian_update, ConstraintMethod.pid: pid_lagrangian_update,
+}
+_GIVEN = ("num_trajectories", "start", "sense", "frozen")  # what the learner itself passes to those functions
+_CLIPPED = ("ppo_clip", "decoupled_ppo", "gspo", "dis", "m2po", "dppo_tv", "dppo_kl")
+
+
+def starting_coef(kl: KlConfig) -> float:
+    """Weight of the KL term before the first update; 0 if there is no term."""
+    if kl.mode == "off":
+        return 0.0
+    if kl.coef is not None:
+        return kl.coef
+    return 0.001 if kl.controller == "constant" else 0.2
+
+
+def controller_options(kl: KlConfig) -> dict[str, Any]:
+    """Keyword arguments of the controller; ConfigError names the knobs it has."""
+    if kl.controller == "constant":
+        return _known("kl.options", kl.options, {}, "kl.controller=constant")
+    rule = kl_schedule if kl.controller == "schedule" else CONTROLLERS[kl.controller]
+    return _known("kl.options", kl.options, _knobs(rule), f"kl.controller={kl.controller}")
+
+
+def entropy_options(entropy: EntropyConfig) -> dict[str, float]:
+    """Keyword arguments of the entropy controller; {} without one."""
+    if entropy.adapt is EntropyAdapt.none:
+        return {}
+    assert entropy.target is not None, "entropy.adapt without a target is refused by check_regularizers()"
+    options = {"target": entropy.target, "step": entropy.step, **_entropy_bounds(entropy)}
+    return options
+
+
+def _entropy_bounds(entropy: EntropyConfig) -> dict[str, float]:
+    rule = entropy_coef_update if entropy.adapt is EntropyAdapt.coef else clip_high_update
+    own = _knobs(rule)
+    return {
+        "low": own["low"] if entropy.low is None else entropy.low,
+        "high": own["high"] if entropy.high is None else entropy.high,
+    }
+
+
+def constraint_limits(constraint: ConstraintConfig) -> dict[str, float]:
+    """Name of each constraint -> its limit."""
+    limits = {"kl": constraint.kl_limit, "entropy": constraint.entropy_min}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
+    """Keyword arguments of the method of constraints, with the penalty's weight filled in."""
+    rule = DUAL_METHODS.get(constraint.method, constraint_penalty)
+    knobs = _knobs(rule)
+    options = _known("constraint.options", constraint.options, knobs, f"constraint.method={constraint.method.name}")
+    if constraint.method is ConstraintMethod.penalty:
+        options.setdefault("weight", knobs["weight"])
+    return options
+
+
+def needs_reference(kl: KlConfig, constraint: ConstraintConfig) -> bool:
+    """Somebody asks for the reference model's log-probs."""
+    return kl.mode != "off" or constraint.kl_limit is not None
+
+
+def brings_no_ratio(loss: LossConfig) -> bool:
+    """Nothing multiplies the advantages by pi/mu: a KL among them must bring its own."""
+    return loss.surrogate == "reinforce" and CORRECTION_PRESETS[loss.correction].weight == "none"
+
+
+def check_regularizers(
+    kl: KlConfig, reference: ReferenceConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
+    max_lag: int,
+) -> None:
+    """Refuse what is unknown, impossible, biased without being asked for, or without effect.
+
+    Raises:
+        ConfigError: names the setting, the value and the remedy.
+    """
+    _check_kl(kl, max_lag)
+    _check_cap(kl, constraint, loss)
+    if not needs_reference(kl, constraint):
+        _unused("reference.model_path", reference.model_path, None, "without kl.mode or constraint.kl_limit")
+        _unused("reference.sync_every_steps", reference.sync_every_steps, 0, "without kl.mode or constraint.kl_limit")
+    _need(reference.sync_every_steps >= 0, f"reference.sync_every_steps={reference.sync_every_steps} is negative.")
+    _check_entropy(entropy, loss)
+    _check_constraint(constraint)
+
+
+def _check_kl(kl: KlConfig, max_lag: int) -> None:
+    _one_of("kl.mode", kl.mode, MODES)
+    _one_of("kl.controller", kl.controller, ("constant", *CONTROLLERS, "schedule"))
+    if kl.mode == "off":
+        for name, idle in (("coef", None), ("controller", "constant"), ("options", {}), ("allow_biased", False)):
+            _unused(f"kl.{name}", getattr(kl, name), idle, "with kl.mode=off")
+        return
+    biased = kl.mode == "k3" or (kl.mode in FRESH_ONLY and max_lag > 0)
+    _need(
+        kl.allow_biased or not biased,
+        f"kl.mode={kl.mode} on data up to {max_lag} steps old has not the gradient of the reverse KL: use k2_is (or "
+        "k1_is, k3_is), or ask for it with kl.allow_biased=true.",
+    )
+    _need(biased or not kl.allow_biased, f"kl.allow_biased=true does nothing with kl.mode={kl.mode}: leave it out.")
+    coef, options = starting_coef(kl), controller_options(kl)
+    _need(coef > 0.0 or kl.controller == "pid", f"kl.coef={coef} never pulls: set kl.mode=off, or a positive weight.")
+    _need(coef >= 0.0, f"kl.coef={coef} must not be negative.")
+    if kl.controller == "horizon":
+        _need("horizon" in options, "kl.controller=horizon needs kl.options.horizon, in trajectories (e.g. 10000).")
+        options = {**options, "num_trajectories": 1}
+    if kl.controller == "schedule":
+        _accepted("kl.options", lambda: kl_schedule(0, start=coef, **options))
+    elif kl.controller != "constant":
+        rule = CONTROLLERS[kl.controller]
+        _accepted("kl.options", lambda: rule(KlState(coef), 0.01, **options))
+        _within("kl.coef", coef, {**_knobs(rule), **options}, "kl.options.low", "kl.options.high")
+
+
+def _check_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) -> None:
+    reads = (
+        kl.mode == "k2_is" or constraint.kl_limit is not None or (kl.mode == "advantage" and brings_no_ratio(loss))
+    )
+    _need(kl.cap > 0.0, f"kl.cap={kl.cap} must be positive.")
+    if not reads:
+        _unused("kl.cap", kl.cap, KlConfig().cap, f"with kl.mode={kl.mode}: it has no truncated weight of its own")
+
+
+def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
+    if entropy.adapt is EntropyAdapt.none:
+        idle = EntropyConfig()
+        for name in ("target", "step", "low", "high"):
+            _unused(f"entropy.{name}", getattr(entropy, name), getattr(idle, name), "with entropy.adapt=none")
+        return
+    what = f"entropy.adapt={entropy.adapt.name}"
+    _need(entropy.target is not None and entropy.target > 0.0, f"{what} needs entropy.target in nats, e.g. 0.2.")
+    _need(entropy.step > 0.0, f"entropy.step={entropy.step} must be positive.")
+    bounds = _entropy_bounds(entropy)
+    _need(
+        0.0 <= bounds["low"] < bounds["high"],
+        f"entropy.low={bounds['low']} and entropy.high={bounds['high']} must satisfy 0 <= low < high.",
+    )
+    if entropy.adapt is EntropyAdapt.coef:
+        _within("loss.entropy_coef", loss.entropy_coef, bounds, "entropy.low", "entropy.high")
+        return
+    _need(
+        loss.surrogate in _CLIPPED,
+        f"{what} does nothing with loss.surrogate={loss.surrogate!r}, which has no upper clip; only "
+        f"{', '.join(_CLIPPED)}.",
+    )
+    _need(
+        loss.anchor != "recomputed",
+        f"{what} does nothing with loss.anchor=recomputed: with one optimizer step per batch the policy is its own "
+        "anchor, and no ratio reaches a clip. Use loss.anchor=loglinear or the behavior policy.",
+    )
+    _within("loss.clip_high", loss.clip_high, bounds, "entropy.low", "entropy.high")
+
+
+def _check_constraint(constraint: ConstraintConfig) -> None:
+    if not constraint_limits(constraint):
+        idle = ConstraintConfig()
+        for name in ("method", "options", "one_sided"):
+            _unused(
+                f"constraint.{name}", getattr(constraint, name), getattr(idle, name),
+                "without constraint.kl_limit or constraint.entropy_min",
+            )
+        return
+    for name in ("kl_limit", "entropy_min"):
+        value = getattr(constraint, name)
+        _need(value is None or value > 0.0, f"constraint.{name}={value} must be positive; null is off.")
+    if constraint.method is ConstraintMethod.penalty:
+        _unused("constraint.one_sided", constraint.one_sided, False, "with constraint.method=penalty, which always is")
+    options = method_options(constraint)
+    rule = DUAL_METHODS.get(constraint.method)
+    if rule is None:
+        _accepted("constraint.options", lambda: constraint_penalty(0.0, 1.0, **options))
+        _need(options["weight"] > 0.0, f"constraint.options.weight={options['weight']} must be positive.")
+    else:
+        _accepted("constraint.options", lambda: rule(ConstraintState(), 0.0, 1.0, **options))
+
+
+def _knobs(rule: Callable[..., Any]) -> dict[str, Any]:
+    """Name -> default of the knobs that a user may set."""
+    parameters = inspect.signature(rule).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _GIVEN}
+
+
+def _known(key: str, options: Mapping[str, Any], knobs: Collection[str], owner: str) -> dict[str, Any]:
+    for name, value in options.items():
+        if name not in knobs:
+            choice = f"it has {', '.join(sorted(knobs))}" if knobs else "it has none"
+            raise ConfigError(f"{key}.{name} is no knob of {owner}: {choice}.")
+        text = name == "kind"
+        if isinstance(value, bool) or not isinstance(value, str if text else int | float):
+            raise ConfigError(f"{key}.{name}={value!r} must be a {'name' if text else 'number'}.")
+    return dict(options)
+
+
+def _accepted(key: str, call: Callable[[], object]) -> None:
+    """The function itself knows which values are impossible."""
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _within(key: str, value: float, bounds: Mapping[str, Any], low: str, high: str) -> None:
+    _need(
+        bounds["low"] <= value <= bounds["high"],
+        f"{key}={value} starts outside {low}={bounds['low']} and {high}={bounds['high']}: move the start or the bound.",
+    )
+
+
+def _unused(key: str, value: Any, idle: Any, why: str) -> None:
+    shown = getattr(value, "name", value)
+    _need(value == idle, f"{key}={shown} does nothing {why}.")
+
+
+def _one_of(key: str, value: str, known: Collection[str]) -> None:
+    _need(value in known, f"{key}={value!r} is unknown: choose one of {', '.join(known)}.")
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,46 @@
+"""How one step treats data for its age; the staleness control gives it to the objective with every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms import lag_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LagPolicy:
+    """The rules of one step; the defaults treat all ages alike.
+
+    Attributes:
+        mask_beyond: tokens of a larger lag are left out of the loss, unless the hub's plan says that their trajectory
+            is trained under a wider bound (its head lag is larger); None trains every age.
+        discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
+        over_budget: drift exceeds its target, which is when some guards come on.
+        opsm_scale: factor on loss.opsm_delta; below 1 off-policy sequence masking is stricter.
+        m2_by_lag: mean squared log-ratio expected at lag 0, 1, ...; later lags count as the last. Empty is not known.
+        spread_budget: head lags of one group that differ by more get baselines of their own; None never splits.
+    """
+
+    mask_beyond: int | None = None
+    discount_beyond: int | None = None
+    decay: float = 1.0
+    over_budget: bool = True
+    spread_budget: int | None = None
+    opsm_scale: float = 1.0
+    m2_by_lag: tuple[float, ...] = ()
+
+    def weights(self, lags: Tensor, mask: Tensor) -> Tensor | None:
+        """Factors on the token losses [S, A], None if all are 1."""
+        if self.discount_beyond is None:
+            return None
+        return lag_weights(lags, mask, max_lag=self.discount_beyond, decay=self.decay)
+
+    def expected_m2(self, lags: Tensor) -> Tensor | None:
+        """Drift that is usual at each token's lag [S, A], None if it is not known."""
+        if not self.m2_by_lag:
+            return None
+        table = torch.tensor(self.m2_by_lag, device=lags.device)
+        return table[lags.clamp(0, len(self.m2_by_lag) - 1)]

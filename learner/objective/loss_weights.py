@@ -1,0 +1,169 @@
+"""The weights that move during a run: of the KL term, of the entropy bonus, of each constraint, and the upper clip.
+
+    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
+    the objective reads  controls.kl_coef, .entropy_coef, .clip_high, .multipliers     all through one step
+    after finish()       controls.record(meter); controls.update(meter, version=...)   same totals: same on all ranks
+    a checkpoint holds   controls.to_plain()                                           numbers only
+
+The rules are pure functions of `streamrl.algorithms`; this class keeps their states between steps. A step without a
+measurement (skipped, or without tokens) moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from learner.objective.kl_options import (
+    CONTROLLERS,
+    DUAL_METHODS,
+    constraint_limits,
+    controller_options,
+    entropy_options,
+    method_options,
+    starting_coef,
+)
+from streamrl.algorithms import clip_high_update, entropy_coef_update, kl_schedule
+from streamrl.algorithms.types import ConstraintState, KlState
+from streamrl.config.schema import ConstraintConfig, ConstraintMethod, EntropyAdapt, EntropyConfig, KlConfig, LossConfig
+from streamrl.metrics.meter import Meter
+
+MEASURED = {"kl": "kl/value", "entropy": "entropy/mean"}
+"""Name of a constraint -> the metric that it bounds."""
+SENSES = {"kl": "max", "entropy": "min"}
+
+
+class LossWeights:
+    """Current weights and the states behind them.
+
+    Args:
+        kl, entropy, constraint, loss: settings, checked by `learner.objective.kl_options.check_regularizers`.
+        version: optimizer steps done before the first one here (for a schedule).
+    """
+
+    def __init__(
+        self, kl: KlConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *, version: int = 0
+    ) -> None:
+        self._kl, self._entropy, self._constraint = kl, entropy, constraint
+        self._kl_options, self._entropy_options = controller_options(kl), entropy_options(entropy)
+        self._method_options, self._limits = method_options(constraint), constraint_limits(constraint)
+        self._kl_state = KlState(starting_coef(kl))
+        self._bonus, self._clip_high = loss.entropy_coef, loss.clip_high
+        self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
+        self._duals = {name: ConstraintState() for name in self._limits}
+        self._follow_schedule(version)
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL term; 0 with kl.mode=off."""
+        return self._kl_state.coef
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus; with an adaptive one 0 while the last measured entropy is above the target."""
+        adapts = self._entropy.adapt is EntropyAdapt.coef
+        rests = adapts and self._last.get("entropy", 0.0) > self._entropy_options["target"]
+        return 0.0 if rests else self._bonus
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip distance."""
+        return self._clip_high
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Weight of each constraint's error per token, by name (kl, entropy)."""
+        return {name: self._multiplier(name) for name in self._limits}
+
+    def _multiplier(self, name: str) -> float:
+        error = self._error(name)
+        if self._constraint.method is ConstraintMethod.penalty:
+            # The slope of weight * relu(e)^2 at the last mean: the gradient of constraint_penalty, micro-batch by
+            # micro-batch, though none of them knows the mean.
+            return 2.0 * self._method_options["weight"] * max(0.0, error)
+        return 0.0 if self._constraint.one_sided and error <= 0.0 else self._duals[name].multiplier
+
+    def _error(self, name: str) -> float:
+        """How far the last measurement violates the limit; 0 before the first."""
+        if name not in self._last:
+            return 0.0
+        return (self._last[name] - self._limits[name]) * (1.0 if SENSES[name] == "max" else -1.0)
+
+    def record(self, meter: Meter) -> None:
+        """Log the weights that this step used; call it before `update`."""
+        if self._kl.mode != "off":
+            meter.add("kl/coef", self.kl_coef)
+        if self._bonus or self._entropy.adapt is EntropyAdapt.coef:
+            meter.add("entropy/coef", self.entropy_coef)
+        if self._entropy.adapt is EntropyAdapt.clip_high:
+            meter.add("clip/high", self._clip_high)
+        for name, multiplier in self.multipliers.items():
+            meter.add(f"constraint/{name}", multiplier)
+
+    def update(self, meter: Meter, *, version: int, frozen: bool = False) -> None:
+        """Move all weights by this step's global means.
+
+        Args:
+            meter: of the whole step, the same on every rank; read for kl/value, entropy/mean, policy/num_trajectories.
+            version: optimizer steps done by now.
+            frozen: hold the multipliers of constraints: what the data says of them is too stale (low ESS).
+        """
+        for name, key in MEASURED.items():
+            value = meter.value(key)
+            if value is not None:
+                self._last[name] = value
+        if meter.value(MEASURED["kl"]) is not None:
+            self._move_kl(self._last["kl"], int(meter.value("policy/num_trajectories") or 0))
+        if meter.value(MEASURED["entropy"]) is not None:
+            self._move_entropy(self._last["entropy"])
+        for name in self._duals:
+            if meter.value(MEASURED[name]) is not None:
+                self._move_dual(name, frozen)
+        self._follow_schedule(version)
+
+    def _move_kl(self, value: float, num_trajectories: int) -> None:
+        rule = CONTROLLERS.get(self._kl.controller)
+        if rule is not None and self._kl.mode != "off":
+            options = dict(self._kl_options)
+            if self._kl.controller == "horizon":
+                options["num_trajectories"] = num_trajectories
+            self._kl_state = rule(self._kl_state, value, **options)
+
+    def _follow_schedule(self, version: int) -> None:
+        if self._kl.controller == "schedule" and self._kl.mode != "off":
+            self._kl_state = KlState(kl_schedule(version, start=starting_coef(self._kl), **self._kl_options))
+
+    def _move_entropy(self, value: float) -> None:
+        if self._entropy.adapt is EntropyAdapt.coef:
+            self._bonus = entropy_coef_update(self._bonus, value, **self._entropy_options)
+        elif self._entropy.adapt is EntropyAdapt.clip_high:
+            self._clip_high = clip_high_update(self._clip_high, value, **self._entropy_options)
+
+    def _move_dual(self, name: str, frozen: bool) -> None:
+        rule = DUAL_METHODS.get(self._constraint.method)
+        if rule is not None:
+            self._duals[name] = rule(
+                self._duals[name], self._last[name], self._limits[name], sense=SENSES[name], frozen=frozen,
+                **self._method_options,
+            )
+
+    def to_plain(self) -> dict[str, Any]:
+        """All states as JSON holds them."""
+        return {
+            "kl": asdict(self._kl_state), "entropy_coef": self._bonus, "clip_high": self._clip_high,
+            "last": dict(self._last), "constraints": {name: asdict(state) for name, state in self._duals.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `to_plain()`. What no controller moves keeps its setting: a resumed run may change it."""
+        if self._kl.controller in CONTROLLERS and self._kl.mode != "off":
+            self._kl_state = KlState(**state["kl"])
+        if self._entropy.adapt is EntropyAdapt.coef:
+            self._bonus = float(state["entropy_coef"])
+        if self._entropy.adapt is EntropyAdapt.clip_high:
+            self._clip_high = float(state["clip_high"])
+        self._last = {name: float(value) for name, value in state["last"].items()}
+        for name in self._duals:
+            if name in state["constraints"]:
+                self._duals[name] = ConstraintState(**state["constraints"][name])

@@ -1,0 +1,178 @@
+"""From what the task paid to what is trained on: several components made one reward, and a price on running long.
+
+    combined = reward | weighted sum | Tchebycheff | rank or hypervolume bonus in the group | GDPO
+    trained  = combined + scale * overlong penalty
+
+Both happen before any baseline looks at the scores. A trajectory's reward changes on its last action token, so that
+estimators with a critic see the same. Metrics of rewards keep to what the task paid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.data.trajectories import Trajectory
+from learner.mesh import Ranks
+from streamrl.algorithms import (
+    domination_count,
+    gdpo_advantages,
+    hypervolume_contributions,
+    overlong_penalty,
+    tchebycheff,
+    weighted_sum,
+)
+from streamrl.config.schema import ObjectivesConfig, OverlongConfig
+from streamrl.errors import ConfigError, ContentError
+from streamrl.messages import PlanRow
+
+METHODS = ("reward", "weighted_sum", "tchebycheff", "pareto", "hypervolume", "gdpo")
+
+
+class ScoreRules:
+    """What makes a trajectory's reward; remembers the best value of each component for `tchebycheff`.
+
+    Args:
+        max_tokens: most action tokens that a trajectory can have.
+    Raises:
+        ConfigError: an unknown method, components without one, a bonus without what it needs.
+    """
+
+    def __init__(self, objectives: ObjectivesConfig, overlong: OverlongConfig, *, max_tokens: int) -> None:
+        _check(objectives, overlong)
+        self._objectives, self._overlong, self._max_tokens = objectives, overlong, max_tokens
+        self._names = sorted(objectives.components)
+        self._cache_tokens = math.ceil(overlong.cache_ratio * max_tokens)
+        self._ideal: dict[str, float] = {}
+
+    @property
+    def changes_nothing(self) -> bool:
+        return self._objectives.combine == "reward" and not self._cache_tokens
+
+    def apply(
+        self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks
+    ) -> tuple[list[Trajectory], list[PlanRow]]:
+        """Trajectories of this rank and the plan of all, with the rewards to train on; a collective call.
+
+        Raises:
+            ContentError: a trajectory lacks a component.
+        """
+        if self.changes_nothing:
+            return list(trajectories), list(plan)
+        place_of = {(row.group_id, row.index): i for i, row in enumerate(plan)}
+        places = [place_of[row.group_id, row.index] for row in trajectories]
+        scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
+        if self._objectives.combine != "reward":
+            scores = self._combine(self._components(trajectories, places, len(plan), ranks), plan)
+        if self._cache_tokens:
+            counts = torch.tensor([row.num_action_tokens for row in plan])
+            price = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
+            scores = scores + self._overlong.scale * price.double()
+        paid = scores.tolist()
+        return (
+            [_repaid(row, paid[place]) for row, place in zip(trajectories, places, strict=True)],
+            [msgspec.structs.replace(row, reward=value) for row, value in zip(plan, paid, strict=True)],
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"ideal": dict(self._ideal)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._ideal = {name: float(value) for name, value in state.get("ideal", {}).items()}
+
+    def _components(
+        self, trajectories: Sequence[Trajectory], places: Sequence[int], num_rows: int, ranks: Ranks
+    ) -> Tensor:
+        """float64 [P, K], larger is better: components with a negative weight change their sign."""
+        flat: list[float] = []
+        for row, place in zip(trajectories, places, strict=True):
+            missing = [name for name in self._names if name not in row.scores]
+            if missing:
+                raise ContentError(
+                    "scores", f"group {row.group_id} member {row.index} has no score {missing}, only "
+                    f"{sorted(row.scores)}: let the task report it, or leave it out of objectives.components"
+                )
+            flat += [float(place), *(self._sign(name) * row.scores[name] for name in self._names)]
+        whole = torch.zeros(num_rows, len(self._names), dtype=torch.float64)
+        for part in ranks.gather(flat):
+            rows = torch.tensor(part, dtype=torch.float64).view(-1, 1 + len(self._names))
+            whole[rows[:, 0].long()] = rows[:, 1:]
+        return whole
+
+    def _combine(self, components: Tensor, plan: Sequence[PlanRow]) -> Tensor:
+        """float64 [P]."""
+        settings = self._objectives
+        weights = torch.tensor([abs(settings.components[name]) for name in self._names], dtype=torch.float64)
+        groups = torch.tensor([row.group_id for row in plan])
+        if settings.combine == "tchebycheff":
+            return tchebycheff(components, weights, self._ideal_point(components))
+        if settings.combine == "gdpo":
+            return gdpo_advantages(components, groups, weights)
+        scores = weighted_sum(components, weights)
+        if settings.combine == "weighted_sum":
+            return scores
+        bonus = torch.zeros_like(scores)
+        for group in groups.unique():
+            members = groups == group
+            if settings.combine == "pareto":
+                bonus[members] = -domination_count(components[members]).double()
+            else:
+                reference = torch.tensor(
+                    [self._sign(name) * settings.reference_point[name] for name in self._names], dtype=torch.float64
+                )
+                bonus[members] = hypervolume_contributions(components[members], reference).double()
+        return scores + settings.bonus * bonus
+
+    def _ideal_point(self, components: Tensor) -> Tensor:
+        """The given ideal, or the best seen in the run so far."""
+        for name, best in zip(self._names, components.amax(0).tolist(), strict=True):
+            self._ideal[name] = max(self._ideal.get(name, best), best)
+        given = self._objectives.ideal
+        return torch.tensor(
+            [self._sign(name) * given[name] if name in given else self._ideal[name] for name in self._names],
+            dtype=torch.float64,
+        )
+
+    def _sign(self, name: str) -> float:
+        return 1.0 if self._objectives.components[name] >= 0 else -1.0
+
+
+def _repaid(row: Trajectory, reward: float) -> Trajectory:
+    """The trajectory with another total reward; the difference falls on its last action token."""
+    actions = np.flatnonzero(row.mask)
+    rewards = row.rewards.copy()
+    if len(actions):
+        rewards[actions[-1]] += reward - row.reward
+    return replace(row, rewards=rewards, reward=reward)
+
+
+def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
+    method, names = objectives.combine, sorted(objectives.components)
+    if method not in METHODS:
+        raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")
+    if method == "reward" and (objectives.ideal or objectives.reference_point):
+        raise ConfigError("objectives.ideal and objectives.reference_point do nothing with objectives.combine=reward.")
+    if method != "reward" and not names:
+        raise ConfigError(
+            f"objectives.combine={method!r} combines named scores of the task: name them, "
+            "e.g. objectives.components.score=1.0 objectives.components.brevity=0.2."
+        )
+    if method == "hypervolume" and not (2 <= len(names) <= 4 and set(objectives.reference_point) == set(names)):
+        raise ConfigError(
+            f"objectives.combine=hypervolume needs two to four components and objectives.reference_point for each of "
+            f"them; there are {names} and {sorted(objectives.reference_point)}."
+        )
+    unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
+    if unknown:
+        raise ConfigError(f"objectives.ideal and objectives.reference_point name {unknown}, which are no components.")
+    if overlong.scale != OverlongConfig().scale and not overlong.cache_ratio:
+        raise ConfigError(f"overlong.scale={overlong.scale} does nothing without overlong.cache_ratio.")
+    if not 0.0 <= overlong.cache_ratio <= 1.0:
+        raise ConfigError(f"overlong.cache_ratio={overlong.cache_ratio} must lie between 0 (off) and 1.")

@@ -1,0 +1,42 @@
+"""The learner scores with what it published, also where the wire is narrower than its own arithmetic.
+
+Actors sample from the weights of the document. Where the wire is bfloat16 and the learner computes in float32, its
+master weights differ from those by up to 2^-9 of their size; then every log-ratio at lag 0 would hold the rounding.
+So for the passes that score, the weights are rounded as the document was; gradients taken there move the exact masters
+(a straight-through step), or updates smaller than the rounding would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from learner.checkpoint.shards import local_part, reshard
+
+
+@contextmanager
+def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `module` holds the values that a document of `wire_dtype` holds; afterwards its own, to the bit.
+
+    Costs a second copy of this rank's float32 shards meanwhile; nothing at all where `wire_dtype` holds every value
+    that takes part in the computation (float32 in float32, bfloat16 in bfloat16 or float32).
+    """
+    if torch.promote_types(compute_dtype, wire_dtype) == wire_dtype:
+        yield
+        return
+    reshard(module)
+    with torch.no_grad():
+        shards = [local_part(parameter.detach()) for parameter in module.parameters()]
+        exact = [shard.clone() for shard in shards]
+        for shard in shards:
+            shard.copy_(shard.to(wire_dtype))
+    try:
+        yield
+    finally:
+        reshard(module)
+        with torch.no_grad():
+            for shard, before in zip(shards, exact, strict=True):
+                shard.copy_(before)

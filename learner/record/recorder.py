@@ -1,0 +1,146 @@
+"""Rank 0's record of the run: one row a step into the sinks, the summary and the report at the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.record.hub_counts import HubCounts
+from learner.record.pareto import ParetoArchive
+from streamrl.config.load import to_plain, to_yaml
+from streamrl.config.rules import largest_max_lag
+from streamrl.config.schema import Config, ObjectivesConfig
+from streamrl.messages import EvalResult, HubStatus
+from streamrl.metrics.meter import Meter
+from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink
+from streamrl.metrics.summary import Summary, summarize
+from streamrl.report.report import write_report
+
+log = logging.getLogger("streamrl.learner")
+
+
+class Recorder:
+    """Rows, sinks, clocks.
+
+    Args:
+        wall_s: seconds that earlier parts of a resumed run took.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, run_id: str, *, resume_step: int | None, wall_s: float,
+        trained_tokens: int, device: str, dtype: str,
+    ) -> None:
+        self._config, self._run_dir, self._run_id = config, run_dir, run_id
+        self._device, self._dtype = device, dtype
+        self._wall_before, self._began = wall_s, time.monotonic()
+        self.trained_tokens = trained_tokens
+        self._waiting: dict[str, float] = {}
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        self._hub_counts = HubCounts()
+        self._archive = _archive(config.objectives, run_dir)
+        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
+        if config.tracking.wandb.enabled:
+            from streamrl.metrics.wandb_sink import open_wandb
+
+            sinks.append(open_wandb(
+                mode=config.tracking.wandb.mode.name, project=config.tracking.project, run_id=run_id, run_dir=run_dir
+            ))
+        self._sinks = FanOut(sinks)
+        self._sinks.log_config({**to_plain(config), "versions": _versions()})
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the run began, resumed parts included."""
+        return self._wall_before + time.monotonic() - self._began
+
+    def evaluated(self, result: EvalResult) -> None:
+        """Goes into the next row."""
+        log.info("evaluation of version %d: %.3f over %d prompts", result.version, result.score, result.num_prompts)
+        if self._archive is not None:
+            self._waiting.update(self._archive.add(result.version, {"reward": result.reward, **result.scores}))
+        self._waiting.update({
+            "eval/score": result.score, "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
+            "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
+            "eval/version": float(result.version),
+        })
+
+    def step(self, step: int, meter: Meter, status: HubStatus, *, version: int, epoch: int) -> None:
+        """Flush one step's row."""
+        row = meter.flush(step)
+        tokens = float(row.get("policy/num_tokens", 0.0))
+        self.trained_tokens += int(tokens)
+        seconds = float(row.get("time/step_s", 0.0))
+        if seconds > 0:
+            row["throughput/train_tokens_per_s"] = tokens / seconds
+            row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
+            row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
+        counts = self._hub_counts.since_last(status.counters)
+        self.write(step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status)})
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        row = {key: value for key, value in row.items() if key != "step"}
+        row.update(self._waiting)
+        self._waiting.clear()
+        self._sinks.log_metrics(step, row)
+
+    def _run_keys(self, version: int, epoch: int) -> dict[str, float]:
+        return {
+            "run/version": float(version), "run/epoch": float(epoch), "run/wall_s": self.wall_s,
+            "run/trained_tokens": float(self.trained_tokens),
+        }
+
+    def close(self, step: int, status: HubStatus, *, version: int, epoch: int) -> Summary:
+        """The last row (an evaluation may still wait for one), summary.json and report.html."""
+        self.write(step, {**self._run_keys(version, epoch), **hub_keys(status)})
+        counters = status.counters
+        summary = summarize(
+            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id,
+            max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
+            seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
+            num_lag_violations=int(counters.get("num_lag_violations", 0)),
+            extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
+        )
+        summary.write(self._run_dir / "summary.json")
+        self._sinks.finish()
+        log.info("report: %s", write_report(self._run_dir))
+        return summary
+
+
+def hub_keys(status: HubStatus) -> dict[str, float]:
+    """The hub's counters under their metric names."""
+    counters = dict(status.counters)
+    row = {}
+    renamed = {
+        "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
+        "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
+    }
+    for name, key in renamed.items():
+        if name in counters:
+            row[key] = counters.pop(name)
+    row.update({f"hub/{name}": value for name, value in counters.items() if math.isfinite(value)})
+    return row
+
+
+def _archive(objectives: ObjectivesConfig, run_dir: Path) -> ParetoArchive | None:
+    """One component has no front: the best evaluation is the last word on it."""
+    if len(objectives.components) < 2:
+        return None
+    return ParetoArchive(
+        run_dir / "pareto.json", objectives.components, size=objectives.archive_size,
+        reference=objectives.reference_point if 2 <= len(objectives.reference_point) <= 4 else {},
+    )
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
+    return {"python": platform.python_version(), **{name: package_version(name) for name in names},
+            "threads": str(torch.get_num_threads())}

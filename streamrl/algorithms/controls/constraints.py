@@ -1,0 +1,127 @@
+"""Constraints on means (KL at most, entropy at least): penalties, Lagrange multipliers, costs as advantages.
+
+The error is `e = value - limit` for sense "max" (value must stay below) and `limit - value` for "min": positive means
+violated. Multipliers are updated once per optimizer step from detached global means.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.checks import check_alike, float_dtype, require
+from streamrl.algorithms.types import ConstraintState
+
+
+def lagrangian_update(
+    state: ConstraintState,
+    value: float,
+    limit: float,
+    *,
+    sense: str = "max",
+    lr: float = 0.01,
+    high: float = math.inf,
+    frozen: bool = False,
+) -> ConstraintState:
+    """Dual ascent: `multiplier = clip(multiplier + lr e, 0, high)`.
+
+    `frozen` leaves the multiplier as it is: stale cost estimates (a low ESS) would make it oscillate.
+    """
+    error = float(_error(value, limit, sense))
+    require(high >= 0.0, f"high={high} must not be negative")
+    multiplier = state.multiplier if frozen else min(high, max(0.0, state.multiplier + lr * error))
+    return ConstraintState(multiplier=multiplier, integral=state.integral, previous_error=error)
+
+
+def pid_lagrangian_update(
+    state: ConstraintState,
+    value: float,
+    limit: float,
+    *,
+    sense: str = "max",
+    kp: float = 0.1,
+    ki: float = 0.01,
+    kd: float = 0.001,
+    high: float = math.inf,
+    frozen: bool = False,
+) -> ConstraintState:
+    """`I = max(0, I + e); multiplier = clip(kp e + ki I + kd max(0, e - e_prev), 0, high)`.
+
+    `frozen` keeps the integral and the multiplier. The integral stops at the value where it alone reaches `high`, so a
+    capped multiplier comes down at once. Source: Stooke et al. 2020, arXiv:2007.03964, algorithm 2.
+    """
+    error = float(_error(value, limit, sense))
+    require(high >= 0.0, f"high={high} must not be negative")
+    if frozen:
+        return ConstraintState(multiplier=state.multiplier, integral=state.integral, previous_error=error)
+    integral = max(0.0, state.integral + error)
+    if ki > 0.0:
+        integral = min(integral, high / ki)
+    raw = kp * error + ki * integral + kd * max(0.0, error - state.previous_error)
+    return ConstraintState(multiplier=min(high, max(0.0, raw)), integral=integral, previous_error=error)
+
+
+def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max", weight: float = 10.0) -> Tensor:
+    """`weight * relu(e)^2`, 0-d, differentiable in `value` (a batch mean of KL, entropy, cost)."""
+    require(weight >= 0.0, f"weight={weight} must not be negative")
+    return weight * _error(_scalar(value), limit, sense).clamp(min=0.0).square()
+
+
+def lagrangian_loss(
+    value: Tensor | float,
+    limit: float,
+    multiplier: float | Tensor,
+    *,
+    sense: str = "max",
+    one_sided: bool = False,
+) -> Tensor:
+    """`multiplier * e`, 0-d, differentiable in `value`; with `one_sided` `multiplier * relu(e)`.
+
+    The standard form keeps acting at the boundary, the one-sided one goes silent as soon as the constraint holds.
+    """
+    error = _error(_scalar(value), limit, sense)
+    held = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
+    return held * (error.clamp(min=0.0) if one_sided else error)
+
+
+@torch.no_grad()
+def lagrangian_advantages(
+    reward_advantages: Tensor,  # [B, T]
+    cost_advantages: Tensor,  # [K, B, T]
+    multipliers: Tensor,  # [K]
+) -> Tensor:
+    """`(A_R - sum_j lam_j A_Cj) / (1 + sum_j lam_j)`, [B, T], detached; the divisor keeps the step size bounded."""
+    require(
+        cost_advantages.dim() == 3
+        and cost_advantages.shape[1:] == reward_advantages.shape
+        and multipliers.shape == cost_advantages.shape[:1],
+        f"reward_advantages has shape {list(reward_advantages.shape)} but cost_advantages has shape "
+        f"{list(cost_advantages.shape)} and multipliers has shape {list(multipliers.shape)}: "
+        "expected [B, T], [K, B, T] and [K]",
+    )
+    dtype = float_dtype(reward_advantages, cost_advantages)
+    lam = multipliers.to(dtype)
+    return (reward_advantages.to(dtype) - torch.einsum("k,kbt->bt", lam, cost_advantages.to(dtype))) / (1.0 + lam.sum())
+
+
+@torch.no_grad()
+def self_normalized_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """`sum w C / sum w`, 0-d, both [B]: the current policy's mean cost from stale trajectories; 0 without weight."""
+    check_alike(values=values, weights=weights)
+    dtype = float_dtype(values, weights)
+    mass = weights.double().sum()
+    mean = (weights.double() * values.double()).sum() / torch.where(mass != 0, mass, torch.ones_like(mass))
+    return mean.to(dtype)
+
+
+def _error(value: Tensor | float, limit: float, sense: str) -> Tensor | float:
+    require(sense in ("max", "min"), f"sense={sense!r} must be one of max, min")
+    return value - limit if sense == "max" else limit - value
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    require(tensor.dim() == 0, f"value has shape {list(tensor.shape)}, expected a 0-d mean")
+    return tensor.to(float_dtype(tensor))

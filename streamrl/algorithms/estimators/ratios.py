@@ -1,0 +1,132 @@
+"""Importance ratios and what they say about the data: row statistics, effective sample size, trace length.
+
+`ell_t = log pi(a_t|s_t) - log mu_t(a_t|s_t)`; the denominator is what the actor recorded, never a recomputation. With
+versions mixed inside a trajectory nothing changes, because mu_t is recorded per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.checks import (
+    LOG_BOUND,
+    check_tokens,
+    float_dtype,
+    only,
+    read,
+    read_log_ratios,
+    require,
+    row_counts,
+)
+from streamrl.algorithms.estimators.scan import suffix_scan
+from streamrl.algorithms.types import EssReport, SequenceStats
+
+
+@torch.no_grad()
+def log_ratios(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND) -> Tensor:
+    """`policy - behavior` per action token, clamped to +-bound, 0 elsewhere; [B, T], nats, detached.
+
+    The clamp turns an infinite ratio into a finite one, so non-finite behavior log-probs must be rejected when the
+    batch is assembled; NaN is not hidden. Compare with `behavior_logprobs`, never with the reference policy.
+    """
+    require(bound > 0.0, f"bound={bound} must be positive")
+    return differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask, bound=bound)
+
+
+def differentiable_log_ratios(
+    older_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND
+) -> Tensor:
+    """`log_ratios` with its gradient in `policy_logprobs`; 0 where the clamp acts."""
+    older, policy = read(mask, behavior_logprobs=older_logprobs.detach(), policy_logprobs=policy_logprobs)
+    return only(mask, (policy - older).clamp(-bound, bound))
+
+
+@torch.no_grad()
+def sequence_stats(log_ratios: Tensor, mask: Tensor) -> SequenceStats:
+    """Row statistics of `log_ratios` [B, T] over action tokens; each [B], 0 for an empty row. See `SequenceStats`."""
+    ell = read_log_ratios(mask, log_ratios)
+    count = row_counts(mask, ell.dtype)
+    half_squares = ell.square() / 2
+    infinite = torch.full((), torch.inf, dtype=ell.dtype, device=ell.device)
+    occupied = mask.any(1)
+    log_sum = ell.sum(1)
+    return SequenceStats(
+        num_tokens=mask.sum(1),
+        log_sum=log_sum,
+        log_mean=log_sum / count,
+        k2_sum=half_squares.sum(1),
+        k2_max=half_squares.amax(1) if mask.shape[1] else log_sum,
+        # expm1 keeps the digits that exp(ell) - 1 loses for the small log-ratios of fresh data
+        k3_mean=(torch.expm1(ell) - ell).sum(1) / count,
+        min_log=only(occupied, torch.where(mask, ell, infinite).amin(1)) if mask.shape[1] else log_sum,
+        max_log=only(occupied, torch.where(mask, ell, -infinite).amax(1)) if mask.shape[1] else log_sum,
+    )
+
+
+@torch.no_grad()
+def effective_sample_size(weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """`(sum w)^2 / (N sum w^2)` over the kept weights, a fraction in (0, 1]; 0-d, 0 if nothing is kept.
+
+    `weights` has any one shape, `keep` (bool) the same. Dropped entries leave N too: counted as zeros they would report
+    the variance of the mask. Equal tiny weights give 1, so read the mean weight next to it. Weights are not clamped.
+    """
+    kept = torch.ones_like(weights, dtype=torch.bool) if keep is None else keep
+    require(
+        kept.shape == weights.shape,
+        f"keep has shape {list(kept.shape)} but weights has shape {list(weights.shape)}: both must be equal",
+    )
+    require(kept.dtype == torch.bool, f"keep has dtype {kept.dtype}, expected torch.bool")
+    # float64: squares of ratios span e^-40 to e^40
+    wide = only(kept, weights.double())
+    # The largest weight is scaled to 1, so that squares can neither overflow nor vanish.
+    wide = wide / wide.abs().max().clamp(min=torch.finfo(torch.float64).tiny) if wide.numel() else wide
+    denominator = kept.sum() * wide.square().sum()
+    ess = torch.where(denominator > 0, wide.sum().square() / denominator.clamp(min=1e-300), 0.0)
+    return torch.where(denominator.isnan(), denominator, ess).to(float_dtype(weights))
+
+
+@torch.no_grad()
+def ess_report(log_ratios: Tensor, mask: Tensor, *, keep: Tensor | None = None, cap: float = 2.0) -> EssReport:
+    """Token, sequence and clipped-sequence ESS with the mean weights; six 0-d tensors.
+
+    Only kept action tokens enter, and a row enters with the sum over them if it has any. `cap` truncates the sequence
+    weights of `sequence_clipped` from above, nothing from below. Raises `ValueError` on shapes or cap <= 0.
+    """
+    require(cap > 0.0, f"cap={cap} must be positive")
+    ell = read_log_ratios(mask, log_ratios)
+    if keep is not None:
+        check_tokens(mask, keep=keep)
+    kept = mask if keep is None else mask & keep
+    token = only(kept, ell.exp())
+    rows = kept.any(1)
+    sequence = only(rows, only(kept, ell).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp())
+    num_kept, num_rows = kept.sum().clamp(min=1), rows.sum().clamp(min=1)
+    return EssReport(
+        token=effective_sample_size(token, kept),
+        sequence=effective_sample_size(sequence, rows),
+        sequence_clipped=effective_sample_size(sequence.clamp(max=cap), rows),
+        mean_token_weight=token.sum() / num_kept,
+        mean_sequence_weight=sequence.sum() / num_rows,
+        kept_fraction=(kept.sum() / mask.sum().clamp(min=1)).to(ell.dtype),
+    )
+
+
+@torch.no_grad()
+def trace_length(
+    log_ratios: Tensor, mask: Tensor, *, lam: float = 1.0, c_bar: float = 1.0, trace_temperature: float = 1.0
+) -> Tensor:
+    """Mean over start tokens s of `sum_{t>=s} prod_{i=s..t} c_i`, in tokens; [B], 0 for an empty row.
+
+    `c = lam min(c_bar, exp(ell / trace_temperature))`; all c = 1 gives (n + 1) / 2. A short trace means that early
+    tokens see only the critic, or nothing without one.
+    """
+    require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
+    require(c_bar > 0.0, f"c_bar={c_bar} must be positive")
+    require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
+    ell = read_log_ratios(mask, log_ratios)
+    traces = lam * (ell / trace_temperature).exp().clamp(max=c_bar)
+    decays = torch.where(mask, traces, torch.ones_like(traces))
+    # L_s = c_s (1 + L_{s+1})
+    lengths = suffix_scan(only(mask, traces), decays, ell.new_zeros(ell.shape[0]))
+    return only(mask, lengths).sum(1) / row_counts(mask, ell.dtype)

@@ -1,0 +1,239 @@
+"""Controllers that set the lag bound, the step size and the clip from measured staleness. All are off by default.
+
+They take a state and a measurement and return the next state; measurements are detached global means. ESS and drift
+come from `ratios` and `drift`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.checks import LOG_BOUND, read, read_log_ratios, require
+from streamrl.algorithms.staleness.drift import predict_m2
+from streamrl.algorithms.staleness.supervision import goodput, step_breaker, step_goodput
+from streamrl.algorithms.types import ClipBounds, DriftFit, DriftModel, LagBound
+
+_LARGEST_LAG = 2**20  # answer of `spread_budget` when no finite spread costs anything
+
+__all__ = [
+    "clip_from_budget",
+    "delay_monotone_bound",
+    "delay_stability_bound",
+    "goodput",
+    "lag_for_ess",
+    "lr_scale",
+    "rho_bar_for_ess",
+    "should_publish",
+    "spread_budget",
+    "step_breaker",
+    "step_goodput",
+    "step_lag_bound",
+    "task_lag_bound",
+    "zscore_keep",
+]
+
+
+def lag_for_ess(fit: DriftFit, *, ess_target: float = 0.5, num_effective_tokens: float) -> float:
+    """The largest lag whose predicted ESS reaches the target: `((log(1/target)/n_eff - floor)/scale)^(1/exponent)`.
+
+    0 if the floor alone spends the budget, inf if nothing drifts. Target 0.5 for the clipped sequence ESS, 0.9 for
+    tokens.
+    """
+    require(0.0 < ess_target <= 1.0, f"ess_target={ess_target} must lie in (0, 1]")
+    require(num_effective_tokens > 0.0, f"num_effective_tokens={num_effective_tokens} must be positive")
+    budget = math.log(1.0 / ess_target) / num_effective_tokens - fit.floor
+    if budget <= 0.0:
+        return 0.0
+    return (budget / fit.scale) ** (1.0 / fit.exponent) if fit.scale > 0.0 else math.inf
+
+
+def step_lag_bound(
+    bound: LagBound, target: float, *, smoothing: float | None = None, low: int = 1, high: int
+) -> LagBound:
+    """The lag bound one step closer to `target`, slowly enough not to chase its own delay.
+
+    `smoothed = clip((1 - b) smoothed + b target, low, high)` with `b <= 1/(2 value)`: the effect of a bound shows
+    `value` steps later, so the memory must be longer than that. A larger `smoothing` is reduced to this limit, which
+    is also the default. `value` moves by 1 when `smoothed` is a full unit away.
+    """
+    require(1 <= low <= high, f"low={low} and high={high} must satisfy 1 <= low <= high")
+    require(smoothing is None or 0.0 < smoothing <= 1.0, f"smoothing={smoothing} must lie in (0, 1]")
+    limit = 1.0 / (2.0 * max(bound.value, 1))
+    rate = limit if smoothing is None else min(smoothing, limit)
+    smoothed = min(float(high), max(float(low), (1.0 - rate) * bound.smoothed + rate * target))
+    value = bound.value
+    if smoothed - value >= 1.0:
+        value += 1
+    elif value - smoothed >= 1.0:
+        value -= 1
+    return LagBound(smoothed=smoothed, value=min(high, max(low, value)))
+
+
+def lr_scale(
+    ess: float,
+    *,
+    reference: float = 1.0,
+    rule: str = "sqrt",
+    floor: float = 0.1,
+    m2: float | None = None,
+    m2_target: float | None = None,
+) -> float:
+    """Factor on the learning rate in [floor, 1]: `sqrt(min(1, ess/reference))`, or linear, or 1 for rule "none".
+
+    "sqrt" is for Adam-type optimizers, "linear" for SGD (VCPO, arXiv:2602.17616). With `m2` and `m2_target` it is also
+    multiplied by `min(1, sqrt(m2_target / m2))`.
+    """
+    require(rule in ("sqrt", "linear", "none"), f"rule={rule!r} must be one of sqrt, linear, none")
+    require(reference > 0.0, f"reference={reference} must be positive")
+    require(0.0 <= floor <= 1.0, f"floor={floor} must lie in [0, 1]")
+    require((m2 is None) == (m2_target is None), f"m2={m2} and m2_target={m2_target} must be given together")
+    share = min(1.0, ess / reference)
+    scale = {"sqrt": math.sqrt(max(share, 0.0)), "linear": share, "none": 1.0}[rule]
+    if m2 is not None and m2_target is not None and m2 > m2_target:
+        scale *= math.sqrt(m2_target / m2)
+    return max(floor, scale)
+
+
+@torch.no_grad()
+def clip_from_budget(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    budget: float = 0.04,
+    floor_low: float = 0.2,
+    floor_high: float = 0.28,
+) -> ClipBounds:
+    """The widest clip whose harmful tokens keep a clipped second moment within `budget`.
+
+    Harmful are tokens that the update would push further away: A > 0 and u > 1, or A < 0 and u < 1. `log_cap` is the
+    largest tau with `mean_H min(ell^2, tau^2) <= budget` (inf if the mean is within), `eps_low = max(1 - exp(-tau),
+    floor_low)`, `eps_high = max(exp(tau) - 1, floor_high)`. Reads numbers back from the device: call once per batch.
+    Source: M2PO, arXiv:2510.01161, with the authors' harmful-only rule.
+    """
+    require(budget >= 0.0, f"budget={budget} must not be negative")
+    require(
+        0.0 <= floor_low <= 1.0 and floor_high >= 0.0,
+        f"floor_low={floor_low} and floor_high={floor_high} must satisfy 0 <= floor_low <= 1, floor_high >= 0",
+    )
+    ell = read_log_ratios(mask, log_ratios)
+    (credit,) = read(mask, advantages=advantages)
+    harmful = mask & (((credit > 0) & (ell > 0)) | ((credit < 0) & (ell < 0)))
+    squares = ell[harmful].double().square().sort().values
+    log_cap = _second_moment_cap(squares, budget)
+    widest = math.inf if log_cap > 700.0 else math.expm1(log_cap)
+    return ClipBounds(eps_low=max(-math.expm1(-log_cap), floor_low), eps_high=max(widest, floor_high), log_cap=log_cap)
+
+
+def _second_moment_cap(squares: Tensor, budget: float) -> float:
+    """Largest tau with `mean(min(squares, tau^2)) <= budget`; `squares` ascending."""
+    count = squares.numel()
+    if count == 0 or float(squares.mean()) <= budget:
+        return math.inf
+    left = torch.arange(count, 0, -1, dtype=torch.float64, device=squares.device)  # tokens from here to the largest
+    below = squares.cumsum(0) - squares
+    # The clipped mean if tau^2 were the i-th square; it grows with i, so the last one within budget brackets tau.
+    within = int(((below + left * squares) / count <= budget).sum())
+    spent = float(squares[:within].sum())
+    return math.sqrt(max(0.0, count * budget - spent) / (count - within))
+
+
+@torch.no_grad()
+def zscore_keep(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    lag_m2: Tensor,
+    mask: Tensor,
+    *,
+    z_bound: float = 2.5,
+    log_bound: float = 1.6094379,
+) -> Tensor:
+    """Trust region by lag: drop harmful tokens unusual *for their lag*; bool [B, T]. Untested idea.
+
+    `lag_m2` [B, T] is m2 at each token's lag; dropped if `abs(ell) > z_bound sqrt(lag_m2)` or `abs(ell) > log_bound`
+    (log 5), among tokens with A > 0 and u > 1, or A < 0 and u < 1.
+    """
+    require(z_bound > 0.0 and log_bound > 0.0, f"z_bound={z_bound} and log_bound={log_bound} must be positive")
+    ell = read_log_ratios(mask, log_ratios)
+    credit, usual = read(mask, advantages=advantages, lag_m2=lag_m2)
+    harmful = ((credit > 0) & (ell > 0)) | ((credit < 0) & (ell < 0))
+    far = (ell.abs() > z_bound * usual.clamp(min=0.0).sqrt()) | (ell.abs() > log_bound)
+    return mask & ~(harmful & far)
+
+
+@torch.no_grad()
+def rho_bar_for_ess(
+    log_ratios: Tensor, mask: Tensor, *, ess_target: float = 0.5, low: float = 1.0, high: float = 10.0
+) -> float:
+    """The largest truncation C in [low, high] whose clipped-sequence ESS reaches the target, `low` if none does.
+
+    The ESS of `min(exp(S), C)` never increases with C, so bisection finds it. Keep c_bar at 1 whatever comes out.
+    """
+    require(0.0 < low <= high, f"low={low} and high={high} must satisfy 0 < low <= high")
+    require(0.0 < ess_target <= 1.0, f"ess_target={ess_target} must lie in (0, 1]")
+    sums = read_log_ratios(mask, log_ratios).double().sum(1)[mask.any(1)]
+    weights = sums.clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+    def enough(cap: float) -> bool:
+        clipped = weights.clamp(max=cap)
+        return bool(clipped.sum().square() >= ess_target * clipped.numel() * clipped.square().sum())
+
+    if enough(high):
+        return high
+    if not enough(low):
+        return low
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low
+
+
+def spread_budget(model: DriftModel, *, m2_target: float, fraction: float = 0.25) -> int:
+    """Largest group spread D with predicted `m2(D) <= fraction * m2_target`; 0 if even 0 costs more.
+
+    Groups beyond it are split, because one standard deviation over mixed policies means nothing.
+    """
+    require(m2_target > 0.0 and fraction > 0.0, f"m2_target={m2_target} and fraction={fraction} must be positive")
+    allowed = fraction * m2_target
+    if predict_m2(model, 0) > allowed:
+        return 0
+    low, high = 0, 1
+    while high < _LARGEST_LAG and predict_m2(model, high) <= allowed:
+        low, high = high, 2 * high
+    if high >= _LARGEST_LAG and predict_m2(model, high) <= allowed:
+        return _LARGEST_LAG
+    while high - low > 1:  # predict_m2 never decreases with lag
+        middle = (low + high) // 2
+        low, high = (middle, high) if predict_m2(model, middle) <= allowed else (low, middle)
+    return low
+
+
+def task_lag_bound(max_lag: int, *, m2_target: float, m2_task: float) -> int:
+    """Lag bound of one task: `floor(max_lag min(1, m2_target / m2_task))`, at least 1 (and never above max_lag)."""
+    require(max_lag >= 0, f"max_lag={max_lag} must not be negative")
+    require(m2_target > 0.0, f"m2_target={m2_target} must be positive")
+    require(m2_task >= 0.0, f"m2_task={m2_task} must not be negative")
+    share = 1.0 if m2_task <= m2_target else m2_target / m2_task
+    return min(max_lag, max(1, math.floor(max_lag * share)))
+
+
+def should_publish(m2_since_publish: float, *, m2_target: float, fraction: float = 0.25) -> bool:
+    """Whether the policy has moved enough since the last publish: `m2_since_publish > fraction * m2_target`."""
+    require(m2_target > 0.0, f"m2_target={m2_target} must be positive")
+    require(fraction >= 0.0, f"fraction={fraction} must not be negative")
+    return m2_since_publish > fraction * m2_target
+
+
+def delay_stability_bound(delay: int) -> float:
+    """Largest h for which `theta_{n+1} = theta_n - h theta_{n-delay}` is stable: `2 sin(pi / (4 delay + 2))`."""
+    require(delay >= 0, f"delay={delay} must not be negative")
+    return 2.0 * math.sin(math.pi / (4.0 * delay + 2.0))
+
+
+def delay_monotone_bound(delay: int) -> float:
+    """Largest h without oscillation: `delay^delay / (delay + 1)^(delay + 1)`."""
+    require(delay >= 0, f"delay={delay} must not be negative")
+    return (delay / (delay + 1.0)) ** delay / (delay + 1.0)

@@ -1,0 +1,219 @@
+"""Corrections for the gap between the policy that sampled and the policy that learns.
+
+All take `log_ratios` [B, T]: `pi_prox/mu` in decoupled mode, `pi/mu` in bypass mode, never a ratio against the
+reference. Weights and masks are detached; differentiating a weight would add another objective. A weight multiplies
+the token loss, a mask goes to `aggregate(keep=...)`, where its tokens stay in the denominator. Zeroing is not
+clamping: a clamped weight still pushes, a zeroed one does not. S, g, K2, K3 are the row statistics of `SequenceStats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.checks import (
+    LOG_BOUND,
+    check_rows,
+    check_tokens,
+    float_dtype,
+    only,
+    read,
+    read_log_ratios,
+    require,
+)
+from streamrl.algorithms.estimators.ratios import sequence_stats
+from streamrl.algorithms.types import Correction, CorrectionSpec
+
+
+@torch.no_grad()
+def tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
+    """Truncated token ratio `min(max(rho, floor), cap)`, [B, T]."""
+    require(0.0 <= floor <= cap and cap > 0.0, f"floor={floor} and cap={cap} must satisfy 0 <= floor <= cap, cap > 0")
+    return only(mask, read_log_ratios(mask, log_ratios).exp().clamp(floor, cap))
+
+
+@torch.no_grad()
+def seq_tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
+    """Truncated trajectory ratio `min(exp(S), cap)` on every action token, [B, T]; S clamped to +-20."""
+    require(cap > 0.0, f"cap={cap} must be positive")
+    return only(mask, _sequence_ratio(log_ratios, mask).clamp(max=cap)[:, None].expand(mask.shape))
+
+
+@torch.no_grad()
+def mis_weights(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
+    """Masked token ratio (IcePop, DIS): `rho` if `low <= rho <= high`, else 0; [B, T]. Both bounds are inclusive."""
+    _require_range(low, high)
+    ratio = read_log_ratios(mask, log_ratios).exp()
+    return only(mask & (ratio >= low) & (ratio <= high), ratio)
+
+
+@torch.no_grad()
+def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
+    """Keep rows with `low <= exp(S) <= high`; bool [B, T]."""
+    _require_range(low, high)
+    ratio = _sequence_ratio(log_ratios, mask)
+    return mask & ((ratio >= low) & (ratio <= high))[:, None]
+
+
+@torch.no_grad()
+def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, high: float | Tensor = 1.001) -> Tensor:
+    """Keep rows whose geometric mean ratio is inside: `low <= exp(g) <= high`, bounds float or [B]; bool [B, T].
+
+    The defaults fit engine mismatch only. For lagged rows use `exp(+-geo_bound(...))`: g has mean -KL and a spread of
+    about `sqrt(2 KL / n)`.
+    """
+    for name, bound in (("low", low), ("high", high)):
+        if isinstance(bound, Tensor) and bound.dim() > 0:
+            check_rows(mask, **{name: bound})
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor):
+        _require_range(low, high)
+    ratio = sequence_stats(log_ratios, mask).log_mean.exp()
+    return mask & ((ratio >= low) & (ratio <= high))[:, None]
+
+
+@torch.no_grad()
+def k2_keep(log_ratios: Tensor, mask: Tensor, *, bound: float, level: str = "mean") -> Tensor:
+    """Keep where `ell^2 / 2 <= bound`: per "token", or for the row's "mean", "sum" or "max"; bool [B, T]."""
+    require(level in ("token", "mean", "sum", "max"), f"level={level!r} must be one of token, mean, sum, max")
+    require(bound >= 0.0, f"bound={bound} must not be negative")
+    if level == "token":
+        return mask & (read_log_ratios(mask, log_ratios).square() / 2 <= bound)
+    stats = sequence_stats(log_ratios, mask)
+    rows = {"mean": stats.k2_sum / stats.num_tokens.clamp(min=1), "sum": stats.k2_sum, "max": stats.k2_max}[level]
+    return mask & (rows <= bound)[:, None]
+
+
+@torch.no_grad()
+def k3_keep(log_ratios: Tensor, mask: Tensor, *, bound: float = 0.01) -> Tensor:
+    """Keep rows with `K3 = mean(exp(ell) - ell - 1) <= bound`; bool [B, T]."""
+    require(bound >= 0.0, f"bound={bound} must not be negative")
+    return mask & (sequence_stats(log_ratios, mask).k3_mean <= bound)[:, None]
+
+
+@torch.no_grad()
+def veto_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 1e-4, high: float = 100.0) -> Tensor:
+    """Drop the row if any token ratio is below `low` or above `high`; bool [B, T]."""
+    _require_range(low, high)
+    ratio = read_log_ratios(mask, log_ratios).exp()
+    return mask & ~(mask & ~((ratio >= low) & (ratio <= high))).any(1, keepdim=True)
+
+
+@torch.no_grad()
+def opsm_keep(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, delta: float = 0.5) -> Tensor:
+    """Off-policy sequence masking: drop tokens with A < 0 in rows with `mean(log mu - log pi) = -g > delta`.
+
+    Stale negatives are the tokens that make runs collapse; stale positives are tolerated. bool [B, T].
+    Source: DeepSeek-V3.2, arXiv:2512.02556.
+    """
+    (credit,) = read(mask, advantages=advantages)
+    stale = -sequence_stats(log_ratios, mask).log_mean > delta
+    return mask & ~((credit < 0) & stale[:, None])
+
+
+@torch.no_grad()
+def geo_bound(kl: float | Tensor, num_tokens: Tensor, *, base: float = 0.001) -> Tensor:
+    """Bound on abs(g) for a row of `num_tokens` [B] drifted by `kl` nats per token: `base + 3 sqrt(2 kl/n) + kl`, [B].
+
+    `kl` is a float or [B], >= 0; 0 for rows without tokens. Pass `exp(-bound)` and `exp(bound)` to `geo_keep`.
+    """
+    require(num_tokens.dim() == 1, f"num_tokens has shape {list(num_tokens.shape)}, expected [B]")
+    drift = kl if isinstance(kl, Tensor) else torch.tensor(float(kl), device=num_tokens.device)
+    require(
+        drift.dim() == 0 or drift.shape == num_tokens.shape,
+        f"kl has shape {list(drift.shape)} but num_tokens has shape {list(num_tokens.shape)}: expected a float or [B]",
+    )
+    dtype = float_dtype(num_tokens, drift)
+    drift, count = drift.to(dtype), num_tokens.to(dtype)
+    bound = base + 3.0 * (2.0 * drift / count.clamp(min=1.0)).sqrt() + drift
+    return only(num_tokens > 0, bound)
+
+
+@torch.no_grad()
+def normalize_weights(
+    weights: Tensor, mask: Tensor, *, level: str = "token", mean: float | Tensor | None = None
+) -> Tensor:
+    """`weights / mean`, [B, T]: the mean over action tokens ("token") or over rows of each row's mean ("sequence").
+
+    Use after truncation. Pass the `mean` of the whole optimizer batch when this is a part of it. A mean of 0 gives 0.
+    """
+    require(level in ("token", "sequence"), f"level={level!r} must be one of token, sequence")
+    (values,) = read(mask, weights=weights)
+    if mean is None:
+        counts = mask.sum(1)
+        if level == "token":
+            mean = values.sum() / counts.sum().clamp(min=1)
+        else:
+            mean = (values.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum().clamp(min=1)
+    divisor = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
+    return only(mask & (divisor != 0), values / torch.where(divisor != 0, divisor, torch.ones_like(divisor)))
+
+
+@torch.no_grad()
+def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> Correction:
+    """The weights (1 if the spec has none) and the mask of one `CorrectionSpec`; see `CORRECTION_PRESETS`."""
+    levels = ("none", "token", "sequence")
+    require(spec.weight in levels, f"weight={spec.weight!r} must be one of {', '.join(levels)}")
+    check_tokens(mask, log_ratios=log_ratios)
+    if spec.weight == "token":
+        weights = tis_weights(log_ratios, mask, cap=spec.cap)
+    elif spec.weight == "sequence":
+        weights = seq_tis_weights(log_ratios, mask, cap=spec.cap)
+    else:
+        weights = mask.to(float_dtype(log_ratios))
+    if spec.normalize and spec.weight != "none":
+        weights = normalize_weights(weights, mask, level=spec.weight)
+    return Correction(weights=weights, keep=_rejection(spec, log_ratios, mask))
+
+
+def _rejection(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> Tensor:
+    if spec.reject == "none":
+        return mask.clone()
+    if spec.reject == "sequence":
+        return seq_mis_keep(log_ratios, mask, low=spec.low, high=spec.high)
+    if spec.reject == "geometric":
+        return geo_keep(log_ratios, mask, low=spec.low, high=spec.high)
+    require(spec.reject == "k3", f"reject={spec.reject!r} must be one of none, sequence, geometric, k3")
+    return k3_keep(log_ratios, mask, bound=spec.high)
+
+
+def _sequence_ratio(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    return sequence_stats(log_ratios, mask).log_sum.clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+
+def _require_range(low: float, high: float) -> None:
+    require(0.0 <= low <= high, f"low={low} and high={high} must satisfy 0 <= low <= high")
+
+
+_GEO = {"reject": "geometric", "low": 0.999, "high": 1.001}
+_K3 = {"reject": "k3", "high": 0.01}
+_DECOUPLED = {"mode": "decoupled"}
+_PPO = {"mode": "bypass", "surrogate": "ppo_clip"}
+_PG = {"mode": "bypass", "surrogate": "reinforce"}
+_TOKEN = {"weight": "token", "cap": 2.0}
+_SEQUENCE = {"weight": "sequence", "cap": 2.0}
+
+# Names as in verl, so that users find them. The bypass_ppo_clip rows carry no weight: the PPO ratio is the weight.
+CORRECTION_PRESETS: Mapping[str, CorrectionSpec] = MappingProxyType(
+    {
+        "disabled": CorrectionSpec(),
+        "decoupled_token_is": CorrectionSpec(**_DECOUPLED, **_TOKEN),
+        "decoupled_seq_is": CorrectionSpec(**_DECOUPLED, **_SEQUENCE),
+        "decoupled_seq_is_rs": CorrectionSpec(**_DECOUPLED, **_SEQUENCE, reject="sequence", low=0.5, high=2.0),
+        "decoupled_geo_rs": CorrectionSpec(**_DECOUPLED, **_GEO),
+        "decoupled_geo_rs_token_tis": CorrectionSpec(**_DECOUPLED, **_TOKEN, **_GEO),
+        "decoupled_geo_rs_seq_tis": CorrectionSpec(**_DECOUPLED, **_SEQUENCE, **_GEO),
+        "decoupled_k3_rs": CorrectionSpec(**_DECOUPLED, **_K3),
+        "decoupled_k3_rs_token_tis": CorrectionSpec(**_DECOUPLED, **_TOKEN, **_K3),
+        "decoupled_k3_rs_seq_tis": CorrectionSpec(**_DECOUPLED, **_SEQUENCE, **_K3),
+        "bypass_ppo_clip": CorrectionSpec(**_PPO),
+        "bypass_ppo_clip_geo_rs": CorrectionSpec(**_PPO, **_GEO),
+        "bypass_ppo_clip_k3_rs": CorrectionSpec(**_PPO, **_K3),
+        "bypass_pg_is": CorrectionSpec(**_PG, **_SEQUENCE),
+        "bypass_pg_geo_rs": CorrectionSpec(**_PG, **_GEO),
+        "bypass_pg_geo_rs_token_tis": CorrectionSpec(**_PG, **_TOKEN, **_GEO),
+        "bypass_pg_geo_rs_seq_tis": CorrectionSpec(**_PG, **_SEQUENCE, **_GEO),
+    }
+)

@@ -1,0 +1,54 @@
+"""A name in the settings becomes an object: an entry of one of our tables, or a user's own `package.module:attribute`.
+
+Every table of the project is read through `resolve`, so that a surrogate, an estimator, a correction, a transport, an
+engine, a tracker or an optimizer of one's own needs no change to our files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from streamrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
+    """The entry of `table` called `name`, or the attribute that `package.module:attribute` names.
+
+    Args:
+        setting: the key that holds the name, for the message (`loss.surrogate`).
+    Raises:
+        ConfigError: no such entry (with the nearest names), module or attribute.
+    """
+    if name in table:
+        return table[name]
+    if ":" in name:
+        return import_attribute(name, setting=setting)
+    near = difflib.get_close_matches(name, table, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(
+        f"{setting}={name} is unknown.{hint} There are {', '.join(sorted(table))}, "
+        "or name your own as package.module:attribute."
+    )
+
+
+def import_attribute(name: str, *, setting: str) -> Any:
+    """The object that `package.module:attribute` names. Raises ConfigError naming what is missing, and where."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{setting}={name}: cannot import {error.name!r}. "
+            "Install the package, or start from the folder that holds it."
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"{setting}={name}: module {module_name} has no {attribute!r}.{hint}")
+    return found

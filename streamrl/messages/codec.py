@@ -1,0 +1,149 @@
+"""One frame form for every message: a 16-byte preamble, then one MessagePack value.
+
+    offset  size  field
+    0       4     magic "SRLM"
+    4       2     protocol, u16 little-endian
+    6       1     kind, u8 (the tables at the end of `streamrl.messages`)
+    7       1     flags, 0 in protocol 1
+    8       8     xxh3-64 of the body, u64 little-endian
+    16      -     body
+
+Decoding goes from cheap to dear, each failure with an exception class of its own (`streamrl.errors`): size, magic,
+protocol, flags, kind legal in this direction, digest, typed decode. What a message *means* is checked elsewhere
+(`streamrl.messages.validate`, the ledger).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from streamrl import messages
+from streamrl.errors import BodyError, ContentError, DigestError, FrameError, KindError, ProtocolVersionError
+from streamrl.messages import PROTOCOL, Message
+
+MAGIC: Final = b"SRLM"
+PREAMBLE: Final = struct.Struct("<4sHBBQ")
+assert PREAMBLE.size == 16
+
+_ENCODER = msgspec.msgpack.Encoder()
+_KINDS: dict[type[Message], int] = {
+    cls: kind
+    for table in (
+        messages.TO_HUB, messages.TO_ACTOR, messages.TO_WEIGHTS, messages.FROM_WEIGHTS,
+        messages.RANK_TO_HUB, messages.HUB_TO_RANK, messages.HUB_TO_SENDER,
+        messages.SLOT_TO_SENDER, messages.SLOT_TO_ACTOR,
+    )
+    for kind, cls in table.items()
+}
+
+
+def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
+    """The frame of `message`; ready to send, nothing is copied twice."""
+    frame = bytearray(PREAMBLE.size)
+    _ENCODER.encode_into(message, frame, PREAMBLE.size)
+    body = memoryview(frame)[PREAMBLE.size :]
+    digest = xxhash.xxh3_64_intdigest(body)
+    body.release()
+    PREAMBLE.pack_into(frame, 0, MAGIC, protocol, _KINDS[type(message)], 0, digest)
+    return frame
+
+
+def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
+    """The protocol number in a frame's preamble, whatever follows it; None if there is no such preamble."""
+    if len(frame) < PREAMBLE.size or bytes(frame[:4]) != MAGIC:
+        return None
+    return int(PREAMBLE.unpack_from(frame)[1])
+
+
+class Decoder:
+    """Typed decoding for one direction; made once, used for ever.
+
+    Args:
+        kinds: which kinds are legal here, e.g. `messages.TO_HUB`.
+        max_bytes: frames over this size are refused before anything is read.
+    """
+
+    def __init__(self, kinds: Mapping[int, type[Message]], max_bytes: int = 64 << 20) -> None:
+        self._decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in kinds.items()}
+        self._names = ", ".join(f"{kind} {cls.__name__}" for kind, cls in kinds.items())
+        self._max_bytes = max_bytes
+
+    def decode(self, frame: bytes | bytearray | memoryview) -> Message:
+        """The message in `frame`.
+
+        Raises:
+            FrameError, ProtocolVersionError, KindError, DigestError, BodyError: see `streamrl.errors`.
+        """
+        view = memoryview(frame)
+        if len(view) > self._max_bytes:
+            raise FrameError(f"a frame of {len(view)} bytes is over the limit of {self._max_bytes} (max_message_bytes)")
+        if len(view) < PREAMBLE.size:
+            raise FrameError(f"a frame of {len(view)} bytes is shorter than the {PREAMBLE.size}-byte preamble")
+        magic, protocol, kind, flags, digest = PREAMBLE.unpack_from(view)
+        if magic != MAGIC:
+            raise FrameError(f"magic is {magic!r}, expected {MAGIC!r}: the peer is not streamrl")
+        if protocol != PROTOCOL:
+            raise ProtocolVersionError(
+                f"the peer speaks protocol {protocol}, this build {PROTOCOL}: install the same release on both sides"
+            )
+        if flags != 0:
+            raise FrameError(f"flags are {flags:#04x}, protocol {PROTOCOL} knows only 0")
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            raise KindError(f"kind {kind} is not legal here, expected one of {self._names}")
+        body = view[PREAMBLE.size :]
+        if xxhash.xxh3_64_intdigest(body) != digest:
+            raise DigestError(f"the body of a kind-{kind} frame ({len(body)} bytes) does not match its digest")
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise BodyError(f"kind {kind}: {error}") from error
+
+
+def pack_ids(ids: np.ndarray | list[int]) -> bytes:
+    """Token ids [T] as raw `<i4`."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def pack_logprobs(logprobs: np.ndarray | list[float]) -> bytes:
+    """Log-probs [T] as raw `<f4`."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_ids(raw: bytes, *, vocab_size: int | None = None) -> np.ndarray:
+    """Raw `<i4` to an int32 array [T] (a read-only view of `raw`).
+
+    Raises:
+        ContentError: `length` if the bytes are no whole number of ids, `vocabulary` if an id is not in 0..vocab_size-1.
+    """
+    if len(raw) % 4:
+        raise ContentError("length", f"token ids are {len(raw)} bytes, which is no multiple of 4")
+    ids = np.frombuffer(raw, dtype="<i4")
+    if vocab_size is not None and len(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ContentError("vocabulary", f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}")
+    return ids
+
+
+def unpack_logprobs(raw: bytes, *, num_tokens: int | None = None) -> np.ndarray:
+    """Raw `<f4` to a float32 array [T] (a read-only view of `raw`).
+
+    Raises:
+        ContentError: `length` if the size is not 4 * num_tokens, `finite` if a value is NaN or infinite.
+    """
+    if len(raw) % 4 or (num_tokens is not None and len(raw) != 4 * num_tokens):
+        wanted = "a multiple of 4" if num_tokens is None else f"{4 * num_tokens} for {num_tokens} tokens"
+        raise ContentError("length", f"log-probs are {len(raw)} bytes, expected {wanted}")
+    logprobs = np.frombuffer(raw, dtype="<f4")
+    if not np.isfinite(logprobs).all():
+        num_bad = int((~np.isfinite(logprobs)).sum())
+        raise ContentError("finite", f"{num_bad} of {len(logprobs)} log-probs are not finite")
+    return logprobs

@@ -1,0 +1,215 @@
+"""Is this group possible at all? The rules a GROUP must satisfy before anyone looks at leases.
+
+The hub asks before it believes an actor, and an actor asks before it sends, with the same code: a group that fails at
+the hub is therefore a bug or an attack. Every rule has a name of its own (`ContentError.check`):
+
+    empty               no members, and not handed back
+    sampling            the distribution is not a distribution
+    member_twice        a member index occurs twice in the message
+    member_not_leased   a member index outside the lease
+    prompt_length       the prompt is no whole number of 4-byte ids     (`token_length`, `logprob_length` likewise)
+    prompt_missing      no prompt, neither its own nor the first member's
+    prompt_too_long     more prompt tokens than the hub allows
+    prompt_vocabulary   a prompt id outside the vocabulary              (`token_vocabulary` likewise)
+    logprob_finite      a NaN or an infinity
+    logprob_positive    a log-probability above 1e-4
+    logprob_off_mask    not exactly 0.0 where the token is no action
+    mask_ranges         ranges not sorted, disjoint, non-empty, inside  (`version_ranges`, `turn_ranges` likewise)
+    version_cover       an action token without a version               (`turn_cover` likewise)
+    no_action_tokens    nothing to train on, and not aborted
+    response_too_long   more action tokens than the hub allows
+    reward_finite       a NaN or an infinity                            (`turn_reward_finite`, `score_finite` likewise)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import Struct
+
+from streamrl.errors import ContentError
+from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling
+
+MAX_LOGPROB = 1e-4
+"""Rounding may lift the log of a probability of one a little above zero, never by more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBounds:
+    """What the hub allows.
+
+    Args:
+        vocab_size: ids are in 0 .. vocab_size - 1.
+        max_prompt_tokens: tokens before the first action.
+        max_new_tokens: action tokens of one member over its whole episode, all turns together.
+    """
+
+    vocab_size: int = 1 << 31
+    max_prompt_tokens: int = 1 << 20
+    max_new_tokens: int = 1 << 20
+
+
+class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
+    """What the ledger keeps of a checked member besides its bytes.
+
+    `num_tokens` counts prompt, actions and observations; `spans` rows are (learner_epoch, version, num_action_tokens),
+    oldest tokens first, versions without action tokens left out.
+    """
+
+    index: int
+    status: int
+    num_tokens: int
+    num_action_tokens: int
+    reward: float
+    scores: dict[str, float]
+    spans: tuple[tuple[int, int, int], ...]
+    all_versions: tuple[tuple[int, int], ...]
+
+    @property
+    def aborted(self) -> bool:
+        return self.status == MemberStatus.ABORTED
+
+
+def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> tuple[MemberSummary, ...]:
+    """Check every rule above; the facts of each member, in message order.
+
+    Args:
+        leased: member indices that this lease may fill.
+    Raises:
+        ContentError: a rule is broken; `.check` is its name, the message says where and by what.
+    """
+    _check_sampling(group.sampling)
+    if not group.members and group.outcome != Outcome.RETURNED:
+        raise ContentError("empty", f"group {group.group_id} has no members but outcome {group.outcome}, not RETURNED")
+    seen: set[int] = set()
+    facts = []
+    for member in group.members:
+        where = f"group {group.group_id} member {member.index}"
+        if member.index in seen:
+            raise ContentError("member_twice", f"{where} occurs twice in one message")
+        if member.index not in leased:
+            raise ContentError("member_not_leased", f"{where} is not in the lease, which has {sorted(leased)}")
+        seen.add(member.index)
+        facts.append(_check_member(member, group.members[0].prompt_ids, bounds, where))
+    return tuple(facts)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    values = (sampling.temperature, sampling.top_p, sampling.min_p)
+    if not all(math.isfinite(value) and value >= 0.0 for value in values):
+        raise ContentError("sampling", f"{sampling} is not a distribution: every number must be finite and >= 0")
+
+
+def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, where: str) -> MemberSummary:
+    aborted = member.status == MemberStatus.ABORTED
+    num_prompt = _check_prompt(member.prompt_ids or first_prompt, aborted, bounds, where)
+    num_tokens = _check_ids(member.token_ids, bounds.vocab_size, "token", where)
+    mask = _mask(member, num_tokens, where)
+    _check_logprobs(member.logprobs, mask, where)
+    before = np.zeros(num_tokens + 1, dtype=np.int64)  # [T + 1] action tokens before position t
+    np.cumsum(mask, out=before[1:])
+    num_actions = int(before[-1])
+    if num_actions == 0 and not aborted:
+        raise ContentError("no_action_tokens", f"{where} has no action token and is not marked aborted")
+    if num_actions > bounds.max_new_tokens:
+        raise ContentError(
+            "response_too_long", f"{where} has {num_actions} action tokens, the limit is {bounds.max_new_tokens}"
+        )
+    counts = _cover([(start, end) for _, _, start, end in member.versions], before, "version", where)
+    _cover([(start, end) for start, end, _ in member.turns], before, "turn", where)
+    _check_rewards(member, where)
+    return MemberSummary(
+        index=member.index, status=member.status, num_tokens=num_prompt + num_tokens, num_action_tokens=num_actions,
+        reward=member.reward, scores=dict(member.scores),
+        spans=tuple((row[0], row[1], n) for row, n in zip(member.versions, counts, strict=True) if n),
+        all_versions=tuple(dict.fromkeys((epoch, version) for epoch, version, _, _ in member.versions)),
+    )
+
+
+def _check_prompt(prompt: bytes, aborted: bool, bounds: GroupBounds, where: str) -> int:
+    if not prompt and not aborted:
+        raise ContentError("prompt_missing", f"{where} has no prompt, and neither has the first member")
+    num_tokens = _check_ids(prompt, bounds.vocab_size, "prompt", where)
+    if num_tokens > bounds.max_prompt_tokens:
+        raise ContentError(
+            "prompt_too_long", f"{where} has a prompt of {num_tokens} tokens, the limit is {bounds.max_prompt_tokens}"
+        )
+    return num_tokens
+
+
+def _check_ids(raw: bytes, vocab_size: int, what: str, where: str) -> int:
+    if len(raw) % 4:
+        raise ContentError(f"{what}_length", f"{where}: {what} ids are {len(raw)} bytes, which is no multiple of 4")
+    ids = np.frombuffer(raw, dtype="<i4")
+    if len(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ContentError(
+                f"{what}_vocabulary", f"{where}: {what} id {bad} is outside the vocabulary 0..{vocab_size - 1}"
+            )
+    return len(ids)
+
+
+def _mask(member: Member, num_tokens: int, where: str) -> np.ndarray:
+    """bool [T]: which tokens are actions."""
+    _check_ranges(member.mask, num_tokens, "mask", where)
+    mask = np.zeros(num_tokens, dtype=bool)
+    for start, end in member.mask:
+        mask[start:end] = True
+    return mask
+
+
+def _check_logprobs(raw: bytes, mask: np.ndarray, where: str) -> None:
+    if len(raw) != 4 * len(mask):
+        raise ContentError(
+            "logprob_length", f"{where}: log-probs are {len(raw)} bytes, not {4 * len(mask)} for {len(mask)} tokens"
+        )
+    logprobs = np.frombuffer(raw, dtype="<f4")
+    if not np.isfinite(logprobs).all():
+        at = int(np.argmin(np.isfinite(logprobs)))
+        raise ContentError("logprob_finite", f"{where}: the log-prob of token {at} is {logprobs[at]}")
+    if len(logprobs) and float(logprobs.max()) > MAX_LOGPROB:
+        at = int(logprobs.argmax())
+        raise ContentError("logprob_positive", f"{where}: the log-prob of token {at} is {logprobs[at]}, above 0")
+    stray = (logprobs != 0.0) & ~mask
+    if stray.any():
+        at = int(stray.argmax())
+        raise ContentError("logprob_off_mask", f"{where}: token {at} is no action but has log-prob {logprobs[at]}")
+
+
+def _check_ranges(ranges: Sequence[tuple[int, int]], num_tokens: int, what: str, where: str) -> None:
+    previous = 0
+    for start, end in ranges:
+        if not previous <= start < end <= num_tokens:
+            raise ContentError(
+                f"{what}_ranges",
+                f"{where}: {what} range {start}..{end} must be non-empty, start at {previous} or later and end by "
+                f"{num_tokens}",
+            )
+        previous = end
+
+
+def _cover(ranges: Sequence[tuple[int, int]], before: np.ndarray, what: str, where: str) -> list[int]:
+    """Action tokens inside each range; together they must be all of them."""
+    _check_ranges(ranges, len(before) - 1, what, where)
+    counts = [int(before[end] - before[start]) for start, end in ranges]
+    if sum(counts) != before[-1]:
+        raise ContentError(
+            f"{what}_cover", f"{where}: {what} spans cover {sum(counts)} of {int(before[-1])} action tokens"
+        )
+    return counts
+
+
+def _check_rewards(member: Member, where: str) -> None:
+    if not math.isfinite(member.reward):
+        raise ContentError("reward_finite", f"{where}: the reward is {member.reward}")
+    for start, end, reward in member.turns:
+        if not math.isfinite(reward):
+            raise ContentError("turn_reward_finite", f"{where}: the reward of turn {start}..{end} is {reward}")
+    for name, score in member.scores.items():
+        if not math.isfinite(score):
+            raise ContentError("score_finite", f"{where}: score {name!r} is {score}")

@@ -1,0 +1,323 @@
+"""The actor's side of the protocol as a pure state machine: inputs and `now` in, effects out. No socket, no clock.
+
+States (messages.ActorState) and what moves them:
+
+    CONNECTING  HELLO sent, again after hello_timeout_s or backoff          -> WELCOME -> SYNCING
+    SYNCING     linked, fetching the manifest; outbox is re-sent            -> first install -> RUNNING
+    RUNNING     generating, sending, installing in flight         -> hub silent -> DISCONNECTED; drain -> DRAINING
+    DISCONNECTED      held leases go on, none are taken; HELLO with backoff       -> WELCOME -> SYNCING or RUNNING
+    DRAINING    finish or hand back, no new leases                          -> outbox settled -> LEAVING
+    LEAVING     BYE sent                                                    -> BYE or time-out -> GONE
+    GONE        nothing more is sent
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+
+from streamrl.messages import (
+    PROTOCOL,
+    Ack,
+    ActorHeartbeat,
+    ActorState,
+    Announce,
+    Bye,
+    Drain,
+    Group,
+    Hello,
+    HubHeartbeat,
+    Installed,
+    LeaseRef,
+    Leases,
+    Limits,
+    Message,
+    NcclState,
+    RejectReason,
+    Stop,
+    StopReason,
+    VersionRef,
+    Welcome,
+)
+from streamrl.messages.codec import encode
+from streamrl.transport.outbox import Entry, Outbox
+
+MAX_UNSETTLED = 64
+"""Groups in flight without a verdict; the rest waits its turn in the outbox."""
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 5.0
+EXIT_FENCED, EXIT_EVICTED = 3, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put this frame on the socket."""
+
+    frame: bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Tell the worker: Welcome, Leases, Announce, HubHeartbeat, Drain, Stop, or `Disconnected`."""
+
+    event: Message | Disconnected
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The hub has not been heard for hub_silent_s."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """Close the socket and end; `exit_code` is the process's."""
+
+    exit_code: int
+    detail: str
+
+
+Effect = Send | Deliver | LinkClosed
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the next heartbeat says of the worker; the worker keeps it up to date."""
+
+    slots: int = 0
+    free: int = 0
+    free_eval: int = 0
+    running: int = 0
+    tokens_total: int = 0
+    held: tuple[LeaseRef, ...] = ()
+    stuck: tuple[LeaseRef, ...] = ()
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+class ActorSession:
+    """One incarnation of one actor, seen from the wire."""
+
+    def __init__(
+        self, actor_id: str, incarnation: int, *, engine: str, slots: int, transports: tuple[str, ...], software: str,
+        random_seed: int = 0, give_up_after_s: float = 0.0, device: str = "",
+    ) -> None:
+        self.actor_id, self.incarnation = actor_id, incarnation
+        self.engine, self.slots, self.transports, self.software = engine, slots, transports, software
+        self.device = device
+        self.nccl: NcclState | None = None
+        self.state = ActorState.CONNECTING
+        self.limits = Limits()
+        self.outbox = Outbox(self.limits.outbox_groups, self.limits.outbox_bytes)
+        self.run_id: str | None = None
+        self.learner_epoch = 0
+        self.installed: tuple[VersionRef, bytes] | None = None
+        self.progress = Progress()
+        self.num_evictions = 0
+        self._give_up_after_s = give_up_after_s
+        self._rng = random.Random(random_seed)
+        self._attempts = 0
+        self._beat = 0
+        self._parted_at: float | None = None
+        self._heard_at = self._beat_at = self._hello_at = self._bye_at = 0.0
+        self._num_byes = 0
+        self._drain_until: float | None = None
+
+    # --- inputs ---------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Effect]:
+        self._heard_at = self._parted_at = now
+        return self._hello(now)
+
+    def received(self, message: Message, now: float) -> list[Effect]:
+        """A decoded message of the hub."""
+        self._heard_at = now
+        match message:
+            case Welcome():
+                return self._welcomed(message, now)
+            case Ack():
+                return self._acked(message, now)
+            case Stop():
+                return self._stopped(message, now)
+            case Bye():
+                return self._gone(0, "left cleanly")
+            case HubHeartbeat() | Leases() | Announce() | Drain():
+                return [Deliver(message)] if self.linked else []
+        return []
+
+    def submit(self, group: Group, now: float) -> list[Effect]:
+        """A finished or returned group: numbered, kept in the outbox, sent when the window allows."""
+        numbered = msgspec.structs.replace(group, incarnation=self.incarnation, seq=self.outbox.next_seq)
+        self.outbox.add(bytes(encode(numbered)))
+        return self._flush(now)
+
+    def report_installed(self, message: Installed, now: float) -> list[Effect]:
+        if message.ok:
+            self.installed = (message.target, message.root)
+            if self.state is ActorState.SYNCING:
+                self.state = ActorState.RUNNING
+        return [Send(encode(message)), *self._send_beat(now)] if self.linked else []
+
+    def report_nccl(self, state: NcclState, now: float) -> list[Effect]:
+        """A communicator is being built, formed or lost: the hub waits for this, so it is told at once."""
+        self.nccl = state
+        return self._send_beat(now) if self.linked else []
+
+    def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
+        """Leave politely: finish or hand back, settle the outbox, BYE."""
+        if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
+            return self._gone(0, "left without a hub")
+        if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.GONE):
+            return []
+        seconds = self.limits.drain_deadline_s if deadline_s is None else deadline_s
+        self.state = ActorState.DRAINING
+        self._drain_until = now + seconds
+        return [Send(encode(Drain(reason, seconds, 0))), *self._send_beat(now)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Whatever time asks for; call it at least every 50 ms."""
+        if self.state is ActorState.GONE:
+            return []
+        if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
+            return self._retry(now)
+        if now - self._heard_at > self.limits.hub_silent_s:
+            return self._part(now)
+        effects: list[Effect] = []
+        if now - self._beat_at >= self.limits.heartbeat_s:
+            effects += self._send_beat(now)
+        oldest = self.outbox.oldest_unsettled()
+        if oldest is not None and oldest.sent_at is not None and now - oldest.sent_at > self.limits.ack_timeout_s:
+            effects.append(self._send_entry(oldest, now))
+        return effects + self._leave_if_done(now)
+
+    # --- what the worker asks -------------------------------------------------------------------------------------
+
+    @property
+    def linked(self) -> bool:
+        return self.state in (ActorState.SYNCING, ActorState.RUNNING, ActorState.DRAINING, ActorState.LEAVING)
+
+    # --- transitions ----------------------------------------------------------------------------------------------
+
+    def _hello(self, now: float) -> list[Effect]:
+        self._hello_at = now
+        hello = Hello(
+            protocol_min=PROTOCOL, protocol_max=PROTOCOL, actor_id=self.actor_id, incarnation=self.incarnation,
+            run_id=self.run_id, engine=self.engine, software=self.software, slots=self.slots,
+            transports=self.transports, installed=self.installed, held=self.progress.held[:1024],
+            outbox=self.outbox.seq_ranges()[:1024], next_seq=self.outbox.next_seq, device=self.device,
+        )
+        return [Send(encode(hello))]
+
+    def _retry(self, now: float) -> list[Effect]:
+        waited = now - (self._parted_at if self._parted_at is not None else now)
+        if self._give_up_after_s and waited > self._give_up_after_s:
+            return self._gone(1, f"no hub for {waited:.0f} s (actors.give_up_after_s={self._give_up_after_s:g})")
+        ceiling = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempts, 10))
+        if now - self._hello_at < self._jitter * ceiling:
+            return []
+        self._attempts += 1
+        self._jitter = self._rng.uniform(0.5, 1.0)
+        return self._hello(now)
+
+    _jitter = 1.0
+
+    def _part(self, now: float) -> list[Effect]:
+        if self._drain_until is not None:
+            return self._gone(0, "left; the hub was gone")
+        self.state = ActorState.DISCONNECTED
+        self._parted_at, self._attempts = now, 0
+        return [Deliver(Disconnected()), *self._hello(now)]
+
+    def _welcomed(self, welcome: Welcome, now: float) -> list[Effect]:
+        if self.linked:
+            return []  # an answer to a repeated HELLO
+        self.limits = welcome.limits
+        self.outbox.max_groups, self.outbox.max_bytes = welcome.limits.outbox_groups, welcome.limits.outbox_bytes
+        if self.learner_epoch not in (0, welcome.learner_epoch):
+            self.outbox.unsettle()
+        else:
+            self.outbox.unsend()
+        self.outbox.settle(welcome.settled_upto, welcome.settled)
+        self.outbox.forget(welcome.durable_upto, welcome.durable)
+        self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch
+        # Whoever serves a version already may go on; the ledger knows what that version is good for.
+        self.state = ActorState.SYNCING if self.installed is None else ActorState.RUNNING
+        self._attempts, self._parted_at = 0, None
+        return [Deliver(welcome), *self._send_beat(now), *self._flush(now)]
+
+    def _acked(self, ack: Ack, now: float) -> list[Effect]:
+        if ack.incarnation != self.incarnation:
+            return []
+        self.outbox.settle(ack.settled_upto, ack.accepted)
+        self.outbox.forget(ack.durable_upto, ack.durable)
+        effects: list[Effect] = []
+        for seq, reason, _detail in ack.rejected:
+            self.outbox.forget(0, [(seq, seq)])
+            if reason == RejectReason.FENCED:
+                return self._gone(EXIT_FENCED, "a newer process with this actor_id has taken over")
+        return effects + self._flush(now) + self._leave_if_done(now)
+
+    def _stopped(self, stop: Stop, now: float) -> list[Effect]:
+        if stop.reason == StopReason.NO_LINK:
+            return self._rejoin(now) if self.linked else []
+        if stop.reason == StopReason.EVICTED:
+            self.num_evictions += 1
+            if self.num_evictions >= 3:
+                self.state = ActorState.GONE
+                return [Deliver(stop), LinkClosed(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
+            return self._rejoin(now)
+        if stop.rejoin:
+            return self._part(now) if self.linked else []
+        self.state = ActorState.GONE
+        return [Deliver(stop), LinkClosed(stop.exit_code, stop.detail)]
+
+    def _rejoin(self, now: float) -> list[Effect]:
+        if self._drain_until is not None:
+            return self._gone(0, "left; the hub had dropped the link")
+        self.state = ActorState.DISCONNECTED
+        self._parted_at, self._attempts = now, 0
+        self.outbox.unsend()
+        return self._hello(now)
+
+    def _gone(self, exit_code: int, detail: str) -> list[Effect]:
+        self.state = ActorState.GONE
+        return [LinkClosed(exit_code, detail)]
+
+    def _leave_if_done(self, now: float) -> list[Effect]:
+        if self.state is ActorState.DRAINING:
+            done = not self.progress.held and self.outbox.all_settled()
+            if done or (self._drain_until is not None and now > self._drain_until):
+                self.state = ActorState.LEAVING
+                self._bye_at = now
+                return [Send(encode(Bye(self.outbox.next_seq - 1, "drained" if done else "deadline")))]
+        if self.state is ActorState.LEAVING and now - self._bye_at > self.limits.bye_timeout_s:
+            self._num_byes += 1
+            self._bye_at = now
+            if self._num_byes >= 3:
+                return self._gone(0, "left; the hub did not answer BYE")
+            return [Send(encode(Bye(self.outbox.next_seq - 1, "again")))]
+        return []
+
+    def _flush(self, now: float) -> list[Effect]:
+        if not self.linked:
+            return []
+        room = MAX_UNSETTLED - self.outbox.num_unsettled_sent()
+        return [self._send_entry(entry, now) for entry in self.outbox.waiting()[: max(0, room)]]
+
+    def _send_entry(self, entry: Entry, now: float) -> Send:
+        entry.sent_at = now
+        return Send(entry.frame)
+
+    def _send_beat(self, now: float) -> list[Effect]:
+        self._beat_at = now
+        self._beat += 1
+        p = self.progress
+        taking = self.state is ActorState.RUNNING and not self.outbox.full
+        beat = ActorHeartbeat(
+            incarnation=self.incarnation, beat=self._beat, state=int(self.state), free=p.free if taking else 0,
+            running=p.running, installed=self.installed[0] if self.installed else None, tokens_total=p.tokens_total,
+            stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
+            free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
+            root=self.installed[1] if self.installed else b"", held=p.held if len(p.held) <= 1024 else None,
+            nccl=self.nccl,
+        )
+        return [Send(encode(beat))]

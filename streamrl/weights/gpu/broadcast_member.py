@@ -1,0 +1,293 @@
+"""Weights by broadcast, a member's end.
+
+A member takes part in every broadcast it was invited to, whatever its installer thinks of the version: a collective
+call that one rank leaves out hangs all the others. So it has a thread of its own, and the installer only asks that
+thread for what came.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from streamrl.errors import EngineError, WeightsError
+from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
+from streamrl.weights.document import NotAvailable, Superseded
+from streamrl.weights.gpu.broadcast import GRACE_S, HEADER_BYTES, unpack_header
+from streamrl.weights.gpu.communicator import (
+    CommunicatorError,
+    CommunicatorLibrary,
+    CommunicatorStuck,
+    GuardedCommunicator,
+    Threads,
+)
+from streamrl.weights.gpu.device_document import DeviceDocument, check_device_bucket
+from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.05
+_MEND_S = 1.0
+MAX_ABANDONED = 1
+"""Threads stuck in a library's call that a process may carry along; it forms no further communicator then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a member needs to take a version."""
+
+    manifest: Manifest  # digest_kind 1
+    layout: Layout
+    ticket: NcclTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A version that came by broadcast, every bucket verified."""
+
+    body: torch.Tensor
+    transfer_s: float
+    verify_s: float
+
+
+class BroadcastMember:
+    """An actor's end. Every method may be called from any thread.
+
+    Args:
+        report: told where this member is, whenever that changes, from the member's thread.
+    """
+
+    def __init__(
+        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[NcclState], None]
+    ) -> None:
+        self.threads = Threads()
+        self._library, self._device, self._report = library, torch.device(device), report
+        self._changed = threading.Condition()
+        self._invitations: dict[VersionRef, Invitation] = {}
+        self._outcome: dict[VersionRef, Received | WeightsError | EngineError] = {}
+        self._guard: GuardedCommunicator | None = None
+        self._epoch = 0  # of `_guard`, or of the last one that failed
+        self._last: VersionRef | None = None  # received in this epoch
+        self._closing = False
+        self._state = NcclState()
+        self._thread = threading.Thread(target=self._run, name="broadcasts", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> bool:
+        """A thread is stuck in the library: nothing more is formed here."""
+        return self.threads.num_abandoned >= MAX_ABANDONED
+
+    def invite(self, manifest: Manifest, layout: Layout, ticket: NcclTicket) -> None:
+        """A version will come by this ticket's epoch; a newer epoch ends the present one. Asking again is no harm."""
+        with self._changed:
+            known = self._invitations.get(manifest.ref)
+            if ticket.epoch < self._newest_epoch() or (known is not None and known.ticket.epoch == ticket.epoch):
+                return
+            over = ticket.epoch == self._epoch and (
+                self._guard is None or (self._last is not None and manifest.ref <= self._last)
+            )
+            if over:
+                return  # that epoch failed here, or this version went by in it
+            if ticket.epoch > self._epoch and self._guard is not None:
+                self._guard.stop()
+            for ref in [r for r, i in self._invitations.items() if i.ticket.epoch < ticket.epoch]:
+                self._settle(ref, NotAvailable(f"version {ref} was to come by an epoch that is over"))
+            if isinstance(self._outcome.get(manifest.ref), Exception):
+                del self._outcome[manifest.ref]  # another chance
+            self._invitations[manifest.ref] = Invitation(manifest, layout, ticket)
+            self._changed.notify_all()
+
+    def uninvite(self, ref: VersionRef) -> None:
+        """The hub has withdrawn its invitation: the epoch that was to bring the version is dead."""
+        with self._changed:
+            if ref in self._invitations:
+                if self._guard is not None and self._invitations[ref].ticket.epoch == self._epoch:
+                    self._guard.stop()
+                self._settle(ref, NotAvailable(f"version {ref} is not broadcast after all"))
+
+    def wait_for(self, ref: VersionRef, *, cancelled: threading.Event, deadline: float) -> Received:
+        """What came under this version; kept until a newer one has come.
+
+        Raises:
+            Superseded: `cancelled` was set; the broadcast goes on without anybody waiting for it.
+            NotAvailable: nothing is on its way, or not in time. WeightsError: it came damaged.
+            CommunicatorStuck: this process must end.
+        """
+        with self._changed:
+            while True:
+                if cancelled.is_set():
+                    raise Superseded(f"version {ref}: abandoned for a newer version")
+                outcome = self._outcome.get(ref)
+                if isinstance(outcome, Received) and time.monotonic() < deadline:
+                    return outcome
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if ref not in self._invitations and outcome is None:
+                    raise NotAvailable(f"no broadcast of version {ref} is on its way")
+                if time.monotonic() >= deadline:
+                    raise NotAvailable(f"the broadcast of version {ref} was not complete in time")
+                self._changed.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic())))
+
+    def close(self) -> None:
+        """Leave the epoch; may be called twice."""
+        with self._changed:
+            self._closing = True
+            if self._guard is not None:
+                self._guard.stop()
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10.0)
+
+    # --- the member's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (invitation := self._next()) is not None:
+            try:
+                if invitation.ticket.epoch != self._epoch:
+                    self._form(invitation.ticket)
+                else:
+                    self._receive(invitation)
+            except CommunicatorStuck as error:
+                self._over(error)
+            except Exception as error:  # a foreign library may raise anything; the others must not wait for us
+                ours = error if isinstance(error, WeightsError) else WeightsError(f"a broadcast failed: {error!r}")
+                log.warning("epoch %d is over here: %s", invitation.ticket.epoch, error)
+                self._over(ours)
+        if self._guard is not None:
+            self._leave()
+
+    def _next(self) -> Invitation | None:
+        """What to work on: the oldest invitation of the newest epoch; None at the end."""
+        with self._changed:
+            while not self._closing:
+                if self._guard is not None and self._guard.stopped:
+                    break
+                if self._invitations:
+                    return self._invitations[min(self._invitations)]
+                self._changed.wait(_MEND_S if self._state.broken else None)
+                if self._state.broken and not self.broken:
+                    break
+            if self._closing:
+                return None
+            mended = self._guard is None
+        if mended:
+            self._say(broken=False)  # the stuck thread came back after all
+            return self._next()
+        self._over(NotAvailable(f"epoch {self._epoch} was ended"))
+        return self._next()
+
+    def _form(self, ticket: NcclTicket) -> None:
+        self._leave()
+        with self._changed:
+            self._epoch, self._last = ticket.epoch, None
+            if self.broken:
+                raise CommunicatorError("a thread of this process is stuck in an earlier epoch")
+            guard = self._guard = GuardedCommunicator(
+                self._library, self.threads, rank=ticket.rank, world=ticket.world, unique_id=ticket.unique_id,
+                what=f"epoch {ticket.epoch} as rank {ticket.rank}",
+            )
+        self._say(joining=ticket.epoch)
+        # A little longer than the hub waits: it ends the sender, which frees the others from their calls.
+        guard.form(ticket.init_deadline_s + GRACE_S)
+        log.info("epoch %d: rank %d of %d is formed", ticket.epoch, ticket.rank, ticket.world)
+        self._say(formed=ticket.epoch, joining=0)
+
+    def _receive(self, invitation: Invitation) -> None:
+        guard, ticket = self._guard, invitation.ticket
+        assert guard is not None
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
+        guard.broadcast(header, ticket.init_deadline_s + ticket.bucket_deadline_s + GRACE_S)
+        started = time.monotonic()
+        ref = unpack_header(header)
+        invitation = self._invitation_of(ref, started + ticket.bucket_deadline_s)
+        check_manifest(invitation.manifest, invitation.layout, DIGEST_FOLD128)
+        body = torch.empty(document_nbytes(invitation.layout), dtype=torch.uint8, device=self._device)
+        verify_s, failure = 0.0, None
+        for index, (start, end) in enumerate(bucket_ranges(invitation.layout)):
+            guard.broadcast(body[start:end], ticket.bucket_deadline_s)
+            moved = time.monotonic()
+            try:
+                check_device_bucket(index, body[start:end], invitation.manifest)
+            except WeightsError as error:
+                failure = failure or error  # take part to the end: the other members' bytes may be whole
+            verify_s += time.monotonic() - moved
+        if failure is not None:
+            with self._changed:
+                self._settle(ref, failure)
+            raise failure
+        with self._changed:
+            self._last = ref
+            for older in [r for r in self._invitations if r < ref]:
+                self._settle(older, NotAvailable(f"version {older} was skipped for {ref}"))
+            self._settle(ref, Received(body, time.monotonic() - started - verify_s, verify_s))
+
+    def _invitation_of(self, ref: VersionRef, deadline: float) -> Invitation:
+        """Its announcement came by another road than the broadcast, and may be a moment behind."""
+        with self._changed:
+            while ref not in self._invitations:
+                if time.monotonic() >= deadline or self._closing:
+                    raise CommunicatorError(f"version {ref} is broadcast, and nobody announced it")
+                self._changed.wait(_LOOK_UP_S)
+            return self._invitations[ref]
+
+    def _over(self, error: WeightsError | EngineError) -> None:
+        """The present epoch is dead: tell the hub, and whoever waits for something by it."""
+        try:
+            self._leave()
+        except CommunicatorStuck as stuck:
+            error = stuck
+        with self._changed:
+            for ref, invitation in list(self._invitations.items()):
+                if invitation.ticket.epoch <= self._epoch:
+                    self._settle(ref, error)
+        self._say(failed=self._epoch, joining=0, formed=0, broken=self.broken)
+
+    def _say(self, **changes: int) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._report(self._state)
+
+    def _leave(self) -> None:
+        with self._changed:
+            guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
+
+    def _settle(self, ref: VersionRef, outcome: Received | WeightsError | EngineError) -> None:
+        self._invitations.pop(ref, None)
+        for other, was in list(self._outcome.items()):  # one body is enough, and old errors are nobody's concern
+            if isinstance(outcome, Received) or (other < ref and not isinstance(was, Received)):
+                del self._outcome[other]
+        self._outcome[ref] = outcome
+        self._changed.notify_all()
+
+    def _newest_epoch(self) -> int:
+        return max([self._epoch, *(invitation.ticket.epoch for invitation in self._invitations.values())])
+
+
+class BroadcastReceiver:
+    """The way `nccl` to one document; see `streamrl.weights.source.Receiver`."""
+
+    source = InstallSource.NCCL
+
+    def __init__(self, offer: Offer, member: BroadcastMember) -> None:
+        self._offer, self._member = offer, member
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[DeviceDocument, float, float]:
+        """(verified document in the member's memory, transfer_s, verify_s). Raises as `BroadcastMember.wait_for`."""
+        device_manifest, ticket = self._offer.manifest, self._offer.nccl
+        if device_manifest is None or ticket is None:
+            raise NotAvailable("the offer names no digests or no epoch for a broadcast")
+        check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        self._member.invite(device_manifest, layout, ticket)
+        came = self._member.wait_for(manifest.ref, cancelled=cancelled, deadline=deadline)
+        document = DeviceDocument(came.body, manifest, device_manifest, layout, verified=True)
+        return document, came.transfer_s, came.verify_s

@@ -1,0 +1,114 @@
+"""Device memory that two processes have open at once, by the driver's own interface.
+
+Slots are plain allocations of the driver, never parts of torch's pool: only those can be handed to another process
+whatever the settings of torch's allocator are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from streamrl.errors import ConfigError, WeightsError
+
+
+class IpcBufferMemory(Protocol):
+    """Memory that two processes can have open at once: of a GPU, or a stand-in of the tests."""
+
+    device: torch.device
+    device_id: str
+
+    def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """uint8 [nbytes], and the handle (64 bytes at most) that opens it elsewhere."""
+        ...
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """The same memory in another process. Raises WeightsError."""
+        ...
+
+
+def require_ipc(device: str) -> None:
+    """Refuse at start-up what could not work later. Raises ConfigError."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        visible = "" if torch.cuda.is_available() else " and no CUDA device is visible"
+        raise ConfigError(
+            f"the transport ipc moves weights inside one GPU, and the device here is {device}{visible}: take ipc "
+            "off the list of transports"
+        )
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+class _Span:
+    """Memory of the driver as torch wants to see it; freed (or closed) with the last tensor on it."""
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[int], object]) -> None:
+        self._address, self._release = address, release
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }
+
+    def __del__(self) -> None:
+        self._release(self._address)
+
+
+class CudaMemory:
+    """Slots on a GPU, by the driver's own interface.
+
+    Args:
+        device: "cuda" or "cuda:N".
+    Raises:
+        ConfigError: no GPU.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        require_ipc(str(device))
+        self.device = torch.device("cuda", torch.device(device).index or 0)
+        self.device_id = str(torch.cuda.get_device_properties(self.device).uuid)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        self._driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
+        self._driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
+        for name in ("cuMemFree_v2", "cuIpcCloseMemHandle"):
+            getattr(self._driver, name).argtypes = [ctypes.c_uint64]
+
+    def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
+            address, handle = ctypes.c_uint64(), _Handle()
+            self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+            span = _Span(address.value, nbytes, self._driver.cuMemFree_v2)
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address.value)
+            return torch.as_tensor(span, device=self.device), ctypes.string_at(ctypes.byref(handle), 64)
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        if len(handle) != 64:
+            raise WeightsError(f"a CUDA IPC handle has 64 bytes, this one {len(handle)}")
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()
+            address = ctypes.c_uint64()
+            lazy_peer_access = 1
+            self._call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access
+            )
+            span = _Span(address.value, nbytes, self._driver.cuIpcCloseMemHandle)
+            return torch.as_tensor(span, device=self.device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorName(code, ctypes.byref(text))
+            said = text.value.decode() if text.value else "an unknown error"
+            raise WeightsError(f"{name} failed with {said} ({code})")
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Until what this thread asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

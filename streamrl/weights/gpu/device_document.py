@@ -1,0 +1,131 @@
+"""A version in the memory of a device: received bucket by bucket, verified there, read as tensors without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Layout, Manifest
+from streamrl.weights.document import Document
+from streamrl.weights.gpu.fold128 import fold128
+from streamrl.weights.manifest import (
+    DIGEST_FOLD128,
+    DTYPE_BYTES,
+    bucket_ranges,
+    check_manifest,
+    document_nbytes,
+    same_weights,
+    tensor_nbytes,
+    tensor_offsets,
+)
+
+
+class DeviceDocument:
+    """As `streamrl.weights.document.Document`, for a uint8 tensor on any device; only a verified one gives tensors.
+
+    Args:
+        body: uint8 [document bytes]; owned by the document and by every tensor it gave out.
+        manifest: what was announced, under whatever digest kind: what the version is called here.
+        device_manifest: the same version in digest_kind 1: what the bytes are checked against.
+    Raises:
+        WeightsError: manifests, layout and body do not belong together.
+    """
+
+    def __init__(
+        self, body: torch.Tensor, manifest: Manifest, device_manifest: Manifest, layout: Layout, *,
+        verified: bool = False,
+    ) -> None:
+        check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        if (manifest.ref, manifest.layout_digest) != (device_manifest.ref, device_manifest.layout_digest):
+            raise WeightsError(f"version {manifest.ref} was offered with the digests of {device_manifest.ref}")
+        if body.numel() != document_nbytes(layout):
+            raise WeightsError(
+                f"version {manifest.ref} has {body.numel()} bytes, its layout holds {document_nbytes(layout)}"
+            )
+        self.manifest, self.layout = manifest, layout
+        self._buffer, self._device_manifest, self._verified = body, device_manifest, verified
+
+    def verify(self) -> DeviceDocument:
+        """Fold every bucket; returns the document itself. Raises WeightsError, naming the first bucket that differs."""
+        if not self._verified:
+            for index, (start, end) in enumerate(bucket_ranges(self.layout)):
+                check_device_bucket(index, self._buffer[start:end], self._device_manifest)
+            self._verified = True
+        return self
+
+    def renamed(self, manifest: Manifest) -> DeviceDocument:
+        """The same verified bytes under another version. Raises WeightsError if they are not these bytes."""
+        if not self._verified or not same_weights(self.manifest, manifest):
+            raise WeightsError(f"version {manifest.ref} is not the verified document {self.manifest.ref}")
+        renamed = object.__new__(DeviceDocument)
+        renamed.__dict__.update(self.__dict__, manifest=manifest)
+        return renamed
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def host_bytes(self) -> bytes:
+        """A copy on the host."""
+        return self._buffer.cpu().numpy().tobytes()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
+
+        Raises:
+            WeightsError: the document was not verified.
+        """
+        if not self._verified:
+            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before tensors()")
+        found = {}
+        for spec, offset in tensor_offsets(self.layout):
+            raw = self._buffer[offset : offset + tensor_nbytes(spec)]
+            if offset % DTYPE_BYTES[spec.dtype]:
+                raw = raw.clone()  # a document of mixed dtypes may leave a tensor between two elements
+            found[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return found
+
+
+def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> None:
+    """Raise WeightsError unless this uint8 tensor is bucket `index` of the manifest; waits for the device."""
+    digest, expected = fold128(data), manifest.digests[index]
+    if digest != expected:
+        raise WeightsError(
+            f"bucket {index} of {len(manifest.digests)} of version {manifest.ref} has digest {digest.hex()[:8]}, "
+            f"manifest says {expected.hex()[:8]}"
+        )
+
+
+class BucketSource(Protocol):
+    """Where a sender takes a document from."""
+
+    layout: Layout
+
+    def fill(self, index: int, out: torch.Tensor) -> None:
+        """Copy bucket `index` into `out`, uint8 of at least its size; complete when this returns."""
+        ...
+
+
+class HostBuckets:
+    """The buckets of a verified document on the host.
+
+    Args:
+        bounce: pinned host memory of at least a bucket, through which a GPU is reached at full speed; one user at a
+            time. None for a device that is the host.
+    """
+
+    def __init__(self, document: Document, bounce: torch.Tensor | None = None) -> None:
+        self.layout, self._document, self._bounce = document.layout, document, bounce
+        self._ranges: Sequence[tuple[int, int]] = bucket_ranges(document.layout)
+
+    def fill(self, index: int, out: torch.Tensor) -> None:
+        start, end = self._ranges[index]
+        host = out[: end - start] if self._bounce is None else self._bounce[: end - start]
+        host.numpy()[:] = np.frombuffer(self._document.view(start, end), dtype=np.uint8)
+        if self._bounce is not None:
+            out[: end - start].copy_(host, non_blocking=True)
+            torch.cuda.current_stream(out.device).synchronize()

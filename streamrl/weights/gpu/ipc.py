@@ -1,0 +1,297 @@
+"""Weights between two processes on one GPU: two slots of device memory that both have open, and a local socket.
+
+The sender fills a slot and says so, the reader copies it and says so (`weights.gpu.ipc_buffers`); no byte of a weight
+leaves the GPU on the way. Slots are made and opened once, because opening is the expensive part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import zmq
+
+from streamrl.errors import WeightsError, WireError
+from streamrl.messages import (
+    SLOT_TO_ACTOR,
+    SLOT_TO_SENDER,
+    InstallSource,
+    IpcBufferEnd,
+    IpcBufferFilled,
+    IpcBufferFree,
+    IpcBufferOpen,
+    IpcBufferTicket,
+    Layout,
+    Manifest,
+    Message,
+    Offer,
+    VersionRef,
+)
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
+from streamrl.weights.gpu.backoff import RESTS_S, PeerBackoff
+from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
+from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket
+from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, End, Fill, IpcBufferRing, Tell
+from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.05
+_MAX_MESSAGE_BYTES = 4096
+
+
+# --- the sender ---------------------------------------------------------------------------------------------------
+
+
+class IpcBufferServer:
+    """Passes documents on to the readers on this GPU; a thread of its own. Close it.
+
+    Args:
+        endpoint: ipc:// path of the local socket, in a folder that only this user may enter.
+        slot_bytes: of each slot; at least a bucket.
+        deadline_s: see `IpcBufferRing`.
+    """
+
+    def __init__(
+        self, memory: IpcBufferMemory, context: zmq.Context, endpoint: str, *, slot_bytes: int, deadline_s: float = 10.0
+    ) -> None:
+        self.endpoint = endpoint
+        made = [memory.create(slot_bytes) for _ in range(NUM_SLOTS)]
+        self._slots = [tensor for tensor, _ in made]
+        self.ticket = IpcBufferTicket(memory.device_id, tuple(handle for _, handle in made), slot_bytes, deadline_s)
+        self._ring = IpcBufferRing(deadline_s=deadline_s)
+        self._sources: dict[VersionRef, BucketSource] = {}
+        self._inbox: deque[tuple[VersionRef, BucketSource]] = deque()
+        self._decoder = Decoder(SLOT_TO_SENDER, max_bytes=_MAX_MESSAGE_BYTES)
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._wake_read, self._wake_write = os.pipe()
+        self._stopping = threading.Event()
+        self._filling_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
+        self._thread.start()
+
+    def publish(self, ref: VersionRef, source: BucketSource) -> None:
+        """From now on this version is passed on to who asks for it; returns at once.
+
+        Raises:
+            WeightsError: a bucket is larger than a slot.
+        """
+        if (largest := max(source.layout.bucket_bytes)) > self.ticket.slot_bytes:
+            raise WeightsError(f"a bucket of {largest} bytes does not fit into a slot of {self.ticket.slot_bytes}")
+        self._inbox.append((ref, source))
+        os.write(self._wake_write, b"x")
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nobody is served any more: the thread has died, or one copy takes longer than readers wait for it."""
+        since = self._filling_since
+        hangs = since is not None and time.monotonic() - since > self.ticket.deadline_s
+        return hangs or not self._thread.is_alive()
+
+    def close(self) -> None:
+        self._stopping.set()  # the thread looks up by itself, and closes what would wake it
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._stopping.is_set():
+            ready = dict(poller.poll(int(1000 * _LOOK_UP_S)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._inbox:
+                ref, source = self._inbox.popleft()
+                self._sources = {r: s for r, s in self._sources.items() if r == max(self._sources)} | {ref: source}
+                self._do(self._ring.published(ref, len(source.layout.bucket_bytes), time.monotonic()))
+            if self._socket in ready:
+                self._hear()
+            self._do(self._ring.tick(time.monotonic()))
+        self._socket.close(linger=0)
+        for end in (self._wake_read, self._wake_write):
+            os.close(end)
+
+    def _hear(self) -> None:
+        for _ in range(256):
+            try:
+                reader, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = self._decoder.decode(frame)
+            except zmq.Again:
+                return
+            except (WireError, ValueError) as error:
+                log.warning("refused a word at the slots: %s", error)
+                continue
+            now = time.monotonic()
+            match message:
+                case IpcBufferOpen(ref):
+                    self._do(self._ring.opened(reader, ref, now))
+                case IpcBufferFree(ref, bucket):
+                    self._do(self._ring.freed(reader, ref, bucket, now))
+                case IpcBufferEnd():
+                    self._do(self._ring.left(reader, now))
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        """Words first, copies after: readers copy one slot while the next is filled."""
+        todo = deque(effects)
+        while todo:
+            effect = todo.popleft()
+            if isinstance(effect, Fill) and any(not isinstance(other, Fill) for other in todo):
+                todo.append(effect)
+                continue
+            match effect:
+                case Fill(ref, bucket, slot):
+                    todo.extend(self._fill(ref, bucket, slot))
+                case Tell(reader, ref, bucket, slot):
+                    todo.extend(self._send(reader, IpcBufferFilled(ref, bucket, slot)))
+                case End(reader, ref, reason, gone):
+                    todo.extend(self._send(reader, IpcBufferEnd(ref, reason[:512], gone)))
+
+    def _fill(self, ref: VersionRef, bucket: int, slot: int) -> list[Effect]:
+        self._filling_since = time.monotonic()
+        try:
+            self._sources[ref].fill(bucket, self._slots[slot])
+        except Exception as error:  # a document that cannot be read any more ends its pass, not this thread
+            log.warning("bucket %d of version %s cannot be passed on: %r", bucket, ref, error)
+            return self._ring.fill_failed(ref, slot, f"it cannot be read: {error!r}", time.monotonic())
+        finally:
+            self._filling_since = None
+        return self._ring.filled(ref, bucket, slot, time.monotonic())
+
+    def _send(self, reader: bytes, message: Message) -> list[Effect]:
+        try:
+            self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it is gone, or takes nothing: its place must not block the others
+            log.debug("a reader of the slots is gone: %s", error)
+            return self._ring.left(reader, time.monotonic())
+        return []
+
+
+# --- a reader -----------------------------------------------------------------------------------------------------
+
+
+class IpcBufferReader:
+    """An actor's open slots; lives as long as the process, one fetch at a time uses a pair of them."""
+
+    def __init__(self, memory: IpcBufferMemory, context: zmq.Context) -> None:
+        self.memory, self.context = memory, context
+        self.silence = PeerBackoff()
+        self._open: tuple[IpcBufferTicket, list[torch.Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def slots(self, ticket: IpcBufferTicket) -> list[torch.Tensor]:
+        """The sender's slots here; opened at the first call, and again when the sender is a new one.
+
+        Raises:
+            NotAvailable: they are on another device, or cannot be opened.
+        """
+        if ticket.device != self.memory.device_id:
+            raise NotAvailable(f"the slots are on device {ticket.device}, this actor is on {self.memory.device_id}")
+        with self._lock:
+            if self._open is None or self._open[0] != ticket:
+                self._open = None  # closes those of a sender that is gone
+                try:
+                    opened = [self.memory.open(handle, ticket.slot_bytes) for handle in ticket.handles]
+                except WeightsError as error:
+                    raise NotAvailable(f"the sender's slots cannot be opened here: {error}") from error
+                self._open = (ticket, opened)
+            return self._open[1]
+
+
+class IpcBufferReceiver:
+    """The way `ipc` to one document; see `streamrl.weights.source.Receiver`."""
+
+    source = InstallSource.IPC
+
+    def __init__(self, offer: Offer, reader: IpcBufferReader) -> None:
+        self._offer, self._reader = offer, reader
+        self._decoder = Decoder(SLOT_TO_ACTOR, max_bytes=_MAX_MESSAGE_BYTES)
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[DeviceDocument, float, float]:
+        """(verified document on this device, transfer_s, verify_s).
+
+        Raises:
+            Superseded, VersionRetired, NotAvailable; WeightsError when a bucket is not what the manifest says.
+        """
+        device_manifest, ticket = self._offer.manifest, self._offer.slots
+        if device_manifest is None or ticket is None:
+            raise NotAvailable("the offer names no digests or no slots")
+        check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        if self._reader.silence.rests(self._offer.name, time.monotonic()):
+            raise NotAvailable(f"the sender of the slots did not answer lately and is left out for {RESTS_S:g} s")
+        slots = self._reader.slots(ticket)
+        started = time.monotonic()
+        device = self._reader.memory.device
+        body = torch.empty(document_nbytes(layout), dtype=torch.uint8, device=device)
+        socket = self._reader.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        verify_s = 0.0
+        try:
+            socket.connect(self._offer.name)
+            socket.send(encode(IpcBufferOpen(manifest.ref)))
+            for index, (start, end) in enumerate(bucket_ranges(layout)):
+                slot = self._await(socket, manifest.ref, index, ticket, cancelled, deadline)
+                body[start:end].copy_(slots[slot][: end - start])
+                wait_for_device(device)
+                socket.send(encode(IpcBufferFree(manifest.ref, index)))
+                copied = time.monotonic()
+                check_device_bucket(index, body[start:end], device_manifest)
+                verify_s += time.monotonic() - copied
+        except (WeightsError, RuntimeError):  # RuntimeError: no memory to fold it in; the others need not wait for that
+            with contextlib.suppress(zmq.ZMQError):
+                socket.setsockopt(zmq.LINGER, 100)
+                socket.send(encode(IpcBufferEnd(manifest.ref, "given up")), zmq.NOBLOCK)
+            raise
+        except zmq.ZMQError as error:
+            raise NotAvailable(f"the slots' socket {self._offer.name!r} failed: {error}") from error
+        finally:
+            socket.close()
+        document = DeviceDocument(body, manifest, device_manifest, layout, verified=True)
+        return document, time.monotonic() - started - verify_s, verify_s
+
+    def _await(
+        self, socket: zmq.Socket, ref: VersionRef, bucket: int, ticket: IpcBufferTicket, cancelled: threading.Event,
+        deadline: float,
+    ) -> int:
+        """The slot that holds the bucket."""
+        # The first bucket may have to wait for another pass to end.
+        patience_s = (2 if bucket == 0 else 1) * ticket.deadline_s
+        began = heard_at = time.monotonic()
+        until = min(deadline, began + patience_s)
+        while True:
+            now = time.monotonic()
+            if cancelled.is_set() or now >= until:
+                self._nothing_came(now - heard_at, patience_s, now)
+                if cancelled.is_set():
+                    raise Superseded(f"version {ref}: abandoned for a newer version")
+                raise NotAvailable(f"bucket {bucket} of version {ref} did not come to its slot in time")
+            if not socket.poll(int(1000 * min(until - now, _LOOK_UP_S)) + 1):
+                continue
+            heard_at = now
+            self._reader.silence.heard(self._offer.name)
+            try:
+                message = self._decoder.decode(socket.recv())
+            except WireError as error:
+                raise NotAvailable(f"the sender of the slots said something else: {error}") from error
+            match message:
+                case IpcBufferEnd(about, reason, gone) if about == ref:
+                    raise (VersionRetired if gone else NotAvailable)(f"version {ref}: {reason}")
+                case IpcBufferFilled(about, which, slot) if (about, which) == (ref, bucket) and (
+                    slot < len(ticket.handles)
+                ):
+                    return slot
+
+    def _nothing_came(self, seconds: float, patience_s: float, now: float) -> None:
+        if self._reader.silence.waited(self._offer.name, seconds, patience_s, now):
+            log.warning("the sender of the slots said nothing for %g s and is left out for %g s", patience_s, RESTS_S)

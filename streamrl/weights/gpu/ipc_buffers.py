@@ -1,0 +1,203 @@
+"""Staging slots on one GPU: who may write which slot when. Pure: events and `now` in, effects out.
+
+The sender fills a slot with a bucket and tells its readers; each copies it and says that the slot is free. One document
+is passed on at a time, to all who asked for it before the pass began; they move in step. A reader that is late is
+dropped: what it was about to copy may be overwritten, which its digest then shows.
+
+    of a slot     FREE -> FILLING (the shell copies) -> FULL (readers copy) -> FREE
+    of a reader   WAITING (for the next pass, or for a version that is on its way) -> READING -> gone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from streamrl.messages import VersionRef
+
+NUM_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Copy bucket `bucket` of version `ref` into slot `slot`, then call `filled`."""
+
+    ref: VersionRef
+    bucket: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """To a reader: this bucket lies in this slot."""
+
+    reader: bytes
+    ref: VersionRef
+    bucket: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """To a reader: no more of this version. `gone`: it was retired, a newer one is there."""
+
+    reader: bytes
+    ref: VersionRef
+    reason: str
+    gone: bool = False
+
+
+Effect = Fill | Tell | End
+
+
+@dataclass(slots=True)
+class _Pass:
+    ref: VersionRef
+    next_bucket: int = 0
+    readers: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _IpcBuffer:
+    bucket: int = -1
+    filling: bool = False
+    readers: dict[bytes, float] = field(default_factory=dict)  # who has still to copy it -> by when
+
+    @property
+    def free(self) -> bool:
+        return not self.filling and not self.readers
+
+
+class IpcBufferRing:
+    """The sender's view.
+
+    Args:
+        deadline_s: for a reader to copy one bucket; and to wait for a version that was announced but is not here yet.
+    """
+
+    def __init__(self, *, deadline_s: float = 10.0) -> None:
+        self._deadline_s = deadline_s
+        self._slots = [_IpcBuffer() for _ in range(NUM_SLOTS)]
+        self._newest: VersionRef | None = None
+        self._num_buckets = self._num_buckets_next = 0
+        self._waiting: dict[bytes, tuple[VersionRef, float]] = {}
+        self._pass: _Pass | None = None
+        self._effects: list[Effect] = []
+        self.num_passes = self.num_dropped = 0
+
+    def published(self, ref: VersionRef, num_buckets: int, now: float) -> list[Effect]:
+        """A newer document is here; a pass that is under way goes on to its end."""
+        self._newest, self._num_buckets_next = ref, num_buckets
+        for reader, (wanted, _) in list(self._waiting.items()):
+            if wanted < ref:
+                self._drop_waiting(reader, f"version {wanted} was retired for {ref}", gone=True)
+        self._start(now)
+        return self._take()
+
+    def opened(self, reader: bytes, ref: VersionRef, now: float) -> list[Effect]:
+        """A reader asks for a version; whatever it had asked for before is void."""
+        self._forget(reader, now)
+        if self._newest is not None and ref < self._newest:
+            self._effects.append(End(reader, ref, f"version {ref} was retired for {self._newest}", gone=True))
+        else:
+            self._waiting[reader] = (ref, now + self._deadline_s)
+        self._start(now)
+        return self._take()
+
+    def filled(self, ref: VersionRef, bucket: int, slot: int, now: float) -> list[Effect]:
+        """The shell has copied the bucket."""
+        place = self._slots[slot]
+        assert place.filling and place.bucket == bucket, (place, bucket)
+        place.filling = False
+        if self._pass is not None and self._pass.ref == ref:
+            place.readers = dict.fromkeys(self._pass.readers, now + self._deadline_s)
+            self._effects += [Tell(reader, ref, bucket, slot) for reader in sorted(self._pass.readers)]
+        self._go_on(now)
+        return self._take()
+
+    def fill_failed(self, ref: VersionRef, slot: int, reason: str, now: float) -> list[Effect]:
+        """The document could not be read."""
+        self._slots[slot].filling = False
+        if self._pass is not None and self._pass.ref == ref:
+            for reader in sorted(self._pass.readers):
+                self._drop_reading(reader, reason)
+        self._go_on(now)
+        return self._take()
+
+    def freed(self, reader: bytes, ref: VersionRef, bucket: int, now: float) -> list[Effect]:
+        """A reader has copied a bucket; words about slots that it does not hold change nothing."""
+        if self._pass is not None and self._pass.ref == ref and reader in self._pass.readers:
+            for slot in self._slots:
+                if slot.bucket == bucket:
+                    slot.readers.pop(reader, None)
+        self._go_on(now)
+        return self._take()
+
+    def left(self, reader: bytes, now: float) -> list[Effect]:
+        """A reader wants nothing more."""
+        self._forget(reader, now)
+        return self._take()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Drop who is late."""
+        for reader, (ref, deadline) in list(self._waiting.items()):
+            if now >= deadline and (self._pass is None or self._pass.ref != ref):
+                self._drop_waiting(reader, f"version {ref} did not come in {self._deadline_s:g} s")
+        late = {reader for slot in self._slots for reader, deadline in slot.readers.items() if now >= deadline}
+        for reader in sorted(late):
+            self.num_dropped += 1
+            self._drop_reading(reader, f"a bucket was not copied in {self._deadline_s:g} s")
+        self._go_on(now)
+        return self._take()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _start(self, now: float) -> None:
+        """Begin a pass for everybody who waits for the newest version."""
+        if self._pass is not None or not all(slot.free for slot in self._slots):
+            return
+        ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}
+        if not ready or self._newest is None:
+            return
+        for reader in ready:
+            del self._waiting[reader]
+        self._pass, self._num_buckets = _Pass(self._newest, readers=ready), self._num_buckets_next
+        self.num_passes += 1
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """Fill free slots, or end the pass."""
+        current = self._pass
+        if current is not None:
+            for number, slot in enumerate(self._slots):
+                if current.readers and slot.free and current.next_bucket < self._num_buckets:
+                    slot.bucket, slot.filling = current.next_bucket, True
+                    self._effects.append(Fill(current.ref, current.next_bucket, number))
+                    current.next_bucket += 1
+            done = current.next_bucket == self._num_buckets and all(slot.free for slot in self._slots)
+            if done or not current.readers:
+                self._pass = None
+        if self._pass is None:
+            self._start(now)
+
+    def _forget(self, reader: bytes, now: float) -> None:
+        self._waiting.pop(reader, None)
+        if self._pass is not None:
+            self._pass.readers.discard(reader)
+        for slot in self._slots:
+            slot.readers.pop(reader, None)
+        self._go_on(now)
+
+    def _drop_waiting(self, reader: bytes, reason: str, *, gone: bool = False) -> None:
+        ref, _ = self._waiting.pop(reader)
+        self._effects.append(End(reader, ref, reason, gone))
+
+    def _drop_reading(self, reader: bytes, reason: str) -> None:
+        assert self._pass is not None
+        self._pass.readers.discard(reader)
+        for slot in self._slots:
+            slot.readers.pop(reader, None)
+        self._effects.append(End(reader, self._pass.ref, reason))
+
+    def _take(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,135 @@
+"""NCCL through cupy: the communicators of `streamrl.weights.gpu.broadcast` on GPUs. The only user of cupy.
+
+Buckets travel as bytes, so their dtype never matters; cupy is given addresses of torch's memory and one of its streams.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from streamrl.errors import ConfigError, WeightsError
+
+UNIQUE_ID_BYTES = 128
+
+
+def require_nccl(device: str) -> None:
+    """Refuse at start-up what could not work later.
+
+    Raises:
+        ConfigError: no GPU, no cupy, or a cupy without NCCL; says what to install.
+    """
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        visible = "" if torch.cuda.is_available() else " and no CUDA device is visible"
+        raise ConfigError(
+            f"the transport nccl moves weights between GPUs, and the device here is {device}{visible}: take nccl "
+            "off the list of transports"
+        )
+    _nccl()
+
+
+def _nccl() -> Any:
+    try:
+        cupy = importlib.import_module("cupy")
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    except ImportError as error:
+        raise ConfigError(
+            f"the transport nccl needs cupy, which cannot be imported here ({error}): install cupy-cuda12x or "
+            "cupy-cuda13x, whichever fits the driver, or take nccl off the list of transports"
+        ) from error
+    if not nccl.available:
+        raise ConfigError(
+            f"cupy {cupy.__version__} found no NCCL library: install nvidia-nccl-cu12 or nvidia-nccl-cu13 beside it, "
+            "or take nccl off the list of transports"
+        )
+    return nccl
+
+
+def unique_id_bytes(raw: bytes | Sequence[int]) -> bytes:
+    """What `get_unique_id` gives, as 128 bytes: cupy returns bytes from version 14, a tuple of signed ints before."""
+    data = raw if isinstance(raw, bytes) else bytes(number & 0xFF for number in raw)
+    if len(data) > UNIQUE_ID_BYTES:
+        raise WeightsError(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes, this one {len(data)}")
+    return data.ljust(UNIQUE_ID_BYTES, b"\0")
+
+
+def unique_id_for(version: str, data: bytes) -> bytes | tuple[int, ...]:
+    """The same as this version of cupy takes it."""
+    if int(version.partition(".")[0]) >= 14:
+        return data
+    return tuple(number - 256 if number > 127 else number for number in data)
+
+
+class CupyNccl:
+    """Makes communicators whose rank here is one GPU.
+
+    Args:
+        device: the GPU of this process, "cuda" or "cuda:N".
+    Raises:
+        ConfigError: see `require_nccl`.
+    """
+
+    name = "nccl"
+    max_unique_id_bytes = UNIQUE_ID_BYTES
+
+    def __init__(self, device: str | torch.device) -> None:
+        require_nccl(str(device))
+        self._nccl = _nccl()
+        self._cupy = importlib.import_module("cupy")
+        self.device = torch.device("cuda", torch.device(device).index or 0)
+
+    @property
+    def version(self) -> int:
+        """Of the loaded NCCL library, e.g. 22809."""
+        return int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        return unique_id_bytes(self._nccl.get_unique_id())
+
+    def connect(self, world: int, unique_id: bytes, rank: int) -> CupyCommunicator:
+        with torch.cuda.device(self.device), self._cupy.cuda.Device(self.device.index):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
+            native = unique_id_for(self._cupy.__version__, unique_id)
+            inner = self._nccl.NcclCommunicator(world, native, rank)
+        return CupyCommunicator(self._nccl, inner, self.device, world)
+
+
+class CupyCommunicator:
+    """One rank on one GPU, with a stream of its own. See `streamrl.weights.gpu.communicator.Communicator`."""
+
+    def __init__(self, nccl: Any, inner: Any, device: torch.device, world: int) -> None:
+        self._nccl, self._inner, self._device, self._world = nccl, inner, device, world
+        self._stream = torch.cuda.Stream(device)
+
+    def test(self) -> None:
+        with torch.cuda.device(self._device):
+            one = torch.ones(1, dtype=torch.int32, device=self._device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            address, nccl = one.data_ptr(), self._nccl
+            self._inner.allReduce(address, address, 1, nccl.NCCL_INT32, nccl.NCCL_SUM, self._stream.cuda_stream)
+            self._stream.synchronize()
+            if (total := int(one)) != self._world:
+                raise WeightsError(f"{total} ranks answered, the group has {self._world}")
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device != self._device:
+            raise WeightsError(f"a broadcast moves contiguous bytes on {self._device}, got {buffer.dtype} there: "
+                               f"{buffer.device}")
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._inner.bcast(
+                buffer.data_ptr(), buffer.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream
+            )
+            self._stream.synchronize()
+            self._inner.check_async_error()
+
+    def abort(self) -> None:
+        with torch.cuda.device(self._device):
+            self._inner.abort()
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            self._inner.destroy()

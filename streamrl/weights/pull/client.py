@@ -1,0 +1,238 @@
+"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The socket is here, the logic in `pull_plan`.
+
+A PULL is one frame. Its answer is two: the CHUNK, and the payload, which is empty unless the status is OK.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from streamrl.errors import WeightsError, WireError
+from streamrl.messages import FROM_WEIGHTS, Chunk, InstallSource, Layout, Limits, Manifest, Pull, PullMode, VersionRef
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.assets import MAX_ASSETS_BYTES
+from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
+from streamrl.weights.document import Document, NotAvailable, Superseded
+from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
+from streamrl.weights.memory import DocumentMemory
+from streamrl.weights.pull.plan import PullPlan, PullStats
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.05  # how long a cancelled fetch may take to notice
+_MAX_HEADER_BYTES = 4096
+
+
+class ZmqReceiver:
+    """Pulls documents from one endpoint; blocks, so it belongs in a thread. One fetch, one socket.
+
+    Args:
+        endpoint: of the hub's weight socket.
+        context: the process's ZeroMQ context.
+        pull_token: from WELCOME.
+        limits: chunk_bytes, pull_window, chunk_timeout_s, max_message_bytes.
+        secure: sets the CURVE keys of a fresh socket; None leaves it plain.
+        shadow: what this process holds; None always pulls the full version.
+        parent: the version that the hub's delta starts from, as its offer says.
+        memory: where documents go; one that many receivers share saves making new pages.
+    """
+
+    def __init__(
+        self, endpoint: str, context: zmq.Context, *, pull_token: bytes, limits: Limits | None = None,
+        secure: Callable[[zmq.Socket], None] | None = None, shadow: DeltaBase | None = None,
+        parent: VersionRef | None = None, memory: DocumentMemory | None = None,
+    ) -> None:
+        self.endpoint, self._context, self._token = endpoint, context, pull_token
+        self._limits = limits or Limits()
+        self._secure = secure
+        self._shadow, self._parent = shadow, parent
+        self._memory = memory or DocumentMemory()
+        self.source = InstallSource.ZMQ
+        self.stats = PullStats()
+        self.moved_bytes = 0
+        self.waiting_since: float | None = None
+        """When the other side was last heard, while something is expected of it; None in between."""
+
+    def receive(
+        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
+    ) -> tuple[Document, float, float]:
+        """(verified document, transfer_s, verify_s); `source` says afterwards whether it came as a delta.
+
+        Args:
+            cancelled: set it and the fetch ends with Superseded.
+            deadline: on the monotonic clock.
+        Raises:
+            Superseded, VersionRetired, NotAvailable; WeightsError when the bytes stay wrong.
+        """
+        check_manifest(manifest, layout)
+        base = self._shadow.base_of(manifest, self._parent) if self._shadow is not None else None
+        with self._open() as socket:
+            pull = _Line(self, socket, cancelled, deadline)
+            if base is not None and (found := self._try_delta(pull, base, manifest, layout)) is not None:
+                return found
+            return self._receive_full(pull, manifest, layout)
+
+    def _receive_full(self, pull: _Line, manifest: Manifest, layout: Layout) -> tuple[Document, float, float]:
+        started = time.monotonic()
+        memory = self._memory.take(document_nbytes(layout))
+        buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
+        plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
+        pull.run(plan, Pull(self._token, manifest.ref, int(PullMode.FULL), 0, 0, 0))
+        elapsed = time.monotonic() - started
+        # The plan is done only when every bucket has matched its digest.
+        return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
+
+    def _try_delta(
+        self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
+    ) -> tuple[Document, float, float] | None:
+        """None when the full version has to be pulled; a way that leads nowhere at all raises as ever."""
+        assert self._shadow is not None
+        try:
+            found = self._receive_delta(pull, base, manifest, layout)
+        except DeltaUnavailable as error:
+            log.info("%s", error)
+            return None
+        except (Superseded, NotAvailable):
+            raise
+        except WeightsError as error:
+            self._shadow.failed(error)
+            return None
+        self._shadow.worked()
+        self.source = InstallSource.ZMQ_DELTA
+        return found
+
+    def _receive_delta(
+        self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
+    ) -> tuple[Document, float, float]:
+        started = time.monotonic()
+        what = f"the delta from {base.manifest.ref} to {manifest.ref}"
+        blank = Pull(self._token, manifest.ref, int(PullMode.DELTA), 0, 0, 0)
+        index_plan = IndexPlan(self._limits, what=what, now=started)
+        pull.run(index_plan, blank)
+        index = index_plan.index(base.manifest, layout)
+        payloads = [memoryview(bytearray(nbytes)) for nbytes in index.nbytes]
+        pull.run(PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic()), blank)
+        transfer_s = time.monotonic() - started
+        memory = self._memory.take(document_nbytes(layout))
+        document, verify_s = apply_delta(base, manifest, layout, payloads, memory)
+        return document, transfer_s, verify_s
+
+    def receive_assets(self, nbytes: int, digest: bytes, *, cancelled: threading.Event, deadline: float) -> bytes:
+        """The packed asset files whose size and xxh3-128 WELCOME named; raises as `receive` does."""
+        if not 0 < nbytes <= MAX_ASSETS_BYTES:
+            raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
+        memory = bytearray(nbytes)
+        plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
+        with self._open() as socket:
+            blank = Pull(self._token, VersionRef(0, 0), int(PullMode.ASSETS), 0, 0, 0)
+            _Line(self, socket, cancelled, deadline).run(plan, blank)
+        return bytes(memory)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[zmq.Socket]:
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise NotAvailable(f"no socket for {self.endpoint!r}: {error}") from error
+        for option, value in _OPTIONS:
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
+        socket.setsockopt(zmq.RCVHWM, 2 * self._limits.pull_window + 8)
+        try:
+            if self._secure is not None:
+                self._secure(socket)
+            socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise NotAvailable(f"cannot connect to {self.endpoint!r}: {error}") from error
+        try:
+            yield socket
+        finally:
+            socket.close(linger=0)
+
+
+class _Line:
+    """One connected socket, working through plans one after another until it is cancelled or out of time."""
+
+    def __init__(
+        self, receiver: ZmqReceiver, socket: zmq.Socket, cancelled: threading.Event, deadline: float
+    ) -> None:
+        self._receiver, self._socket, self._cancelled, self._deadline = receiver, socket, cancelled, deadline
+        self._endpoint = receiver.endpoint
+        self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
+
+    def run(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
+        """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
+        self._receiver.stats = plan.stats
+        self._receiver.waiting_since = time.monotonic()
+        try:
+            self._work(plan, blank)
+        finally:
+            self._receiver.waiting_since = None
+
+    def _work(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
+        while not plan.done:
+            now = time.monotonic()
+            if self._cancelled.is_set():
+                raise Superseded(f"{plan.what}: abandoned for a newer version")
+            if now >= self._deadline:
+                raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self._endpoint}")
+            plan.tick(now)
+            blocked = self._send(plan, blank, now)
+            if not self._receive(plan, blank):
+                wait_s = min(plan.next_event(now), self._deadline - now, _LOOK_UP_S)
+                self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+        if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
+            log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
+
+    def _send(self, plan: PullPlan | IndexPlan, blank: Pull, now: float) -> bool:
+        """Fill the window; True if the socket cannot take more (no connection yet, or none any more)."""
+        while (ask := plan.next_ask(now)) is not None:
+            pull = Pull(blank.pull_token, blank.target, blank.mode, ask.bucket, ask.offset, ask.length)
+            try:
+                self._socket.send(encode(pull), zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            plan.sent(ask)
+        return False
+
+    def _receive(self, plan: PullPlan | IndexPlan, blank: Pull) -> bool:
+        """Take one answer; False if none is there."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        try:
+            chunk = self._decoder.decode(frames[0].buffer)
+        except WireError as error:
+            # Whatever it was, its PULL is still in flight and is overtaken or times out.
+            plan.stats.refused_chunks += 1
+            log.warning("%s: %s sent something else than a CHUNK: %s", plan.what, self._endpoint, error)
+            return True
+        assert isinstance(chunk, Chunk), chunk
+        if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
+            plan.stats.surplus_chunks += 1
+            return True
+        self._receiver.moved_bytes += len(frames[1].buffer)
+        self._receiver.waiting_since = time.monotonic()
+        plan.accept(chunk, frames[1].buffer, time.monotonic())
+        return True
+
+
+_OPTIONS = (
+    (zmq.IMMEDIATE, 1),  # without a connection a PULL waits here, where it can be counted, not in a queue
+    (zmq.LINGER, 0),
+    (zmq.RECONNECT_IVL, 100),
+    (zmq.RECONNECT_IVL_MAX, 5000),
+    (zmq.HANDSHAKE_IVL, 10000),
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 30),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)

@@ -1,0 +1,162 @@
+"""Writing one document: bytes go into a mapped slot and are digested while they are still in the cache.
+
+A *slot* is the file of a document that does not exist yet: its room is reserved, its pages are there and mapped. Making
+one costs more than filling it, so the publisher makes the next one while the learner trains (`ShmPublisher`).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Layout, VersionRef
+from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, pack_header
+from streamrl.weights.manifest import check_layout, document_nbytes
+
+PIECE_BYTES = 256 << 10
+"""Copied, then digested, before the next piece is touched."""
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_POPULATE_BYTES = 1 << 20
+
+
+class SpareFile:
+    """Room for one document of `nbytes` in a file nobody looks at.
+
+    Raises:
+        OSError: ENOSPC or EFBIG when the room is not there; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _reserve(fd, HEADER_BYTES + nbytes)
+            self.mapping = mmap.mmap(fd, HEADER_BYTES + nbytes)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def populate(self) -> None:
+        """Bring every page into memory now, in small steps that let other threads run. Only saves time later."""
+        try:
+            for start in range(0, len(self.mapping), _POPULATE_BYTES):
+                self.mapping.madvise(
+                    _MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(self.mapping) - start)
+                )  # fmt: skip
+                time.sleep(0)
+        except OSError:
+            pass  # an older kernel: the pages come when they are written
+
+    def drop(self) -> None:
+        """Unmap the file, as soon as nobody holds a view of it."""
+        self.mapping = mmap.mmap(-1, 1)
+
+    def move(self, path: Path) -> None:
+        os.rename(self.path, path)
+        self.path = path
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Real room, or ENOSPC: a mapping of room that is not there ends the process when it is written."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        zeros = bytes(_POPULATE_BYTES)
+        for start in range(0, nbytes, len(zeros)):
+            os.pwrite(fd, zeros[: min(len(zeros), nbytes - start)], start)
+
+
+class DocumentWriter:
+    """One document being written, in layout order, digested on the way.
+
+    Args:
+        slot: of exactly the document's size; renamed to `path` by `commit`.
+        committed: told the path, after the rename, and given the slot to drop: unmapping takes a while.
+    """
+
+    def __init__(
+        self, slot: SpareFile, path: Path, ref: VersionRef, layout: Layout, committed: Callable[[SpareFile], None]
+    ) -> None:
+        check_layout(layout)
+        assert slot.nbytes == document_nbytes(layout), (slot.nbytes, document_nbytes(layout))
+        self._slot: SpareFile | None = slot
+        self._path, self._ref, self._committed = path, ref, committed
+        self._bucket_bytes = layout.bucket_bytes
+        self._nbytes = slot.nbytes
+        self._body = memoryview(slot.mapping)[HEADER_BYTES:]
+        self._digests: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._bucket_left = self._bucket_bytes[0]
+        self._written = 0
+        slot.mapping[:HEADER_BYTES] = pack_header(os.urandom(PROBE_BYTES), ref, self._nbytes)
+
+    def room(self, nbytes: int) -> memoryview:
+        """The document's next bytes, to be filled in place; then call `filled(nbytes)`."""
+        if (total := self._written + nbytes) > self._nbytes:
+            raise WeightsError(f"version {self._ref}: {total} bytes were written, the layout holds {self._nbytes}")
+        return self._body[self._written : total]
+
+    def filled(self, nbytes: int) -> None:
+        """Digest what was put into the last `room`."""
+        while nbytes:
+            step = min(nbytes, self._bucket_left)
+            self._hasher.update(self._body[self._written : self._written + step])
+            self._written += step
+            self._bucket_left -= step
+            nbytes -= step
+            if self._bucket_left == 0:
+                self._next_bucket()
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """The document's next bytes, copied; any length."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self.room(len(piece))[:] = piece
+            self.filled(len(piece))
+
+    def _next_bucket(self) -> None:
+        self._digests.append(self._hasher.digest())
+        self._hasher.reset()
+        if len(self._digests) < len(self._bucket_bytes):
+            self._bucket_left = self._bucket_bytes[len(self._digests)]
+
+    def digests(self) -> list[bytes]:
+        """One digest a bucket, of the complete document."""
+        if self._written != self._nbytes:
+            raise WeightsError(
+                f"version {self._ref} has {self._written} of {self._nbytes} bytes: it cannot be published unfinished"
+            )
+        return self._digests
+
+    def commit(self) -> Path:
+        """Make the finished document visible under its final name; from here on nobody can write it."""
+        self.digests()
+        assert self._slot is not None, f"version {self._ref} was committed or aborted before"
+        slot = self._slot
+        slot.move(self._path)
+        self._forget()
+        self._committed(slot)
+        return self._path
+
+    def abort(self) -> None:
+        """Forget the document; no effect after `commit`."""
+        if self._slot is not None:
+            self._slot.path.unlink(missing_ok=True)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._slot = None
+        self._body = memoryview(b"")

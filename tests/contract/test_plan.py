@@ -1,0 +1,126 @@
+"""The floor plan: modules import only downward, in no circle, and no folder or file outgrows one idea."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("streamrl", "actors", "learner", "envs", "configs")
+MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES = 14, 400, 10
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
+    ("streamrl.extension",),
+    ("streamrl.messages",),
+    ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch"),
+    ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),
+    ("envs",),
+    ("actors", "learner"),
+    ("streamrl.launch", "streamrl.api"),
+    ("streamrl.cli", "streamrl"),
+)
+"""Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""
+
+SIDEWAYS = {
+    ("streamrl.weights", "streamrl.transport"),  # the relay is an actor to the hub: it joins through a session
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module of the product."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Our own modules that a module imports anywhere in its text: inside functions and under TYPE_CHECKING too."""
+    known, found = modules(), set()
+    for node in ast.walk(ast.parse(known[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{name}: imports are absolute"
+            # `from package import module` is an edge to the module, `from module import name` one to the module too.
+            found |= {
+                child if (child := f"{node.module}.{alias.name}") in known else node.module for alias in node.names
+            }
+    return frozenset(found & known.keys())
+
+
+def room_of(module: str) -> tuple[int, str]:
+    """(floor, room) by the longest prefix that names a room."""
+    rooms = [
+        (floor, room) for floor, names in enumerate(FLOORS) for room in names
+        if module == room or module.startswith(f"{room}.")
+    ]
+    assert rooms, f"{module} belongs to no room: give it one in FLOORS"
+    return max(rooms, key=lambda found: len(found[1]))
+
+
+def circles() -> list[list[str]]:
+    """Strongly connected components with more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(imports(name)):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            component, stack[at:] = stack[at:], []
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in modules():
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles() == []
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_imports_only_downward(name):
+    floor, room = room_of(name)
+    for other in imports(name):
+        other_floor, other_room = room_of(other)
+        if room != other_room and (room, other_room) not in SIDEWAYS:
+            assert other_floor < floor, f"{name} (floor {floor}) imports {other} (floor {other_floor})"
+
+
+def test_every_exception_to_the_direction_is_used():
+    edges = {(room_of(name)[1], room_of(other)[1]) for name in modules() for other in imports(name)}
+    assert SIDEWAYS <= edges
+
+
+def test_no_folder_holds_more_files_than_a_reader_can_survey():
+    folders: dict[Path, int] = {}
+    for path in modules().values():
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): num for folder, num in folders.items() if num > MAX_FILES} == {}
+    assert folders[ROOT / "learner"] <= MAX_LOOSE_LEARNER_FILES
+
+
+def test_no_file_outgrows_one_idea():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
+    assert {name: num for name, num in lengths.items() if num > MAX_LINES} == {}

@@ -1,0 +1,77 @@
+"""An actor that ends while its engine is being built leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from actors import construction
+from actors.engines.scripted import ScriptedEngine
+from actors.worker import EXIT_ENGINE_HUNG
+from streamrl.errors import EngineError
+from streamrl.transport.session import LinkClosed
+from tests.unit.actors.fakes import DEADLINE_S, Actor, always, run, says, until
+
+pytestmark = pytest.mark.timeout(60)
+WRONG_RUN = LinkClosed(6, "another run")
+
+
+class Site(Actor):
+    """A worker whose plant takes until the test lets it be finished, or fail."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedEngine(says("ok")), always())
+        self.entered, self.hold, self.fails = threading.Event(), threading.Event(), False
+
+    def _plant(self, welcome):
+        self.entered.set()
+        assert self.hold.wait(DEADLINE_S)
+        if self.fails:
+            raise EngineError("no such device")
+        return super()._plant(welcome)
+
+
+async def stopped_while_building(site: Site) -> asyncio.Future[LinkClosed]:
+    life = asyncio.ensure_future(site.worker.run())
+    site.client.says(site.welcome())
+    await until(site.entered.is_set)
+    site.client.events.put_nowait(WRONG_RUN)
+    await until(lambda: not site.worker._jobs)
+    return life
+
+
+def test_an_engine_that_is_finished_after_the_stop_is_closed_before_the_process_goes_on():
+    async def work():
+        site = Site()
+        life = await stopped_while_building(site)
+        assert not life.done()
+        site.hold.set()
+        assert await life == WRONG_RUN
+        assert site.engine.stats().extra["dead"] == 1.0, "or its processes outlive the actor under its new name"
+
+    run(work)
+
+
+def test_a_build_that_fails_after_the_stop_changes_nothing():
+    async def work():
+        site = Site()
+        life = await stopped_while_building(site)
+        site.fails = True
+        site.hold.set()
+        assert await life == WRONG_RUN and site.client.closed
+
+    run(work)
+
+
+def test_a_build_that_never_ends_ends_the_process_instead_of_renewing_it(monkeypatch):
+    monkeypatch.setattr(construction, "BUILD_DEADLINE_S", 0.05)
+
+    async def work():
+        site = Site()
+        gone = await (await stopped_while_building(site))
+        assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail
+        site.hold.set()
+
+    run(work)

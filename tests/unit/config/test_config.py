@@ -1,0 +1,118 @@
+"""Settings: composed from YAML over the schema, unknown ones refused with the nearest name, rules between them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import from_plain, load_config, run_jobs, settings, to_plain
+from streamrl.config.rules import max_lag
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.run_dirs import choose_run_dir
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+QUICK = "experiment=quickstart"
+
+
+def test_every_setting_has_a_sentence():
+    assert [name for name, _, _, sentence in settings() if not sentence] == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_composes(path):
+    load_config([f"experiment={path.stem}"])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda path: path.stem)
+def test_every_algorithm_composes(path):
+    load_config([QUICK, f"algorithm={path.stem}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("staleness.etta=3", "did you mean `staleness.eta`?"),
+        ("loss.clip_hi=3", "did you mean `loss.clip_high`?"),
+        ("clip_high=3", "did you mean `loss.clip_high`?"),
+        ("actors.num_concurent=3", "did you mean `actors.num_concurrent`?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
+    with pytest.raises(ConfigError, match="Unknown key") as caught:
+        load_config([QUICK, word])
+    assert nearest in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["staleness.eta=abc"], "could not be converted"),
+        (["staleness.eta=4", "staleness.max_lag=2"], "staleness.max_lag=2 is below staleness.eta=4"),
+        (["rollout.train.sampling.max_new_tokens=9000"], "learner.max_tokens_per_device"),
+        (["rollout.num_responses_per_prompt=1"], "nothing to compare with"),
+        (["hub.bind=tcp://0.0.0.0:5000"], "open to the network"),
+        (["policy.tiny.enabled=false"], "policy.model_path is not set"),
+        (["rollout.train.sampling.temperature=0"], "is greedy"),
+        (["trainer.num_steps=0"], "must be greater than 0"),
+        (["experiment=nope"], "Could not find 'experiment/nope'"),
+        (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
+        (["bare"], "is no setting"),
+    ],
+)
+def test_impossible_settings_say_what_is_wrong(words, message):
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace(".", r"\.")):
+        load_config([QUICK, *words])
+
+
+def test_the_lag_bound_is_derived_from_eta_and_window():
+    assert max_lag(load_config([QUICK, "staleness.eta=3"])) == 4
+    assert max_lag(load_config([QUICK, "staleness.eta=0", "staleness.num_lookahead_groups=0"])) == 0
+    assert max_lag(load_config([QUICK, "staleness.eta=3", "staleness.max_lag=3"])) == 3
+
+
+def test_an_experiment_wins_over_the_algorithm_and_words_win_over_both():
+    config = load_config([QUICK, "algorithm=dr_grpo", "loss.clip_high=0.5"])
+    assert config.loss.avg_level == "seq-mean-token-sum-norm" and config.loss.clip_high == 0.5
+
+
+def test_a_config_survives_plain_values_and_local_words_win():
+    config = load_config([QUICK, "env.options.max_length=5"])
+    again = from_plain(to_plain(config), ["actors.num_concurrent=3"])
+    assert again.actors.num_concurrent == 3 and again.env == config.env
+    again.actors.num_concurrent = config.actors.num_concurrent
+    assert again == config and isinstance(again, Config)
+
+
+def test_multirun_calls_every_combination_with_a_directory_of_its_own():
+    jobs = []
+    run_jobs([QUICK, "staleness.eta=0,4", "algorithm=stream_default,dr_grpo"], jobs.append)
+    assert [(job.config.staleness.eta, job.config.loss.avg_level) for job in jobs] == [
+        (0, "token-mean"), (0, "seq-mean-token-sum-norm"), (4, "token-mean"), (4, "seq-mean-token-sum-norm"),
+    ]
+    assert len({job.run_dir for job in jobs}) == 4
+    assert not logging.getLogger("streamrl.launch").disabled, "hydra must not silence our own loggers"
+    assert all("=" not in str(job.run_dir) and "," not in str(job.run_dir) for job in jobs)
+    assert jobs[1].swept == ("staleness.eta=0", "algorithm=dr_grpo")
+
+
+def test_run_directories_count_up_and_resume_takes_the_newest(tmp_path):
+    config = load_config([QUICK, f"run.root={tmp_path}"])
+    assert choose_run_dir(config).name == "quickstart-001"
+    assert choose_run_dir(config).name == "quickstart-002", "two at once never share a directory"
+    (tmp_path / "quickstart-007").mkdir()
+    assert choose_run_dir(config).name == "quickstart-008"
+    config.checkpoint.resume = True
+    assert choose_run_dir(config).name == "quickstart-008"
+    config.run.name = "other"
+    with pytest.raises(ConfigError, match=r"there is no run other-\*"):
+        choose_run_dir(config)
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
+    (tmp_path / "EPOCH").write_text("1")
+    config = load_config([QUICK, f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="already holds a run"):
+        choose_run_dir(config)

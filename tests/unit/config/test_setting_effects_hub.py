@@ -1,0 +1,312 @@
+"""Settings of the hub's sockets, of publishing, and of the learner's patience: with real sockets and documents."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from learner.hub_client.link import HubLink
+from learner.hub_client.settings import steps_between_checkpoints
+from learner.mesh import Ranks
+from learner.model.paths import wire_dtype
+from learner.publish.publisher import Publisher
+from learner.run import Run
+from streamrl.errors import StreamrlError
+from streamrl.messages import (
+    FROM_WEIGHTS,
+    RANK_TO_HUB,
+    Ack,
+    ActorHeartbeat,
+    ActorState,
+    BatchPending,
+    BatchShare,
+    Chunk,
+    ChunkStatus,
+    EvalRequest,
+    HubHeartbeat,
+    HubStatus,
+    Installed,
+    Leases,
+    Probed,
+    Pull,
+    PullMode,
+    Shutdown,
+    StopRequest,
+    VersionRef,
+)
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.document import VersionRetired
+from streamrl.weights.source import WeightSource
+from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
+from tests.unit.hub.factories import FakeActor
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+# --- sockets ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_hub_listens_where_it_is_told_and_says_so(tmp_path):
+    port = free_port()
+    with LiveHub(tmp_path, config_of(f"hub.bind=tcp://127.0.0.1:{port}")):
+        assert json.loads((tmp_path / "hub.json").read_text())["connect"] == f"tcp://127.0.0.1:{port}"
+
+
+def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
+    port = free_port()
+    with LiveHub(tmp_path, config_of(f"hub.weights_port={port}")) as hub:
+        hub.publish(0, model_dir)
+        (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
+
+    assert offer.name == f"tcp://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(("advertise", "host"), [("null", "127.0.0.1"), ("localhost", "localhost")])
+def test_actors_are_told_the_advertised_host_for_weights(tmp_path, model_dir, advertise, host):
+    with LiveHub(tmp_path, config_of(f"hub.advertise={advertise}")) as hub:
+        hub.publish(0, model_dir)
+        (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
+
+    assert offer.name.startswith(f"tcp://{host}:")
+
+
+# --- checkpoints and delivery ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every_steps", "durable"), [(0, 1), (25, 0)])
+def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path, model_dir, every_steps, durable):
+    with LiveHub(tmp_path, config_of(f"checkpoint.every_steps={every_steps}"), vocab_size=100) as hub:
+        manifest = hub.publish(0, model_dir)
+        peer = hub.dial()
+        peer.join()
+        peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, ""))
+        peer.say(ActorHeartbeat(11, 1, int(ActorState.RUNNING), 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
+        (lease, *_) = peer.hear(Leases).grants
+        peer.say(FakeActor(hub.server.ledger, "a1", ref=manifest.ref).group(lease))
+        ack = peer.hear(Ack)
+
+    assert (ack.settled_upto, ack.durable_upto) == (1, durable)
+
+
+def test_checkpoints_come_as_often_as_said_and_never_with_zero():
+    every = [steps_between_checkpoints(config_of(f"checkpoint.every_steps={n}")) for n in (0, 1, 25)]
+
+    assert every == [0, 1, 25]
+
+
+# --- publishing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_keep", "oldest_is_there"), [(2, False), (3, True)])
+def test_so_many_published_versions_stay_available(tmp_path, model_dir, num_keep, oldest_is_there):
+    with LiveHub(tmp_path, config_of(f"publish.num_keep_versions={num_keep}")) as hub:
+        oldest = hub.publish(0, model_dir)
+        hub.publish(1, model_dir), hub.publish(2, model_dir)
+        welcome = hub.dial().join()
+        source = WeightSource(hub.context, pull_token=welcome.pull_token, limits=welcome.limits)
+        pulled = [offer for offer in welcome.offers if offer.transport == "zmq"]
+
+        if oldest_is_there:
+            assert source.fetch(oldest, pulled, welcome.layout).document
+        else:
+            with pytest.raises(VersionRetired):
+                source.fetch(oldest, pulled, welcome.layout)
+
+
+@pytest.mark.parametrize(("cap", "refused"), [(0, False), (1000, True)])
+def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
+    with LiveHub(tmp_path, config_of(f"publish.max_bytes_per_s={cap}")) as hub:
+        hub.publish(0, model_dir)
+        welcome = hub.dial().join()
+        pull = Pull(welcome.pull_token, VersionRef(1, 0), int(PullMode.ASSETS), 0, 0, welcome.assets_nbytes)
+        weights, decoder = hub.context.socket(zmq.DEALER), Decoder(FROM_WEIGHTS)
+        weights.connect(hub.server.weights.endpoint)
+        statuses = set()
+        for _ in range(1 + 2 * welcome.limits.chunk_bytes // welcome.assets_nbytes):  # two full chunks' worth
+            weights.send(encode(pull))
+            assert weights.poll(20_000)
+            chunk = decoder.decode(weights.recv_multipart()[0])
+            assert isinstance(chunk, Chunk)
+            statuses.add(chunk.status)
+
+    assert (ChunkStatus.BUSY in statuses) is refused and ChunkStatus.OK in statuses
+
+
+@pytest.mark.parametrize(("max_ratio", "comes_as"), [(0.0, "ZMQ"), (0.25, "ZMQ_DELTA")])
+def test_a_remote_actor_gets_what_changed_if_that_is_little_enough(tmp_path, model_dir, max_ratio, comes_as):
+    with LiveHub(tmp_path, config_of(f"publish.delta_max_ratio={max_ratio}")) as hub:
+        source, fetched = None, None
+        for version in range(2):  # the same weights twice: nothing changed
+            manifest = hub.publish(version, model_dir)
+            welcome = hub.dial().join()
+            source = source or WeightSource(hub.context, pull_token=welcome.pull_token, limits=welcome.limits)
+            pulled = [offer for offer in welcome.offers if offer.transport == "zmq"]
+            fetched = source.fetch(manifest, pulled, welcome.layout)
+
+    assert fetched is not None and fetched.source.name == comes_as
+
+
+def published_layout(*words: str):
+    publish = config_of(*words).publish
+    return Publisher(
+        [("weight", torch.zeros(1000))], wire_dtype=wire_dtype(publish.dtype, Ranks().device),
+        bucket_bytes=publish.bucket_bytes, shm=None, rank=1, world=2,
+    ).layout
+
+
+def test_weights_travel_in_the_type_and_the_units_that_are_set():
+    words = ("publish.dtype=auto", "publish.dtype=float32", "publish.dtype=bfloat16", "publish.bucket_bytes=1024")
+    auto, single, half, buckets = (published_layout(word) for word in words)
+
+    assert [sum(layout.bucket_bytes) for layout in (auto, single, half)] == [4000, 4000, 2000]
+    assert {spec.dtype for spec in half.tensors} == {"bfloat16"}
+    assert list(auto.bucket_bytes) == [4000] and list(buckets.bucket_bytes) == [1024, 1024, 1024, 928]
+
+
+@pytest.mark.parametrize(("tolerance", "leased"), [(0.5, True), (0.25, False)])
+def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, model_dir, tolerance, leased):
+    with LiveHub(tmp_path, config_of(f"publish.probe_tolerance={tolerance}")) as hub:
+        manifest = hub.publish(0, model_dir)
+        peer = hub.dial()
+        peer.join()
+        probed = Probed(0.3, 0.4, "", 0.0)
+        peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, "", probed))
+        running = int(ActorState.RUNNING)
+        peer.say(ActorHeartbeat(11, 1, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        peer.hear(HubHeartbeat)  # whatever is granted is granted before the next beat is answered
+        running = int(ActorState.RUNNING)
+        peer.say(ActorHeartbeat(11, 2, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        if leased:
+            assert peer.hear(Leases).grants
+        else:
+            assert not peer.heard_before(HubHeartbeat, Leases)
+            assert hub.server.control.checks.metrics()["num_quarantined"] == 1
+
+
+# --- waiting and evaluating ------------------------------------------------------------------------------------------
+
+
+class RankSide:
+    """A hub that says only what the test makes it say, and the learner's real end of the line."""
+
+    def __init__(self, *words: str) -> None:
+        self.config = config_of(*words)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.link = HubLink(
+            f"tcp://127.0.0.1:{port}", rank=0, world=1, version=0, check_hub=lambda: None,
+            stop_requested=lambda: False, stall_report_s=self.config.learner.stall_report_s,
+            stall_fail_s=self.config.learner.stall_fail_s,
+        )
+        self._peer, _ = self._router.recv_multipart()
+
+    def says(self, *messages) -> None:
+        for message in messages:
+            self._router.send_multipart([self._peer, encode(message)])
+
+    def hears(self, kind: type) -> list:
+        """Every message of this kind that the learner has sent."""
+        self.link.shutdown("that was all", finished=False)
+        decoder, found = Decoder(RANK_TO_HUB), []
+        while not isinstance(message := decoder.decode(self._router.recv_multipart()[1]), Shutdown):
+            found += [message] if isinstance(message, kind) else []
+        return found
+
+    def close(self) -> None:
+        self.link.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def rank_side():
+    made: list[RankSide] = []
+
+    def make(*words: str) -> RankSide:
+        made.append(RankSide(*words))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+def test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever(rank_side):
+    stalled = BatchPending(0, "group 3 is with actor a7", 120.0, 2)
+    impatient, patient, endless = (rank_side(f"learner.stall_fail_s={s}") for s in (100, 200, 0))
+    for side in (impatient, patient, endless):
+        side.says(stalled, StopRequest("enough"))
+
+    with pytest.raises(StreamrlError, match=r"120 s although 2 actors.*stall_fail_s=100.*with actor a7"):
+        impatient.link.next_batch(0)
+    assert patient.link.next_batch(0) is None and endless.link.next_batch(0) is None
+
+
+def test_a_batch_brings_the_hubs_counters_as_of_its_cut(rank_side):
+    side = rank_side()
+    side.says(HubStatus(0, {"eta": 1.0}, ()), BatchShare(3, (), (), stats={"eta": 4.0}))
+
+    assert side.link.next_batch(0).version == 3
+    assert side.link.status.counters == {"eta": 4.0}
+
+
+def test_a_wait_is_reported_only_after_the_time_set(rank_side, caplog):
+    caplog.set_level(logging.WARNING, "streamrl.learner")
+    for report_s, told in ((3600, False), (1e-9, True)):
+        side = rank_side(f"learner.stall_report_s={report_s}")
+        side.says(BatchPending(0, "group 3 is with actor a7", 120.0, 2), StopRequest("enough"))
+        side.link.next_batch(0)
+        assert ("group 3 is with actor a7" in caplog.text) is told
+
+
+def run_of(side: RankSide) -> Run:
+    """A run as far as evaluating goes: config, version and the line to the hub."""
+    return Run(
+        config=side.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
+        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=side.link, reader=None,
+        stop=None, controls=None, staleness=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["eval.every_steps=2"], [(2, 5), (4, 5)]), (["eval.every_steps=3", "eval.num_samples=9"], [(3, 9)]),
+        (["eval.every_steps=0"], []), (["eval.every_steps=1", "eval.num_samples=0"], []),
+    ],
+)
+def test_evaluations_are_asked_for_as_often_and_as_large_as_set(rank_side, words, asked):
+    side = rank_side("trainer.num_steps=6", "eval.num_samples=5", *words)
+    run = run_of(side)
+    for run.version in range(1, 6):
+        run.evaluate_if_due()
+
+    assert [(request.version, request.num_prompts) for request in side.hears(EvalRequest)] == asked
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], [1, 2, 3]), (["trainer.eval_only=true"], [])])
+def test_an_evaluation_only_run_has_no_steps(rank_side, words, steps):
+    run = run_of(rank_side("trainer.num_steps=3", *words))
+    done = []
+    for step in run.remaining_steps():
+        done.append(step)
+        run.version += 1
+
+    assert done == steps

@@ -1,0 +1,109 @@
+"""Settings of `streamrl launch`: the real launcher, with small programs in place of learner and actors.
+
+The launcher starts `python -m learner` and `python -m actors`; Python looks in the current directory first, so a test
+that stands in a directory with programs of these names has them started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.launch import EXIT_INTERRUPTED, Launcher
+from tests.unit.config.setting_harness import config_of
+
+pytestmark = pytest.mark.timeout(60)
+
+LEARNER = """
+import os, signal, sys, time
+from pathlib import Path
+
+here = Path.cwd()
+rank = int(os.environ.get("RANK", "0"))
+(here / f"learner-{rank}").write_text(" ".join(sys.argv[1:]))
+if (here / "stubborn").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(6)  # ended by force long before, or not at all
+    (here / "survived").touch()
+if (here / "hub-please").exists() and rank == 0:
+    run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
+    draft = here / "hub.draft"
+    draft.write_text('{"connect": "tcp://127.0.0.1:1"}')
+    draft.rename(run / "hub.json")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    wanted = int((here / "hub-please").read_text())
+    deadline = time.monotonic() + 30
+    while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+"""
+ACTORS = """
+import os, sys
+from pathlib import Path
+
+here = Path.cwd()
+draft = here / f"draft-{os.getpid()}"
+draft.write_text(" ".join(sys.argv[1:]))
+draft.rename(here / f"actor-{os.getpid()}")
+if (here / "mortal").exists():
+    sys.exit(1)
+sys.stdin.read()
+"""
+NEVER = 999
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A directory with stand-ins for the two programs; the test stands in it."""
+    for name, program in (("learner", LEARNER), ("actors", ACTORS)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__main__.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(here: Path, *words: str) -> int:
+    return Launcher(config_of(*words), words, here / "run").run()
+
+
+def started(here: Path, kind: str) -> list[str]:
+    return [path.read_text() for path in sorted(here.glob(f"{kind}-*"))]
+
+
+@pytest.mark.parametrize("num_actors", [1, 3])
+def test_launch_starts_so_many_actors_and_tells_them_their_own_settings(here, num_actors):
+    (here / "hub-please").write_text(str(num_actors))
+
+    code = launch(here, f"launch.num_actors={num_actors}", "actors.transports=[zmq]", "actors.give_up_after_s=7")
+
+    words = started(here, "actor")
+    assert code == 0 and len(words) == num_actors
+    for index in range(num_actors):
+        assert any(f"actors.actor_id=actor-{index}" in line for line in words)
+    assert all("actors.transports=[zmq]" in line and "actors.give_up_after_s=7" in line for line in words)
+
+
+@pytest.mark.parametrize("num_max", [0, 1])
+def test_a_mortal_actor_is_restarted_as_often_as_set_then_given_up(here, num_max):
+    (here / "hub-please").write_text(str(NEVER))
+    (here / "mortal").touch()
+
+    code = launch(here, "launch.num_actors=1", f"launch.num_max_restarts={num_max}")
+
+    assert code != 0 and len(started(here, "actor")) == 1 + num_max
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_launch_starts_so_many_learner_ranks(here, num_ranks):
+    assert launch(here, f"launch.num_learner_ranks={num_ranks}", "staleness.eta=3") == 0
+
+    words = started(here, "learner")
+    assert len(words) == num_ranks and all("staleness.eta=3" in line for line in words)
+
+
+def test_a_learner_that_will_not_stop_is_ended_by_force_after_the_time_set(here):
+    (here / "stubborn").touch()
+
+    assert launch(here, "run.shutdown_s=0.1") == EXIT_INTERRUPTED
+    assert started(here, "learner") and not (here / "survived").exists()

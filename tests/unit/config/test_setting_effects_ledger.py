@@ -1,0 +1,326 @@
+"""Settings of grouping, staleness, filters and leases: from the config to a ledger that behaves otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from learner.hub.ledger.ledger import Ledger
+from learner.hub.setup import build_ledger
+from learner.hub_client.settings import hub_settings, limits
+from streamrl.config.load import from_plain, load_config, to_plain
+from streamrl.config.schema import Config
+from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
+from streamrl.messages.codec import Decoder
+from streamrl.transport.session import ActorSession, Deliver, Disconnected, Send
+from tests.unit.hub.factories import FakeActor, train
+
+SMALL = (
+    "experiment=quickstart", "trainer.num_steps=50", "rollout.num_prompts_per_step=2",
+    "rollout.num_responses_per_prompt=2", "staleness.eta=1",
+)
+VOCAB_SIZE = 100
+BASE = to_plain(load_config(SMALL))
+
+
+def config_of(*words: str) -> Config:
+    """The small run with these words on top."""
+    return from_plain(BASE, words)
+
+
+def settings_of(*words: str, run_dir: Path = Path("/nowhere"), bind: str = "tcp://127.0.0.1:0"):
+    """What the learner would tell its hub under these words."""
+    return hub_settings(
+        config_of(*words), run_id="run", run_dir=run_dir, learner_epoch=1, version=0, lineage=(), world=1,
+        bind=bind, rank_endpoint=f"ipc://{run_dir}/ranks", shm_dir=run_dir, vocab_size=VOCAB_SIZE, restore_path=None,
+    )
+
+
+def ledger_of(*words: str) -> Ledger:
+    ledger = build_ledger(settings_of(*words))
+    ledger.publish(VersionRef(1, 0))
+    return ledger
+
+
+def joined(ledger: Ledger, name: str = "a1", *, slots: int = 50) -> FakeActor:
+    actor = FakeActor(ledger, name, incarnation=11 + ord(name[-1]), slots=slots)
+    actor.join()
+    return actor
+
+
+def state_of(ledger: Ledger) -> tuple[float, float, float]:
+    """Groups that wait for an actor, that are held complete, that were dropped."""
+    counts = ledger.counters()
+    return counts["num_groups_ready"], counts["num_groups_held"], counts["num_groups_dropped"]
+
+
+# --- how much is drawn, and in which order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "num_leases"),
+    [
+        ("rollout.num_prompts_per_step=2", 4), ("rollout.num_prompts_per_step=5", 10), ("staleness.eta=0", 2),
+        ("staleness.eta=3", 8), ("trainer.num_steps=1", 2), ("trainer.eval_only=true", 0),
+    ],
+)
+def test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run(word, num_leases):
+    assert len(joined(ledger_of(word)).ask()) == num_leases
+
+
+def test_an_evaluation_only_run_still_leases_evaluations():
+    ledger = ledger_of("trainer.eval_only=true")
+    ledger.eval_request(0, version=0, num_prompts=3, now=0.0)
+
+    assert [lease.purpose for lease in joined(ledger).ask(free_eval=9)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("group_size", [2, 6])
+def test_the_group_size_is_the_number_of_members_of_a_lease(group_size):
+    (lease, *_) = joined(ledger_of(f"rollout.num_responses_per_prompt={group_size}")).ask()
+
+    assert lease.members == tuple(range(group_size)) and len(set(lease.seeds)) == group_size
+
+
+def test_without_shuffling_prompts_come_in_order_and_the_seed_decides_the_shuffled_order():
+    orders = [
+        [lease.prompt_index for lease in joined(ledger_of("staleness.eta=9", *words)).ask()]
+        for words in (["data.shuffle=false"], [], ["run.seed=7"])
+    ]
+
+    assert orders[0] == list(range(20))
+    assert orders[1] != orders[0] != orders[2] != orders[1]
+
+
+def test_the_seed_of_the_run_decides_what_members_sample():
+    words = ("run.seed=1", "run.seed=1", "run.seed=2")
+    first, again, other = (joined(ledger_of(word)).ask()[0].seeds for word in words)
+
+    assert first == again and not set(first) & set(other)
+
+
+def test_another_task_or_another_option_of_it_gives_other_prompts(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def record(split, index):\n    return {'prompt': f'mine {index}'}\n\n"
+        "def reward(record, completion):\n    return 1.0\n"
+    )
+    words = (["env.name=string.reverse"], ["env.name=string.sort"], ["env.options.alphabet=vwxyz"], [f"env.path={own}"])
+    reverse, sort, letters, mine = (joined(ledger_of("data.shuffle=false", *word)).ask()[0].prompt for word in words)
+
+    assert len({reverse, sort, letters, mine}) == 4
+    assert b"mine 0" in mine
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.8), ("top_k", 9), ("min_p", 0.125)])
+def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
+    ledger = ledger_of(f"rollout.{split}.sampling.{name}={value}")
+    ledger.eval_request(0, version=0, num_prompts=1, now=0.0)
+    leases = joined(ledger).ask(free_eval=1)
+
+    for lease in leases:
+        changed = lease.purpose == (split == "test")
+        assert (getattr(lease.sampling, name) == value) is changed
+
+
+# --- staleness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "trained"), [(0, None), (1, None), (2, [1, 2])])
+def test_the_window_says_how_many_groups_may_overtake_an_unfinished_one(window, trained):
+    ledger = ledger_of(f"staleness.num_lookahead_groups={window}")
+    actor = joined(ledger)
+    for lease in actor.ask()[1:]:
+        actor.finish(lease)
+
+    batch = ledger.cut_batch(0)
+
+    assert (batch and [group.group_id for group in batch]) == trained
+
+
+OVERTAKE = ("rollout.num_prompts_per_step=1", "staleness.num_lookahead_groups=2")
+
+
+def late_group(*words: str) -> tuple[Ledger, FakeActor, str]:
+    """A group whose first token is two versions old arrives: the ledger, another actor and the verdict."""
+    ledger = ledger_of(*OVERTAKE, *words)
+    slow, quick = joined(ledger, "a1", slots=1), joined(ledger, "a2")
+    (first,) = slow.ask()
+    for version in range(2):
+        quick.install(version)
+        quick.finish(quick.ask()[0], rewards=[0.0, 1.0])
+        train(ledger)
+    quick.install(2), slow.install(2)
+    return ledger, quick, slow.finish(first, versions=[(1, 0), (1, 1), (1, 2)], rewards=[0.0, 1.0]).kind
+
+
+def test_max_lag_decides_whether_an_old_group_is_trained():
+    for max_lag, kind, trained in ((1, "rejected", 0), (2, "accepted", 1)):
+        ledger, _, verdict = late_group(f"staleness.max_lag={max_lag}")
+        assert (verdict, state_of(ledger)[1]) == (kind, trained)
+
+
+def test_on_stale_decides_whether_an_old_group_is_made_again():
+    for choice, dropped in (("reissue", 0), ("drop", 1)):
+        ledger, quick, verdict = late_group("staleness.max_lag=1", f"staleness.on_stale={choice}")
+        assert verdict == "rejected" and state_of(ledger)[2] == dropped
+        assert ((0, 1) in [lease.ref for lease in quick.ask()]) is (not dropped)
+
+
+def test_the_mode_says_what_becomes_of_an_old_group():
+    late = {
+        words: late_group(*words)[2]
+        for words in (
+            ("staleness.max_lag=1",),
+            ("staleness.max_lag=1", "staleness.mode=mask_old_tokens"),
+            ("staleness.max_lag=1", "staleness.mode=reweight"),
+            ("staleness.max_lag=0", "staleness.mode=reweight", "staleness.hard_max_lag=1"),
+        )
+    }
+
+    assert list(late.values()) == ["rejected", "accepted", "accepted", "rejected"]
+
+
+def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
+    settings = hub_settings(
+        config_of("staleness.adaptive.enabled=true"), run_id="run", run_dir=Path("/nowhere"), learner_epoch=1,
+        version=0, lineage=(), world=1, bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
+        shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
+    )
+    ledger = build_ledger(settings)
+    ledger.publish(VersionRef(1, 0))
+
+    assert (ledger.eta, ledger.max_lag) == (5, 6)
+    assert len(joined(ledger).ask()) == 2 * (5 + 1)
+
+
+def test_under_wait_no_group_overtakes_another():
+    for mode, trained in (("drop", [1, 2]), ("wait", None)):
+        ledger = ledger_of(f"staleness.mode={mode}")
+        actor = joined(ledger)
+        for lease in actor.ask()[1:]:
+            actor.finish(lease)
+        batch = ledger.cut_batch(0)
+        assert (batch and [group.group_id for group in batch]) == trained
+
+
+# --- incomplete groups -----------------------------------------------------------------------------------------------
+
+
+def incomplete(*words: str, present: int = 2, now: float = 0.0) -> tuple[Ledger, FakeActor, int]:
+    """A group of four of which only the first `present` came: the ledger, its actor and the group's id."""
+    ledger = ledger_of("rollout.num_responses_per_prompt=4", *words)
+    actor = joined(ledger)
+    (lease, *_) = actor.ask()
+    actor.finish(lease, now, aborted=range(present, 4))
+    return ledger, actor, lease.group_id
+
+
+@pytest.mark.parametrize(("policy", "members"), [("reissue_missing", (2, 3)), ("reissue_whole", (0, 1, 2, 3))])
+def test_the_group_policy_says_which_members_are_leased_again(policy, members):
+    _, actor, group_id = incomplete(f"rollout.group_policy={policy}")
+
+    assert [lease.members for lease in actor.ask() if lease.group_id == group_id] == [members]
+
+
+@pytest.mark.parametrize(("num_min", "num_held"), [(2, 1), (3, 0)])
+def test_a_partial_group_is_held_if_it_has_enough_members(num_min, num_held):
+    ledger, _, _ = incomplete("rollout.group_policy=accept_partial", f"rollout.num_min_members={num_min}")
+
+    assert state_of(ledger)[1] == num_held
+
+
+@pytest.mark.parametrize(("deadline_s", "num_held"), [(0.0, 1), (50.0, 0)])
+def test_before_its_deadline_a_partial_group_waits_for_its_missing_members(deadline_s, num_held):
+    ledger, actor, _ = incomplete("rollout.group_policy=accept_partial", f"hub.group_deadline_s={deadline_s}")
+    assert state_of(ledger)[1] == num_held
+
+    actor.beat(60.0)
+    ledger.tick(60.0)
+    assert state_of(ledger)[1] == 1
+
+
+@pytest.mark.parametrize("num_max", [1, 2])
+def test_a_group_is_dropped_after_so_many_failures(num_max):
+    ledger = ledger_of(f"hub.num_max_attempts={num_max}", "staleness.eta=0")
+    actor = joined(ledger, slots=1)
+    for attempt in range(num_max):
+        assert state_of(ledger)[2] == 0
+        (lease,) = actor.ask()
+        assert lease.ref == (0, attempt)
+        actor.hand_back(lease, ReturnReason.ENV_ERROR)
+
+    assert state_of(ledger)[2] == 1
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "rewards", "dropped"),
+    [
+        ([], (1.0, 1.0), 0),
+        (["filter.zero_std=true"], (1.0, 1.0), 1),
+        (["filter.zero_std=true"], (0.4, 0.5), 0),
+        (["filter.zero_std=true", "filter.min_std=0.2"], (0.4, 0.5), 1),
+        ([], (1.0, 0.8), 0),
+        (["filter.accuracy_range=[0.1,0.7]"], (1.0, 0.8), 1),
+        (["filter.accuracy_range=[0.1,0.7]"], (1.0, 0.0), 0),
+    ],
+)
+def test_filters_drop_what_they_say(words, rewards, dropped):
+    ledger = ledger_of(*words)
+    actor = joined(ledger)
+    actor.finish(actor.ask()[0], rewards=rewards)
+
+    assert state_of(ledger)[1:] == (1 - dropped, dropped)
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dead_after_s", "gone"), [(5.0, True), (20.0, False)])
+def test_a_silent_actor_is_dead_after_the_time_set(dead_after_s, gone):
+    ledger = ledger_of(f"hub.dead_after_s={dead_after_s}")
+    joined(ledger).ask()
+
+    evicted = [effect.actor_id for effect in ledger.tick(10.0) if effect.kind == "evict"]
+
+    assert evicted == (["a1"] if gone else []) and (state_of(ledger)[0] == 4) is gone
+
+
+@pytest.mark.parametrize(("ttl_s", "revoked"), [(30.0, 1), (600.0, 0)])
+def test_a_lease_without_progress_expires_after_the_time_set(ttl_s, revoked):
+    ledger = ledger_of(f"hub.lease_ttl_s={ttl_s}", "hub.dead_after_s=1000")
+    actor = joined(ledger)
+    (lease, *_) = actor.ask()
+    actor.beat(1.0, stuck=[lease.ref])
+
+    actor.beat(40.0, stuck=[lease.ref])
+    effects = ledger.tick(40.0)
+
+    assert sum(effect.kind == "revoke" and lease.ref in effect.leases for effect in effects) == revoked
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "num_beats", "silent_after_s"), [(1.0, 2, 3.0), (0.25, 10, 3.0), (4.0, 0, 12.0)]
+)
+def test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub(
+    heartbeat_s, num_beats, silent_after_s
+):
+    given = limits(config_of(f"hub.heartbeat_s={heartbeat_s}", "hub.dead_after_s=60"), VOCAB_SIZE)
+    link = ActorSession("a1", 77, engine="scripted", slots=4, transports=("zmq",), software="test")
+    link.start(0.0)
+    link.received(Welcome(
+        protocol=1, run_id="r", learner_epoch=1, version=0, lineage=(), limits=given, task=b"{}", layout=None,
+        manifest=None, offers=(), pull_token=bytes(16), assets_nbytes=0, assets_digest=bytes(16), settled_upto=0,
+        settled=(), durable_upto=0, durable=(), held=(),
+    ), 0.0)
+    decoder = Decoder(TO_HUB)
+
+    sent = [effect for tick in range(1, 41) for effect in link.tick(tick / 16) if isinstance(effect, Send)]
+    assert sum(isinstance(decoder.decode(effect.frame), ActorHeartbeat) for effect in sent) == num_beats
+    assert Deliver(Disconnected()) not in link.tick(silent_after_s)
+    assert Deliver(Disconnected()) in link.tick(silent_after_s + 0.1)

@@ -1,0 +1,25 @@
+"""A setting that no code reads is a lie. (That each one changes a run is tested where its reader lives.)"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import settings
+
+ROOT = Path(__file__).parents[3]
+NOT_READERS = {"schema.py"}  # and the sections that it puts together
+SOURCE = "\n".join(
+    path.read_text()
+    for room in ("streamrl", "actors", "learner", "envs")
+    for path in (ROOT / room).rglob("*.py")
+    if path.name not in NOT_READERS and not {"algorithms", "sections"} & set(path.parts)
+)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _, _ in settings()])
+def test_somebody_reads(name: str):
+    leaf = name.rsplit(".", 1)[-1]
+    assert re.search(rf"\w\.{leaf}\b(?!\s*=(?!=))", SOURCE), f"nothing reads {name}"

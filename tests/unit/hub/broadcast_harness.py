@@ -1,0 +1,119 @@
+"""A real hub and real sockets for its part in ways from GPU to GPU; sender and actors are spoken by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from learner.hub.handlers.broadcaster import Broadcaster
+from learner.hub.settings import HubSettings
+from streamrl.messages import (
+    HUB_TO_SENDER,
+    ActorHeartbeat,
+    ActorState,
+    BroadcastReport,
+    BroadcastStage,
+    BroadcastUp,
+    Hello,
+    IpcBufferTicket,
+    Manifest,
+    NcclState,
+    Welcome,
+)
+from streamrl.messages.codec import Decoder, encode
+from tests.unit.config.setting_harness import PATIENCE_MS, LiveHub, Peer, config_of
+
+NCCL = "publish.transports=[ipc,nccl,shm,zmq]"
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Look again and again; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.01)
+
+
+class SpokenSender:
+    """A sender that does what the test says. One at a time, as the hub has them."""
+
+    def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
+        self.settings, self.killed = settings, threading.Event()
+        self._decoder = Decoder(HUB_TO_SENDER)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(settings.rank_endpoint)
+        self._socket.send(encode(BroadcastUp(slots.device if slots else "", "ipc:///nowhere", slots)))
+
+    def hear(self, kind):
+        while True:
+            assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
+            message = self._decoder.decode(self._socket.recv())
+            if isinstance(message, kind):
+                return message
+
+    def report(self, epoch: int, stage: BroadcastStage, **fields) -> None:
+        self._socket.send(encode(BroadcastReport(epoch, int(stage), **fields)))
+
+    def alive(self) -> bool:
+        return not self.killed.is_set()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Scene:
+    """A hub, its senders, and peers that are actors.
+
+    Args:
+        make_sender: makes what the hub starts; a SpokenSender with these slots unless given.
+    """
+
+    def __init__(
+        self, path: Path, model_dir: Path, *words: str, slots: IpcBufferTicket | None = None,
+        make_sender: Callable[[HubSettings], Broadcaster] | None = None,
+    ) -> None:
+        self.senders: list[Any] = []
+        self._came = threading.Semaphore(0)
+        self._make = make_sender or (lambda settings: SpokenSender(settings, slots))
+        self._model_dir, self._version = model_dir, -1
+        if not any("bucket_deadline_s" in word for word in words):
+            words = (*words, "publish.nccl_bucket_deadline_s=600")  # a sender that only a test speaks says little
+        self.hub = LiveHub(path, config_of(NCCL, *words), start_sender=self._start)
+        self.publish()
+
+    def _start(self, settings: HubSettings) -> Broadcaster:
+        self.senders.append(self._make(settings))
+        self._came.release()
+        return self.senders[-1]
+
+    def sender(self) -> Any:
+        """The next one that the hub starts."""
+        assert self._came.acquire(timeout=20)
+        return self.senders[-1]
+
+    def publish(self) -> Manifest:
+        self._version += 1
+        return self.hub.publish(self._version, self._model_dir)
+
+    def actor(self, name: str, *, transports: tuple[str, ...] = ("nccl", "zmq"), device: str = "") -> Peer:
+        peer = self.hub.dial()
+        peer.say(Hello(
+            protocol_min=1, protocol_max=1, actor_id=name, incarnation=11, run_id=None, engine="test", software="test",
+            slots=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
+        ))
+        peer.welcome = peer.hear(Welcome)
+        self.beat(peer)
+        return peer
+
+    def beat(self, peer: Peer, **nccl: int) -> None:
+        manifest = self.hub.server.weights.manifest
+        peer.say(ActorHeartbeat(
+            11, 1, int(ActorState.RUNNING), 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
+        ))
+        self.hub.link.refresh_status()
+
+    def candidates(self, count: int) -> None:
+        while len(self.hub.server.devices._candidates()) != count:  # the test's time limit ends a wait that is in vain
+            threading.Event().wait(0.01)

@@ -1,0 +1,200 @@
+"""Small honest leases, groups and actors for the hub's tests. No mocks: everything goes through the real codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import hypothesis
+
+from learner.hub.ledger.ledger import AcceptResult, Ledger, LedgerSettings
+from learner.hub.ledger.prompts import PromptStream
+from streamrl.messages import (
+    Ack,
+    ActorHeartbeat,
+    ActorState,
+    Group,
+    Hello,
+    Lease,
+    LeaseRef,
+    Member,
+    MemberStatus,
+    Outcome,
+    Sampling,
+    SeqRange,
+    VersionRef,
+)
+from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.messages.validate import GroupBounds
+
+STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
+"""For every property test here: the same examples each time, and no verdict that depends on the machine's load."""
+NUM_RECORDS = 1000
+BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
+
+
+def settings(**changes: object) -> LedgerSettings:
+    values = dict(groups_per_batch=2, group_size=2, eta=1, window=2, max_lag=2, bounds=BOUNDS)
+    return LedgerSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def prompts() -> PromptStream:
+    return PromptStream(NUM_RECORDS, seed=7, record=lambda index: b'{"prompt": %d}' % index)
+
+
+def ledger_arguments(**changes: object) -> dict[str, object]:
+    values = dict(
+        run_id="run", learner_epoch=1, run_seed=5, prompts=prompts(), sampling=Sampling(),
+        eval_sampling=Sampling(temperature=0.0), eval_record=lambda index: b'{"test": %d}' % index,
+    )
+    return {**values, **changes}
+
+
+def make_ledger(kind: type[Ledger] = Ledger, *, keep_group=None, **changes: object) -> Ledger:
+    arguments = ledger_arguments() if keep_group is None else ledger_arguments(keep_group=keep_group)
+    ledger = kind(settings(**changes), **arguments)  # type: ignore[arg-type]
+    ledger.publish(VersionRef(1, 0))
+    return ledger
+
+
+def member(
+    index: int, versions: Sequence[tuple[int, int]], *, reward: float = 1.0, status: int = MemberStatus.FINISHED,
+    scores: dict[str, float] | None = None,
+) -> Member:
+    """One action token of each version, then one observation token."""
+    num = len(versions)
+    return Member(
+        index=index, status=int(status), prompt_ids=pack_ids([1, 2, 3]), token_ids=pack_ids([4] * num + [5]),
+        logprobs=pack_logprobs([-0.5] * num + [0.0]), mask=((0, num),),
+        versions=tuple((epoch, version, i, i + 1) for i, (epoch, version) in enumerate(versions)),
+        turns=((0, num + 1, reward),), reward=reward, scores=scores or {}, finish="stop",
+    )
+
+
+@dataclass
+class FakeActor:
+    """An actor without a model: it keeps leases and outbox as a real one must, and samples what it is told to."""
+
+    ledger: Ledger
+    actor_id: str
+    incarnation: int = 11
+    slots: int = 4
+    ref: VersionRef | None = VersionRef(1, 0)
+    run_id: str | None = None
+    next_seq: int = 1
+    leases: dict[LeaseRef, Lease] = field(default_factory=dict)
+    outbox: dict[int, Group] = field(default_factory=dict)
+
+    def join(self, now: float = 0.0, **changes: object):
+        verdict = self.ledger.hello(self.actor_id, self.hello(**changes), now)
+        if verdict.stop is None:
+            self.run_id = self.ledger.run_id
+            kept = {ref for ref, keep in verdict.held if keep}
+            self.leases = {ref: lease for ref, lease in self.leases.items() if ref in kept}
+            self.forget(verdict.durable_upto, verdict.durable)
+        return verdict
+
+    def hello(self, **changes: object) -> Hello:
+        values = dict(
+            protocol_min=1, protocol_max=1, actor_id=self.actor_id, incarnation=self.incarnation, run_id=self.run_id,
+            engine="fake", software="test", slots=self.slots, transports=("zmq",),
+            installed=(self.ref, bytes(16)) if self.ref is not None else None, held=tuple(self.leases),
+            outbox=tuple((seq, seq) for seq in sorted(self.outbox)), next_seq=self.next_seq,
+        )
+        return Hello(**{**values, **changes})  # type: ignore[arg-type]
+
+    def beat(
+        self, now: float = 0.0, *, stuck: Sequence[LeaseRef] = (), free_eval: int = 0,
+        held: Sequence[LeaseRef] | None = None,
+    ) -> bool:
+        num_train = sum(lease.purpose == 0 for lease in self.leases.values())
+        return self.ledger.beat(self.actor_id, ActorHeartbeat(
+            incarnation=self.incarnation, beat=1, state=int(ActorState.RUNNING), free=max(0, self.slots - num_train),
+            running=num_train, installed=self.ref, tokens_total=0, stuck=tuple(stuck), outbox_groups=len(self.outbox),
+            outbox_bytes=0, free_eval=free_eval, held=None if held is None else tuple(held),
+        ), now)
+
+    def ask(self, now: float = 0.0, *, free_eval: int = 0) -> list[Lease]:
+        """Say what is free and take what is granted; several times, because one grant is only a fair share."""
+        self.beat(now, free_eval=free_eval)
+        taken = []
+        while leases := self.ledger.grant(self.actor_id, now):
+            taken.extend(leases)
+            self.leases.update((lease.ref, lease) for lease in leases)
+        return taken
+
+    def install(self, version: int, now: float = 0.0, *, epoch: int = 1) -> None:
+        self.ref = VersionRef(epoch, version)
+        self.ledger.installed(self.actor_id, self.ref, True, now)
+
+    def finish(self, lease: Lease, now: float = 0.0, **changes: object) -> AcceptResult:
+        """Send a whole group of this lease."""
+        return self.send(self.group(lease, **changes), now)
+
+    def group(
+        self, lease: Lease, *, versions: Sequence[tuple[int, int]] | None = None, members: Sequence[int] | None = None,
+        aborted: Sequence[int] = (), rewards: Sequence[float] = (), outcome: int = Outcome.COMPLETE, reason: int = 0,
+    ) -> Group:
+        """The next GROUP, put into the outbox; by default everything leased, sampled from the installed version."""
+        spans = versions or [(self.ref.learner_epoch, self.ref.version)]
+        chosen = lease.members if members is None else members
+        message = Group(
+            incarnation=self.incarnation, seq=self.next_seq, group_id=lease.group_id, attempt=lease.attempt,
+            outcome=int(outcome), reason=int(reason), detail="", sampling=lease.sampling,
+            members=tuple(
+                member(
+                    i, spans, reward=rewards[at] if rewards else float(i),
+                    status=MemberStatus.ABORTED if i in aborted else MemberStatus.FINISHED,
+                )
+                for at, i in enumerate(chosen)
+            ),
+            stats={},
+        )
+        self.next_seq += 1
+        self.outbox[message.seq] = message
+        if outcome != Outcome.PARTIAL:
+            self.leases.pop(lease.ref, None)
+        return message
+
+    def send(self, group: Group, now: float = 0.0) -> AcceptResult:
+        return self.ledger.accept(self.actor_id, group, encode(group), now)
+
+    def hand_back(self, lease: Lease, reason: int, now: float = 0.0) -> AcceptResult:
+        return self.finish(lease, now, members=(), outcome=Outcome.RETURNED, reason=reason)
+
+    def take_acks(self) -> list[Ack]:
+        """Every ACK that is due; the outbox loses what may be forgotten."""
+        acks = []
+        while (ack := self.ledger.take_acks(self.actor_id)) is not None:
+            acks.append(ack)
+            self.forget(ack.durable_upto, ack.durable)
+            for seq, _, _ in ack.rejected:
+                self.outbox.pop(seq, None)
+        return acks
+
+    def forget(self, upto: int, ranges: Sequence[SeqRange]) -> None:
+        for seq in list(self.outbox):
+            if seq <= upto or any(first <= seq <= last for first, last in ranges):
+                del self.outbox[seq]
+
+    def revoke(self, refs: Sequence[LeaseRef]) -> None:
+        for ref in refs:
+            self.leases.pop(ref, None)
+
+
+def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
+    """Cut a batch and train on it at once; the group ids."""
+    batch = ledger.cut_batch(ledger.version)
+    assert batch is not None, ledger.why_waiting(0.0)
+    ledger.trained(ledger.version + (not skipped), skipped, "")
+    if not skipped:
+        ledger.publish(VersionRef(ledger.versions.learner_epoch, ledger.version))
+    return [group.group_id for group in batch]
+
+
+def restart(ledger: Ledger, state: bytes) -> Ledger:
+    """The learner died; its successor starts from this checkpoint."""
+    arguments = ledger_arguments(learner_epoch=ledger.versions.learner_epoch + 1, keep_group=ledger._keep_group)
+    successor = type(ledger).restore(state, ledger.settings, **arguments)  # type: ignore[arg-type]
+    successor.publish(VersionRef(successor.versions.learner_epoch, successor.version))
+    return successor

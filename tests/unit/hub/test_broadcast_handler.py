@@ -1,0 +1,167 @@
+"""The hub's part in ways from GPU to GPU: a real hub and real sockets; sender and actors are spoken by the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from learner.hub.broadcaster_process import sender_settings
+from learner.setup import check_transports
+from streamrl.config.load import load_config
+from streamrl.errors import ConfigError
+from streamrl.messages import (
+    Announce,
+    BroadcastAbort,
+    BroadcastDocument,
+    BroadcastForm,
+    BroadcastSend,
+    BroadcastStage,
+    IpcBufferTicket,
+    Welcome,
+)
+from streamrl.weights.manifest import DIGEST_FOLD128, check_manifest
+from tests.unit.config.setting_harness import LiveHub, config_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+SLOTS = IpcBufferTicket("gpu-7", (b"h" * 64, b"i" * 64), 1 << 20, 10.0)
+
+
+def ways(announce: Announce | Welcome) -> list[str]:
+    return [offer.transport for offer in announce.offers]
+
+
+def test_an_epoch_from_publish_to_broadcast(scene):
+    one = scene()
+    sender = one.sender()
+    first, second = one.actor("a"), one.actor("b", transports=("zmq",))
+    one.candidates(1)
+    manifest = one.publish()
+
+    assert sender.hear(BroadcastForm) == BroadcastForm(1, 2)  # only one of the two can nccl
+    assert ways(second.hear(Announce)) == ["shm", "zmq"]
+    sender.report(1, BroadcastStage.NAMED, unique_id=b"the id")
+    announce = first.hear(Announce)
+    assert ways(announce) == ["nccl", "shm", "zmq"]
+    offer = announce.offers[0]
+    assert (offer.nccl.unique_id, offer.nccl.world, offer.nccl.rank) == (b"the id", 2, 1)
+    check_manifest(offer.manifest, first.welcome.layout, DIGEST_FOLD128)
+    assert offer.manifest.ref == manifest.ref
+
+    sender.report(1, BroadcastStage.FORMED)
+    one.beat(first, formed=1)
+    assert sender.hear(BroadcastSend) == BroadcastSend(1, manifest.ref)
+
+
+def test_the_sender_is_told_of_every_document_before_it_must_send_it(scene):
+    one = scene()
+    sender = one.sender()
+
+    document = sender.hear(BroadcastDocument)
+    assert document.manifest.ref.version == 0 and Path(document.path).exists()
+    assert document.device_manifest.digest_kind == DIGEST_FOLD128
+    manifest = one.publish()
+    assert sender.hear(BroadcastDocument).manifest == manifest
+
+
+def test_a_member_that_loses_its_communicator_ends_the_epoch(scene):
+    one = scene()
+    sender, peer, other = one.sender(), one.actor("a"), one.actor("b")
+    one.candidates(2)
+    one.publish()
+    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    sender.report(1, BroadcastStage.FORMED)
+    for member in (peer, other):
+        assert ways(member.hear(Announce))[0] == "nccl"
+        one.beat(member, formed=1)
+    sender.hear(BroadcastSend)
+
+    one.beat(peer, failed=1)
+
+    assert sender.hear(BroadcastAbort) == BroadcastAbort(1)
+    assert sender.hear(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
+
+
+def test_who_can_form_no_more_is_no_candidate(scene):
+    one = scene()
+    one.sender()
+    peer = one.actor("a")
+    one.candidates(1)
+    one.beat(peer, broken=True)
+    one.candidates(0)
+
+
+@pytest.mark.parametrize(("seconds", "replaced"), [(0.3, True), (100, False)])
+def test_a_sender_that_says_nothing_is_replaced_after_the_time_set(scene, seconds, replaced):
+    one = scene(f"publish.nccl_init_deadline_s={seconds}")
+    sender = one.sender()
+    one.actor("a")
+    one.candidates(1)
+    one.publish()
+    sender.hear(BroadcastForm)
+
+    assert sender.killed.wait(20.0 if replaced else 1.0) == replaced
+    if replaced:
+        assert one.sender().hear(BroadcastForm).epoch == 2
+
+
+def test_members_are_told_the_deadlines_that_are_set(scene):
+    one = scene("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
+    sender, peer = one.sender(), one.actor("a")
+    told = sender_settings(sender.settings)
+    assert (told.init_deadline_s, told.bucket_deadline_s, told.slot_bytes) == (7, 3, 512)
+    one.candidates(1)
+    one.publish()
+    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
+
+    ticket = peer.hear(Announce).offers[0].nccl
+    assert (ticket.init_deadline_s, ticket.bucket_deadline_s) == (7, 3)
+
+
+def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communicator(scene):
+    one = scene(slots=SLOTS)
+    sender = one.sender()
+    sender.hear(BroadcastDocument)
+    both = ("ipc", "nccl", "zmq")
+    near, far = one.actor("near", transports=both, device="gpu-7"), one.actor("far", transports=both, device="gpu-8")
+    one.candidates(1)
+    one.publish()
+
+    announce = near.hear(Announce)
+    assert ways(announce) == ["ipc", "shm", "zmq"] and announce.offers[0].slots == SLOTS
+    assert sender.hear(BroadcastForm) == BroadcastForm(1, 2)
+    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    assert ways(far.hear(Announce)) == ["nccl", "shm", "zmq"]
+
+
+@pytest.mark.parametrize("order", [["shm", "zmq"], ["zmq", "shm"], ["zmq"]])
+def test_weights_are_offered_in_the_ways_and_the_order_that_are_set(tmp_path, model_dir, order):
+    with LiveHub(tmp_path, config_of(f"publish.transports=[{','.join(order)}]")) as hub:
+        hub.publish(0, model_dir)
+
+        assert ways(hub.dial().join()) == order
+        assert not hub.server.devices.metrics()  # and no sender is started
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_a_learner_without_a_gpu_refuses_ways_that_need_one(way):
+    import torch
+
+    with pytest.raises(ConfigError, match=f"the transport {way} .* the device here is cpu"):
+        check_transports([way, "zmq"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("word", "wrong"),
+    [
+        ("publish.transports=[carrier,zmq]", "choose of ipc, nccl, shm, zmq"),
+        ("publish.transports=[nccl,shm]", "must hold zmq"),
+        ("actors.transports=[zmq,zmq]", "twice"),
+        ("publish.nccl_init_deadline_s=0", "must be greater than 0"),
+    ],
+)
+def test_impossible_transports_are_refused_by_name(word, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        load_config(["experiment=quickstart", word])

@@ -1,0 +1,163 @@
+"""The sender process as the hub sees it: one that dies, is stopped, hangs or will not die costs nobody a version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from learner.hub.broadcaster_process import BroadcasterProcess
+from learner.hub.broadcaster_watch import START_S, BroadcasterWatch
+from learner.hub.settings import HubSettings
+from streamrl.messages import Announce, BroadcastDocument, IpcBufferTicket
+from tests.unit.hub.broadcast_harness import SpokenSender, until
+
+pytestmark = pytest.mark.timeout(120)
+NEAR = ("ipc", "zmq")
+ROOT = Path(__file__).parents[3]
+
+SENDER = """
+import os, sys
+from pathlib import Path
+import zmq
+from learner.broadcaster.service import BroadcasterService
+from streamrl.weights.gpu.ipc import IpcBufferServer
+from tests.fakes.device_memory import FakeDeviceMemory
+endpoint, folder, slot_bytes, deadline_s = sys.argv[1:]
+context = zmq.Context()
+slots = IpcBufferServer(
+    FakeDeviceMemory(Path(folder), "gpu-7"), context, f"ipc://{folder}/{os.getpid()}", slot_bytes=int(slot_bytes),
+    deadline_s=float(deadline_s),
+)
+BroadcasterService(
+    context, endpoint, broadcaster=None, slots=slots, init_deadline_s=20.0, bucket_deadline_s=float(deadline_s),
+    pinned=False,
+).run(lambda: os.getppid() == 1)
+"""
+
+
+class RealSender:
+    """The sender's loop in a process of its own, with files where a GPU's memory would be."""
+
+    def __init__(self, settings: HubSettings, folder: str) -> None:
+        words = [settings.rank_endpoint, folder, settings.bucket_bytes, settings.nccl_bucket_deadline_s]
+        self.process = subprocess.Popen([sys.executable, "-c", SENDER, *map(str, words)], cwd=ROOT)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+@pytest.fixture
+def real_senders():
+    made: list[RealSender] = []
+    with tempfile.TemporaryDirectory(prefix="slots-") as folder:
+
+        def make(settings: HubSettings) -> RealSender:
+            made.append(RealSender(settings, folder))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.process.kill()
+            one.process.wait()
+
+
+def sockets(announce: Announce) -> list[str]:
+    return [offer.name for offer in announce.offers if offer.transport == "ipc"]
+
+
+def test_a_sender_process_that_is_stopped_is_ended_and_its_successor_is_offered(scene, real_senders):
+    one = scene("publish.nccl_bucket_deadline_s=1", make_sender=real_senders)
+    first, devices = one.sender(), one.hub.server.devices
+    until(lambda: devices._up is not None)
+    near = one.actor("near", transports=NEAR, device="gpu-7")
+    one.publish()
+    (socket,) = sockets(near.hear(Announce))
+
+    os.kill(first.process.pid, signal.SIGSTOP)
+    second = one.sender()
+    until(lambda: devices._up is not None and devices._up.socket != socket)
+
+    one.publish()
+    assert sockets(near.hear(Announce)) == [devices._up.socket]
+    until(lambda: not first.alive())
+    assert first.process.returncode == -signal.SIGKILL and second.alive()
+    assert devices.metrics()["num_sender_restarts"] == 1
+
+
+class Undying(SpokenSender):
+    """In the hands of a driver: told to end, and there all the same."""
+
+    def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
+        super().__init__(settings, slots)
+        self.ended = False
+
+    def alive(self) -> bool:
+        return not self.ended
+
+
+def test_a_sender_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_it_does(scene):
+    one = scene("publish.nccl_bucket_deadline_s=0.1", make_sender=Undying)
+    first = one.sender()
+    second = one.sender()
+
+    assert first.killed.is_set() and second.hear(BroadcastDocument).manifest.ref.version == 0
+    devices = one.hub.server.devices
+    assert first in devices._ended
+    first.ended = True
+    until(lambda: first not in devices._ended)
+
+
+def test_ending_a_real_sender_process_waits_for_nothing_and_leaves_no_zombie(scene):
+    sender = BroadcasterProcess(scene().sender().settings)
+    assert sender.alive()
+
+    sender.kill()
+    assert sender._process.returncode is None, "nobody has waited for its end"
+    until(lambda: not sender.alive())
+    assert not Path(f"/proc/{sender._process.pid}").exists()
+
+
+def watch_at(*seconds: float) -> BroadcasterWatch:
+    """One that ticks every tenth of a second between these times; it has heard its sender at the first."""
+    one = BroadcasterWatch(15.0)
+    one.started()
+    one.tick(seconds[0])
+    one.heard()
+    for first, last in zip(seconds, seconds[1:], strict=False):
+        for tick in range(1, round((last - first) * 10) + 1):
+            one.tick(first + tick / 10)
+    return one
+
+
+def test_silence_is_counted_from_the_last_word():
+    one = watch_at(100.0, 114.9)
+    assert not one.hangs
+    one.heard()
+    one.tick(115.9)
+    assert not one.hangs and one.silent_s == pytest.approx(1.0)
+    assert watch_at(100.0, 115.2).hangs
+
+
+def test_a_hub_that_was_stopped_itself_blames_nobody():
+    one = watch_at(100.0, 101.0)
+    one.tick(10_000.0)
+    assert not one.hangs
+
+
+def test_before_its_first_word_a_sender_has_the_time_to_load_its_libraries():
+    one = watch_at(100.0, 114.0)
+    one.started()
+    for tick in range(int(START_S)):
+        one.tick(115.0 + tick)
+        assert not one.hangs
+    one.tick(115.0 + START_S + 1)
+    assert one.hangs

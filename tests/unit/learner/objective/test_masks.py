@@ -1,0 +1,258 @@
+"""Guards, corrections and anchors: which tokens they take out, which weights they put in, and on whose ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.model.gradients import StepResult
+from learner.model.policy import load_policy
+from learner.model.reference import FrozenPolicy
+from learner.objective.masks import CAUSES, guard
+from learner.objective.objective import Objective
+from learner.objective.scoring_pass import PassOutputs, score_batch
+from learner.run import Run
+from streamrl.algorithms import CORRECTION_PRESETS
+from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
+from streamrl.errors import ConfigError
+from streamrl.messages import Lineage
+from streamrl.metrics.names import Reduction, lookup
+from tests.unit.learner.learner_factories import batch, plan_of
+
+OFF = LossConfig(veto_low=None, veto_high=None)
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+LAGS = torch.tensor([[3, 1, 0], [0, 0, 0]])
+ELL = torch.tensor([[-1.0, -0.8, -0.6], [0.1, -0.1, 0.0]])
+GOOD, BAD = torch.ones(2, 3), -torch.ones(2, 3)
+
+
+def kept(loss, advantages=GOOD, **options):
+    return guard(loss, ELL, advantages, LAGS, MASK, **options)
+
+
+def test_without_guards_every_action_token_stays():
+    found = kept(OFF)
+    assert torch.equal(found.keep, MASK) and found.removed == {} and found.weights is None
+
+
+def test_each_guard_removes_its_tokens_and_says_so():
+    cases = {
+        "lag": (kept(OFF, oldest=1), [[False, True, True], [True, True, False]]),
+        "veto": (kept(replace(OFF, veto_low=0.4)), [[False] * 3, [True, True, False]]),
+        "opsm": (kept(replace(OFF, opsm_delta=0.5), BAD), [[False] * 3, [True, True, False]]),
+        "zscore": (kept(replace(OFF, zscore_bound=2.5), BAD, lag_m2=torch.full((2, 3), 0.09)),
+                   [[False, False, True], [True, True, False]]),
+        "rejected": (kept(replace(OFF, correction="bypass_pg_geo_rs")), [[False] * 3, [True, True, False]]),
+    }
+    for cause, (found, expected) in cases.items():
+        assert found.keep.tolist() == expected, cause
+        assert torch.equal(found.removed[cause], MASK & ~found.keep), cause
+
+
+def test_what_every_guard_removes_has_a_metric():
+    for cause in CAUSES:
+        assert lookup(f"keep/{cause}").reduction is Reduction.mean
+
+
+def test_the_veto_looks_at_any_ratio_or_at_their_mean():
+    """Ratios of the first row: 0.37, 0.45, 0.55."""
+    loss = replace(OFF, veto_low=0.4)
+    assert not kept(loss).keep[0].any()
+    assert kept(replace(loss, veto_stat=VetoStat.mean)).keep[0].all()
+    assert not kept(replace(loss, veto_low=0.5, veto_stat=VetoStat.mean)).keep[0].any()
+
+
+def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
+    loss = replace(OFF, opsm_delta=0.5)
+    assert torch.equal(kept(loss, GOOD).keep, MASK)
+    waiting = replace(loss, opsm_when=OpsmWhen.over_budget)
+    assert torch.equal(kept(waiting, BAD, over_budget=False).keep, MASK)
+    assert not torch.equal(kept(waiting, BAD, over_budget=True).keep, MASK)
+
+
+def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options):
+    """(gradient of each row's log-probs, statistics) with log-probs near the recorded ones."""
+    made = Objective(
+        advantage or AdvantageConfig(estimator="group"), loss, max_new_tokens=16, max_lag=4, ranks=Ranks(), **options
+    )
+    rng = np.random.default_rng(0)
+    leaves = [
+        torch.tensor(r.logprobs[r.mask] + drift * rng.standard_normal(r.num_action_tokens), dtype=torch.float32,
+                     requires_grad=True) for r in rows
+    ]
+    made.begin(rows, plan_of(rows), version=5)
+    (micro,) = pack(rows, 10_000)
+    if made.needs:
+        policy = micro.padded(torch.cat([leaves[i] for i in micro.rows]).detach())
+        average = None if proximal is None else torch.where(micro.mask, micro.behavior_logprobs + proximal, 0.0)
+        made.observe(micro, PassOutputs(policy=policy, proximal=average))
+        made.close_observation()
+    flat = torch.cat([leaves[i] for i in micro.rows])
+    made.loss(micro, flat, torch.ones_like(flat)).backward()
+    return [x.grad for x in leaves], made.finish().flush(0), [x.detach() for x in leaves]
+
+
+def loo(rows):
+    return [
+        row.reward - np.mean([r.reward for r in rows if r.group_id == row.group_id and r.index != row.index])
+        for row in rows
+    ]
+
+
+def ratios(rows, policy):
+    return [(p - torch.from_numpy(r.logprobs[r.mask])).exp() for p, r in zip(policy, rows, strict=True)]
+
+
+def num_tokens(rows):
+    return sum(r.num_action_tokens for r in rows)
+
+
+def test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token():
+    rows = batch()
+    grads, _, policy = step(rows, loss=replace(OFF, surrogate="reinforce", correction="bypass_pg_is"))
+
+    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+        expected = -float(ratio.prod().clamp(max=2.0)) * credit / num_tokens(rows)
+        torch.testing.assert_close(grad, torch.full_like(grad, expected), atol=1e-6, rtol=1e-4)
+
+
+def test_a_decoupled_weight_and_a_clip_on_the_proximal_policy_make_one_ratio():
+    """At the policy before the update the ratio pi/pi_prox is 1 and the weight is the truncated pi/mu."""
+    rows = batch()
+    loss = replace(OFF, surrogate="ppo_clip", anchor="recomputed", correction="decoupled_token_is", dual_clip=None)
+    grads, _, policy = step(rows, loss=loss)
+
+    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+        torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * credit / num_tokens(rows), atol=1e-6, rtol=1e-4)
+
+
+def test_an_averaged_anchor_clips_against_the_average_and_not_against_mu():
+    rows = batch()
+    loss = replace(OFF, surrogate="decoupled_ppo", anchor="ewma", dual_clip=None, clip_low=0.2, clip_high=0.2)
+    grads, _, policy = step(rows, loss=loss, proximal=0.1)
+
+    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+        own, weight = ratio / math.exp(0.1), math.exp(0.1)
+        free = (own <= 1.2) if credit > 0 else (own >= 0.8)
+        expected = torch.where(free, -weight * own * credit / num_tokens(rows), 0.0)
+        torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_rejected_tokens_stay_in_the_denominator():
+    rows = batch()
+    plain, _, _ = step(rows, loss=replace(OFF, surrogate="tis"))
+    grads, stats, _ = step(rows, loss=replace(OFF, surrogate="tis", veto_low=0.7))
+
+    assert 0 < stats["keep/veto"] < 1
+    for mine, other in zip(grads, plain, strict=True):
+        assert torch.count_nonzero(mine) == 0 or torch.allclose(mine, other)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in CORRECTION_PRESETS.items() if spec.mode])
+def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
+    spec = CORRECTION_PRESETS[name]
+    surrogate = spec.surrogate or "ppo_clip"
+    decoupled = spec.mode == "decoupled"
+    loss = replace(
+        OFF, surrogate=surrogate, correction=name, anchor="recomputed" if decoupled else None, allow_uncorrected=True
+    )
+    rows = batch()
+    grads, stats, _ = step(rows, loss=loss, drift=1e-4)
+
+    assert all(torch.isfinite(g).all() for g in grads) and any(torch.count_nonzero(g) for g in grads)
+    assert ("keep/rejected" in stats) == (spec.mode is not None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"surrogate": "tis", "correction": "bypass_pg_is"}, "applied more than once"),
+        ({"surrogate": "ppo_clip", "correction": "bypass_pg_geo_rs"}, "belongs to loss.surrogate='reinforce'"),
+        ({"surrogate": "ppo_clip", "correction": "decoupled_geo_rs"}, "needs a proximal policy"),
+        ({"surrogate": "tis", "anchor": "ewma"}, "recorded behavior log-prob"),
+        ({"surrogate": "ppo_clip", "anchor": "recomputed"}, "nothing applies the whole ratio"),
+        ({"surrogate": "ppo_clip", "correction": "magic"}, "loss.correction='magic'"),
+        ({"opsm_when": OpsmWhen.over_budget}, "does nothing without loss.opsm_delta"),
+        ({"opsm_delta": -1.0}, "loss.opsm_delta=-1.0"),
+        ({"zscore_bound": 0.0}, "loss.zscore_bound"),
+        ({"ewma_decay": 1.0}, "loss.ewma_decay"),
+        ({"surrogate": "tis", "options": {"budget": 1.0}}, "takes there"),
+        ({"surrogate": "ppo_clip", "options": {"eps_low": 0.3}}, "takes there"),
+    ],
+)
+def test_combinations_that_weigh_twice_or_do_nothing_are_refused(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        Objective(
+            AdvantageConfig(estimator="group"), replace(OFF, **loss), max_new_tokens=16, max_lag=4, ranks=Ranks()
+        )
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "options"),
+    [("ppo_clip", {"ratio_cap": 1.29}), ("m2po", {"budget": 1e-4}), ("mis", {"low": 0.95, "high": 1.05}),
+     ("tis", {"floor": 1.0}), ("sapo", {"tau_pos": 4.0}), ("vespo", {"k_pos": 0.5})],
+)
+def test_a_surrogates_own_constants_reach_it(surrogate, options):
+    rows = batch()
+    loss = replace(OFF, surrogate=surrogate, dual_clip=None, clip_low=0.01, clip_high=0.28)
+    plain, _, _ = step(rows, loss=loss)
+    other, _, _ = step(rows, loss=replace(loss, options=options))
+
+    assert not all(torch.allclose(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_the_average_follows_the_policy_at_its_decay(checkpoints):
+    policy, average = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])
+    frozen = FrozenPolicy(average, name="ewma")
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1.0)
+    frozen.blend(policy, decay=0.75)
+
+    gaps = [float((a - b).detach().mean()) for a, b in zip(policy.parameters(), average.parameters(), strict=True)]
+    assert gaps == pytest.approx([0.75] * len(gaps), abs=1e-5)
+
+
+def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
+    policy, other = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.1)
+    rows = batch(2, 3)
+    made = Objective(
+        AdvantageConfig(estimator="group"), replace(OFF, surrogate="decoupled_ppo", anchor="ewma"),
+        max_new_tokens=16, max_lag=4, ranks=Ranks(),
+    )
+    made.begin(rows, plan_of(rows), version=5)
+    (micro,) = pack(rows, 10_000)
+    frozen = FrozenPolicy(other, name="ewma")
+    score_batch(policy, [micro], made, proximal=frozen)
+
+    scored = made._seen[micro.rows].scored
+    assert torch.equal(scored.proximal, micro.padded(frozen.score(micro)))
+    assert scored.policy is None  # nobody asked for the policy's own
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay):
+    policy, average = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1.0)
+    run = SimpleNamespace(
+        version=0, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
+        proximal=FrozenPolicy(average, name="ewma"),
+        config=Config(loss=LossConfig(ewma_decay=decay)),
+    )
+    Run.advance(run, None, StepResult(grad_norm=1.0, skipped=False, lr=1e-3))
+
+    assert run.version == 1
+    gap = next(policy.parameters()) - next(average.parameters())
+    assert float(gap.detach().mean()) == pytest.approx(decay, abs=1e-5)

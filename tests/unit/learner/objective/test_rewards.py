@@ -1,0 +1,211 @@
+"""What a trajectory's reward is made of: components, the price of length, and what is left out of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.objective.objective import Objective
+from learner.objective.rewards import ScoreRules
+from learner.record.pareto import ParetoArchive
+from streamrl import algorithms
+from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
+from streamrl.errors import ConfigError, ContentError
+from tests.unit.learner.learner_factories import batch, plan_of
+
+OFF, NONE = ObjectivesConfig(), OverlongConfig()
+ALONE = Ranks()
+PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
+
+
+def two_scores():
+    """Three groups of four with a quality and a length score."""
+    rows = enumerate(batch(3, 4))
+    return [replace(row, scores={"quality": (i * 7 % 5) / 4, "length": (i * 3 % 4) / 3}) for i, row in rows]
+
+
+def rewards(rows, objectives=OFF, overlong=NONE, max_tokens=12):
+    rules = ScoreRules(objectives, overlong, max_tokens=max_tokens)
+    shaped, plan = rules.apply(rows, plan_of(rows), ALONE)
+    assert [row.reward for row in shaped] == [row.reward for row in plan]
+    for row in shaped:
+        assert float(row.rewards.sum()) == pytest.approx(row.reward, abs=1e-5)
+    return [row.reward for row in shaped]
+
+
+def components(rows):
+    return torch.tensor([[r.scores["length"], r.scores["quality"]] for r in rows]).double()
+
+
+def test_nothing_set_changes_nothing():
+    rows = batch()
+    assert rewards(rows) == [row.reward for row in rows]
+
+
+def test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed():
+    rows = batch(3, 4)
+    for cache, scale in ((3, 1.0), (3, 0.5), (6, 1.0)):
+        got = rewards(rows, overlong=OverlongConfig(cache_ratio=cache / 12, scale=scale))
+        price = [min(0.0, max(-1.0, (12 - cache - r.num_action_tokens) / cache)) for r in rows]
+        assert got == pytest.approx([r.reward + scale * p for r, p in zip(rows, price, strict=True)], abs=1e-6)
+
+
+def test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish():
+    rows = two_scores()
+    got = rewards(rows, ObjectivesConfig(combine="weighted_sum", components={"quality": 1.0, "length": -0.5}))
+
+    assert got == pytest.approx([r.scores["quality"] - 0.5 * r.scores["length"] for r in rows])
+
+
+def test_tchebycheff_aims_at_the_given_point_or_the_best_so_far():
+    rows = two_scores()
+    settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 2.0})
+    weights = torch.tensor([2.0, 1.0]).double()
+    best = components(rows).amax(0)
+    assert rewards(rows, settings) == pytest.approx(
+        algorithms.tchebycheff(components(rows), weights, best).tolist())
+    given = rewards(rows, replace(settings, ideal={"quality": 3.0}))
+    ideal = torch.tensor([float(best[0]), 3.0]).double()
+    assert given == pytest.approx(algorithms.tchebycheff(components(rows), weights, ideal).tolist())
+
+
+def test_the_best_so_far_is_remembered_between_batches_and_restarts():
+    rows = two_scores()
+    settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 1.0})
+    rules = ScoreRules(settings, NONE, max_tokens=12)
+    high = [replace(row, scores={"quality": 9.0, "length": 0.0}) for row in rows]
+    rules.apply(high, plan_of(high), ALONE)
+    again = ScoreRules(settings, NONE, max_tokens=12)
+    again.restore(rules.state())
+
+    shaped, _ = again.apply(rows, plan_of(rows), ALONE)
+    assert min(row.reward for row in shaped) <= -8.0
+
+
+def test_pareto_takes_a_little_from_whoever_is_beaten_in_its_group():
+    rows = two_scores()
+    weights = {"quality": 1.0, "length": 1.0}
+    plain = rewards(rows, ObjectivesConfig(combine="weighted_sum", components=weights))
+    got = rewards(rows, ObjectivesConfig(combine="pareto", components=weights, bonus=0.25))
+    counts = torch.cat([algorithms.domination_count(components(rows[g:g + 4])) for g in (0, 4, 8)])
+
+    assert got == pytest.approx([p - 0.25 * c for p, c in zip(plain, counts.tolist(), strict=True)])
+    assert counts.any()
+
+
+def test_hypervolume_gives_a_little_to_whoever_covers_what_others_do_not():
+    rows = two_scores()
+    weights, reference = {"quality": 1.0, "length": 1.0}, {"quality": -0.1, "length": -0.1}
+    plain = rewards(rows, ObjectivesConfig(combine="weighted_sum", components=weights))
+    got = rewards(
+        rows, ObjectivesConfig(combine="hypervolume", components=weights, reference_point=reference, bonus=0.5)
+    )
+    extra = torch.cat([
+        algorithms.hypervolume_contributions(components(rows[g:g + 4]), torch.tensor([-0.1, -0.1])) for g in (0, 4, 8)
+    ])
+
+    assert got == pytest.approx([p + 0.5 * e for p, e in zip(plain, extra.tolist(), strict=True)], abs=1e-6)
+
+
+def test_gdpo_normalizes_each_component_in_its_group_before_the_sum():
+    rows = two_scores()
+    got = rewards(rows, ObjectivesConfig(combine="gdpo", components={"quality": 1.0, "length": 0.1}))
+    groups = torch.tensor([r.group_id for r in rows])
+    expected = algorithms.gdpo_advantages(components(rows), groups, torch.tensor([0.1, 1.0]))
+
+    assert got == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_a_missing_component_is_named():
+    rows = two_scores()
+    with pytest.raises(ContentError, match=r"no score \['style'\]"):
+        rewards(rows, ObjectivesConfig(combine="weighted_sum", components={"style": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("objectives", "overlong", "message"),
+    [
+        (ObjectivesConfig(combine="magic"), NONE, "choose one of reward"),
+        (ObjectivesConfig(combine="gdpo"), NONE, "name them"),
+        (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}), NONE, "reference_point for each"),
+        (ObjectivesConfig(ideal={"a": 1.0}), NONE, "do nothing with objectives.combine=reward"),
+        (ObjectivesConfig(combine="tchebycheff", components={"a": 1.0}, ideal={"b": 1.0}), NONE, "no components"),
+        (OFF, OverlongConfig(cache_ratio=1.5), "must lie between 0"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
+    with pytest.raises(ConfigError, match=message):
+        ScoreRules(objectives, overlong, max_tokens=12)
+
+
+def losses(rows, **options):
+    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4, ranks=ALONE, **options)
+    rows = made.begin(rows, plan_of(rows), version=5)
+    (micro,) = pack(rows, 10_000)
+    leaf = micro.behavior_logprobs[micro.mask].clone().requires_grad_()
+    made.loss(micro, leaf, torch.ones_like(leaf)).backward()
+    return micro.padded(leaf.grad), made.finish().flush(0)
+
+
+def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():
+    rows = [replace(row, truncated=i % 4 == 0) for i, row in enumerate(batch(3, 4))]
+    plain, _ = losses(rows)
+    filtered, stats = losses(rows, filter_truncated=True)
+    kept = torch.tensor([not row.truncated for row in rows])
+    tokens = sum(r.num_action_tokens for r in rows)
+    left = sum(r.num_action_tokens for r in rows if not r.truncated)
+
+    assert torch.count_nonzero(filtered[~kept]) == 0
+    torch.testing.assert_close(filtered[kept], plain[kept] * tokens / left)  # same credit, fewer tokens to divide by
+    assert stats["length/truncated_fraction"] == pytest.approx(0.25)
+
+
+def test_metrics_tell_what_the_task_paid_whatever_is_trained_on():
+    rows = two_scores()
+    _, plain = losses(rows)
+    rules = ScoreRules(ObjectivesConfig(combine="weighted_sum", components={"quality": 5.0}), NONE, max_tokens=12)
+    _, shaped = losses(rows, score_rules=rules)
+
+    assert shaped["reward/mean"] == plain["reward/mean"]
+    assert shaped["advantage/std"] != plain["advantage/std"]
+
+
+# --- the archive of evaluations --------------------------------------------------------------------------------------
+
+
+def archive(path, **options):
+    return ParetoArchive(path / "pareto.json", {"quality": 1.0, "length": -1.0},
+                         **{"size": 100, "reference": {"quality": 0.0, "length": 10.0}, **options})
+
+
+def test_only_evaluations_that_no_other_beats_stay_in_the_archive(tmp_path):
+    made = archive(tmp_path)
+    made.add(10, {"quality": 0.5, "length": 4.0})
+    made.add(20, {"quality": 0.4, "length": 5.0})  # worse in both
+    metrics = made.add(30, {"quality": 0.6, "length": 6.0})
+
+    assert [member["version"] for member in made.members] == [10, 30]
+    assert metrics["objective/archive_size"] == 2
+    assert metrics["objective/hypervolume"] == pytest.approx(0.6 * 4 + 0.5 * 2)
+    assert archive(tmp_path).members == made.members  # a resumed run goes on from the file
+
+
+def test_a_full_archive_drops_where_the_front_is_crowded(tmp_path):
+    made = archive(tmp_path, size=3)
+    for version, quality in enumerate([0.1, 0.5, 0.52, 0.9]):
+        made.add(version, {"quality": quality, "length": 10 * quality})
+
+    assert len(made.members) == 3
+    assert {0.1, 0.9} <= {member["quality"] for member in made.members}
+
+
+def test_an_evaluation_without_a_component_is_no_point(tmp_path):
+    made = archive(tmp_path)
+    made.add(10, {"quality": float("nan"), "length": 4.0})
+    made.add(20, {"quality": 0.5})
+
+    assert made.members == []

@@ -1,0 +1,161 @@
+"""Every rule of a GROUP: an honest one passes, and each way to break it is caught under its own name."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import ContentError
+from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling
+from streamrl.messages import validate as group_checks
+from streamrl.messages.codec import pack_ids, pack_logprobs
+from streamrl.messages.validate import GroupBounds, check_group
+from tests.unit.hub.factories import STEADY
+
+BOUNDS = GroupBounds(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
+
+# Two turns with an observation between: tokens 0-2 and 4-5 are actions, 3 and 6 are the environment's.
+HONEST = Member(
+    index=0, status=MemberStatus.FINISHED, prompt_ids=pack_ids([1, 2, 3]),
+    token_ids=pack_ids([10, 11, 12, 13, 14, 15, 16]),
+    logprobs=pack_logprobs([-0.1, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]), mask=((0, 3), (4, 6)),
+    versions=((1, 4, 0, 2), (1, 5, 2, 5), (2, 5, 5, 6)), turns=((0, 4, 0.5), (4, 7, 1.0)), reward=1.5,
+    scores={"correct": 1.0}, finish="stop",
+)
+
+
+def group(*members: Member, outcome: int = Outcome.COMPLETE, sampling: Sampling | None = None) -> Group:
+    return Group(
+        incarnation=1, seq=1, group_id=3, attempt=0, outcome=int(outcome), reason=0, detail="",
+        sampling=sampling or Sampling(), members=members, stats={},
+    )
+
+
+def changed(**changes: object) -> Member:
+    return msgspec.structs.replace(HONEST, **changes)
+
+
+NAN, INF = float("nan"), float("inf")
+BROKEN = {
+    "empty": group(),
+    "sampling": group(HONEST, sampling=Sampling(temperature=NAN)),
+    "member_twice": group(HONEST, HONEST),
+    "member_not_leased": group(changed(index=9)),
+    "prompt_length": group(changed(prompt_ids=b"\0" * 7)),
+    "prompt_missing": group(changed(prompt_ids=b"")),
+    "prompt_too_long": group(changed(prompt_ids=pack_ids([1] * 5))),
+    "prompt_vocabulary": group(changed(prompt_ids=pack_ids([1, 50]))),
+    "token_length": group(changed(token_ids=b"\0" * 9)),
+    "token_vocabulary": group(changed(token_ids=pack_ids([10, 11, 12, -1, 14, 15, 16]))),
+    "logprob_length": group(changed(logprobs=pack_logprobs([-0.1] * 6))),
+    "logprob_finite": group(changed(logprobs=pack_logprobs([-0.1, -0.2, NAN, 0.0, -0.5, -0.6, 0.0]))),
+    "logprob_positive": group(changed(logprobs=pack_logprobs([-0.1, -0.2, 0.01, 0.0, -0.5, -0.6, 0.0]))),
+    "logprob_off_mask": group(changed(logprobs=pack_logprobs([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, 0.0]))),
+    "mask_ranges": group(changed(mask=((4, 6), (0, 3)))),
+    "version_ranges": group(changed(versions=((1, 4, 0, 3), (1, 5, 2, 6)))),
+    "turn_ranges": group(changed(turns=((0, 4, 0.5), (4, 8, 1.0)))),
+    "version_cover": group(changed(versions=((1, 4, 0, 2), (1, 5, 3, 6)))),
+    "turn_cover": group(changed(turns=((0, 4, 0.5),))),
+    "no_action_tokens": group(changed(mask=(), logprobs=pack_logprobs([0.0] * 7))),
+    "response_too_long": group(changed(
+        token_ids=pack_ids([10] * 7), logprobs=pack_logprobs([-1.0] * 7), mask=((0, 7),), versions=((1, 4, 0, 7),),
+    )),
+    "reward_finite": group(changed(reward=INF)),
+    "turn_reward_finite": group(changed(turns=((0, 4, NAN), (4, 7, 1.0)))),
+    "score_finite": group(changed(scores={"correct": -INF})),
+}
+
+
+def test_an_honest_group_gives_its_facts():
+    (facts,) = check_group(group(HONEST), BOUNDS, range(2))
+
+    assert (facts.index, facts.num_tokens, facts.num_action_tokens, facts.reward) == (0, 10, 5, 1.5)
+    assert facts.spans == ((1, 4, 2), (1, 5, 2), (2, 5, 1))  # (epoch, version, action tokens)
+
+
+def test_the_first_prompt_serves_the_members_that_name_none():
+    facts = check_group(group(HONEST, changed(index=1, prompt_ids=b"")), BOUNDS, range(2))
+
+    assert [one.num_tokens for one in facts] == [10, 10]
+
+
+def test_an_aborted_member_may_be_empty():
+    empty = changed(
+        status=MemberStatus.ABORTED, prompt_ids=b"", token_ids=b"", logprobs=b"", mask=(), versions=(), turns=()
+    )
+
+    assert check_group(group(empty), BOUNDS, range(2))[0].aborted
+
+
+def test_a_lease_that_is_handed_back_needs_no_members():
+    assert check_group(group(outcome=Outcome.RETURNED), BOUNDS, range(2)) == ()
+
+
+def test_a_log_of_one_may_be_rounded_a_little_above_zero():
+    check_group(group(changed(logprobs=pack_logprobs([5e-5, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]))), BOUNDS, range(2))
+
+
+def test_a_span_without_action_tokens_is_checked_against_the_lineage_but_has_no_age():
+    (facts,) = check_group(
+        group(changed(versions=((1, 4, 0, 3), (1, 1, 3, 4), (1, 5, 4, 6)))), BOUNDS, range(2)
+    )
+
+    assert facts.spans == ((1, 4, 3), (1, 5, 2)) and (1, 1) in facts.all_versions
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_each_rule_is_caught_under_its_own_name(check):
+    with pytest.raises(ContentError) as caught:
+        check_group(BROKEN[check], BOUNDS, range(2))
+
+    assert caught.value.check == check
+    assert check == "sampling" or "group 3" in str(caught.value)
+
+
+def test_every_rule_of_the_table_has_a_broken_example():
+    table = re.findall(r"^    (\w+)  ", group_checks.__doc__, re.M)
+    likewise = re.findall(r"`(\w+)`", "".join(re.findall(r"\(`.*?likewise\)", group_checks.__doc__)))
+
+    assert sorted(table + likewise) == sorted(BROKEN)
+
+
+@STEADY
+@given(st.data())
+def test_facts_agree_with_a_token_by_token_count(data):
+    num = data.draw(st.integers(1, 12))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num), max_size=4)) | {0, num})
+    spans = list(zip(cuts, cuts[1:], strict=False))
+    masked = [data.draw(st.booleans()) for _ in spans]
+    versions = [data.draw(st.integers(0, 5)) for _ in spans]
+    mask = np.zeros(num, dtype=bool)
+    for (start, end), one in zip(spans, masked, strict=True):
+        mask[start:end] = one
+    member = changed(
+        status=MemberStatus.ABORTED, token_ids=pack_ids([1] * num), logprobs=pack_logprobs(np.where(mask, -1.0, 0.0)),
+        mask=tuple(span for span, one in zip(spans, masked, strict=True) if one),
+        versions=tuple((1, v, *span) for span, v in zip(spans, versions, strict=True)), turns=((0, num, 0.0),),
+    )
+
+    (facts,) = check_group(group(member), GroupBounds(vocab_size=50), range(2))
+
+    slow = [(1, v, sum(mask[i] for i in range(*span))) for span, v in zip(spans, versions, strict=True)]
+    assert list(facts.spans) == [row for row in slow if row[2]]
+    assert facts.num_action_tokens == sum(bool(one) for one in mask)
+
+
+RANGE = st.tuples(st.integers(0, 9), st.integers(0, 9))
+
+
+@STEADY
+@given(st.binary(max_size=40), st.binary(max_size=40), st.lists(RANGE, max_size=4))
+def test_hostile_bytes_raise_nothing_but_content_errors(tokens, logprobs, ranges):
+    hostile = changed(token_ids=tokens, logprobs=logprobs, mask=tuple(ranges))
+    try:
+        check_group(group(hostile), BOUNDS, range(2))
+    except ContentError as error:
+        assert error.check in BROKEN

@@ -1,0 +1,120 @@
+"""The report as a document: self-contained, well-formed, and about this run."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from streamrl.report.compare import compare_runs
+from streamrl.report.report import write_comparison, write_report
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Outline(HTMLParser):
+    """Titles of the charts, text, and whether every tag is closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.captions, self.tags, self.text = [], [], set(), ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] == "figcaption":
+            self.captions.append(data)
+
+
+def test_the_report_needs_nothing_but_itself(make_run):
+    text = write_report(make_run()).read_text(encoding="utf-8")
+
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", text)
+    assert not {"script", "link", "img", "iframe"} & Outline(text).tags
+
+
+def test_the_report_shows_what_was_measured_and_nothing_else(make_run):
+    outline = Outline(write_report(make_run()).read_text(encoding="utf-8"))
+
+    assert outline.captions == [
+        "Reward", "Evaluation score", "Lag", "Trained tokens by lag", "Dropped, by reason (whole run)", "Throughput",
+        "Where the learner's time went (whole run)",
+    ]
+    assert "0.05 → 0.5" in outline.text
+    assert "surrogate: ppo_clip  # <b>" in outline.text
+
+
+def test_the_lag_histogram_of_the_report_counts_every_trained_token(make_run):
+    text = write_report(make_run(lag=2)).read_text(encoding="utf-8")
+
+    bars = {int(k): int(n) for k, n in re.findall(r'data-bin="(\d+)" data-count="(\d+)"', text)}
+    assert bars == {0: 400, 2: 600}
+
+
+def test_the_evaluation_curve_has_one_dot_for_each_evaluation(make_run):
+    text = write_report(make_run()).read_text(encoding="utf-8")
+
+    assert re.findall(r"score at (\d+): ([\d.]+)", text) == [("1", "0.05"), ("10", "0.5")]
+
+
+def test_a_killed_run_has_a_report_too(make_run):
+    root = make_run(finished=False)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "rew')
+
+    outline = Outline(write_report(root).read_text(encoding="utf-8"))
+
+    assert "at step 10" in outline.text
+    assert "Lag" in outline.captions
+
+
+def test_a_directory_that_is_no_run_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
+        write_report(tmp_path)
+
+
+def test_a_comparison_overlays_the_runs_under_the_overrides_that_tell_them_apart(make_run):
+    runs = [make_run(f"run-{eta}", lag=eta, overrides=["env.name=string.reverse", f"staleness.eta={eta}"])
+            for eta in (1, 2, 3)]
+
+    page, table = write_comparison(runs, runs[0].parent / "comparison.html")
+
+    outline = Outline(page.read_text(encoding="utf-8"))
+    assert outline.captions == ["Evaluation score", "Reward", "Mean token lag", "Largest head lag", "Trained",
+                                "Generated"]
+    charts = page.read_text(encoding="utf-8").split("<figure>")[1:]
+    assert [len(re.findall(r'<path class="curve', chart)) for chart in charts] == [3] * 6
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.read_text().splitlines()]
+    assert [row[0] for row in rows] == ["run", rows[1][0], "staleness.eta=1", "staleness.eta=2", "staleness.eta=3"]
+    assert [row[rows[0].index("lag max")] for row in rows[2:]] == ["1", "2", "3"]
+    assert [row[rows[0].index("eval last")] for row in rows[2:]] == ["0.5"] * 3
+
+
+def test_runs_without_telling_overrides_go_by_their_directories(make_run):
+    table = compare_runs([make_run("a"), make_run("b", finished=False)])
+
+    assert "| a " in table
+    assert re.search(r"\| b \(unfinished\) +\| +10 \| +- \|", table)
+
+
+def test_the_comparison_table_lines_up(make_run):
+    lines = compare_runs([make_run("a"), make_run("b")], labels=["x", "a much longer | label"]).splitlines()
+
+    assert len({len(line) for line in lines}) == 1
+    assert r"a much longer \| label" in lines[-1]
+
+
+def test_labels_and_runs_must_match(make_run):
+    with pytest.raises(ValueError, match="1 labels for 2 runs"):
+        compare_runs([make_run("a"), make_run("b")], labels=["x"])
