@@ -124,17 +124,3 @@ def test_arrays_are_views_of_the_frame_and_keep_their_types():
     assert ids.dtype == np.int32 and ids.tolist() == [5, 2**31 - 1] and not ids.flags.owndata
     logprobs = unpack_logprobs(pack_logprobs([-0.1, -2.5]))
     assert logprobs.dtype == np.float32 and not logprobs.flags.writeable
-
-
-
-
-def test_golden_bytes_of_protocol_1():
-    assert bytes(encode(Bye(7, "bye"))).hex() == "53524c4d01000c00" + xx(b"\x92\x07\xa3bye") + "9207a3627965"
-    assert msgspec.msgpack.encode(messages.VersionRef(2, 9)).hex() == "920209"
-    assert msgspec.msgpack.encode(Sampling()).hex() == "94cb3ff0000000000000cb3ff0000000000000ffcb0000000000000000"
-
-
-def xx(body: bytes) -> str:
-    import xxhash
-
-    return xxhash.xxh3_64_intdigest(body).to_bytes(8, "little").hex()
