@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
-VARIABLE = "STREAMRL_LIFELINE"
+VARIABLE = "STREAMRL_PARENT_PIPE"
 """Set to "stdin" in the environment of a child whose standard input is the pipe."""
 
 _watching = False

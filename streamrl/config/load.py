@@ -89,7 +89,7 @@ def check_overrides(words: Sequence[str]) -> None:
         if key.startswith(HYDRA_FLAGS) or key in GROUPS:
             continue
         if not equals and not word.startswith("~"):
-            raise ConfigError(f"`{word}` is no setting: write key=value, e.g. trainer.num_steps=200")
+            raise ConfigError(f"`{word}` is not a setting: write key=value, e.g. trainer.num_steps=200")
         if key not in keys and not key.startswith(open_mappings()):
             raise ConfigError(f"Unknown key `{key}`: {_nearest(key, keys)}")
 
@@ -116,7 +116,7 @@ def setting_names() -> Iterator[str]:
 
 @cache
 def open_mappings() -> tuple[str, ...]:
-    """Prefixes of settings that take any key (`env.options.`); whoever reads them checks the keys."""
+    """Prefixes of settings that take any key (`env.options.`); their reader checks the keys."""
     return tuple(f"{name}." for name, _, default, _ in settings() if isinstance(default, dict))
 
 

@@ -1,122 +1,232 @@
-"""Every setting: its name, type, default and one sentence. YAML in `configs/` only composes these.
+"""Every setting: its name, type, default, range and one sentence. YAML in `configs/` only composes these.
 
 Names follow one grammar: `num_` counts, `_s` seconds, `_bytes` and `_tokens` sizes. Choices are enums with lower-case
-members. Rules between settings live in `streamrl.config.rules`. The sections stand in `streamrl.config.sections`; this
-module puts them together and is where everybody imports them from.
+members. A range is declared at its field; rules between settings live in `streamrl.config.rules`. The sections of the
+algorithm and of the system have files of their own; all are imported from here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
-from streamrl.config.sections.algorithm import (
-    AdaptiveConfig,
-    AdvantageConfig,
-    ConstraintConfig,
-    EntropyConfig,
-    FilterConfig,
-    KlConfig,
-    LossConfig,
-    ObjectivesConfig,
-    OverlongConfig,
-    ReferenceConfig,
-    StalenessConfig,
-)
-from streamrl.config.sections.choices import (
-    AdaptiveRule,
-    ConstraintMethod,
-    CriticKind,
-    Discount,
-    Engine,
-    EntropyAdapt,
-    EssRule,
-    GroupPolicy,
-    OnEnvError,
-    OnInstall,
-    OnStale,
-    OpsmWhen,
-    PublishWhen,
-    Segment,
-    StalenessMode,
-    VetoStat,
-    WandbMode,
-    WireDtype,
-)
-from streamrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TinyModelConfig
-from streamrl.config.sections.system import (
-    ActorsConfig,
-    CheckpointConfig,
-    HubConfig,
-    LaunchConfig,
-    LearnerConfig,
-    PublishConfig,
-    TrackingConfig,
-    WandbConfig,
-)
-from streamrl.config.sections.task import (
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    SplitConfig,
-    TrainerConfig,
-)
+from streamrl.config.ranges import ranged
+from streamrl.config.schema_algorithm import *
+from streamrl.config.schema_system import *
 
-__all__ = [
-    "ActorsConfig",
-    "AdaptiveConfig",
-    "AdaptiveRule",
-    "AdvantageConfig",
-    "CheckpointConfig",
-    "Config",
-    "ConstraintConfig",
-    "ConstraintMethod",
-    "CriticConfig",
-    "CriticKind",
-    "DataConfig",
-    "Discount",
-    "Engine",
-    "EntropyAdapt",
-    "EntropyConfig",
-    "EnvConfig",
-    "EssRule",
-    "EvalConfig",
-    "FilterConfig",
-    "GroupPolicy",
-    "HubConfig",
-    "KlConfig",
-    "LaunchConfig",
-    "LearnerConfig",
-    "LossConfig",
-    "ObjectivesConfig",
-    "OnEnvError",
-    "OnInstall",
-    "OnStale",
-    "OpsmWhen",
-    "OptimizerConfig",
-    "OverlongConfig",
-    "PolicyConfig",
-    "PublishConfig",
-    "PublishWhen",
-    "ReferenceConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "SchedulerConfig",
-    "Segment",
-    "SplitConfig",
-    "StalenessConfig",
-    "StalenessMode",
-    "TinyModelConfig",
-    "TrackingConfig",
-    "TrainerConfig",
-    "VetoStat",
-    "WandbConfig",
-    "WandbMode",
-    "WireDtype",
-]
+
+@dataclass
+class TrainerConfig:
+    num_steps: int = ranged(100, gt=0)
+    """Optimizer steps to do; the run ends by itself after them."""
+    eval_only: bool = False
+    """Evaluate the starting weights once and exit; nothing is trained."""
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    """Name of the run; its directory is `<root>/<name>-<number>`."""
+    root: str = "runs"
+    """Where run directories are made."""
+    dir: str | None = None
+    """The run directory itself, when it should not be chosen by name and number."""
+    seed: int = 42
+    """One seed for everything: data order, per-lease sampling seeds, initialization."""
+    device: str = "auto"
+    """Device of the learner: auto, cpu, cuda."""
+    num_threads: int = ranged(1, ge=0)
+    """Torch threads of each learner rank on a CPU; 0 leaves torch's own choice."""
+    shutdown_s: float = ranged(10.0, gt=0)
+    """How long an orderly stop may take before processes are ended by force."""
+
+
+@dataclass
+class DataConfig:
+    shuffle: bool = True
+    """Draw prompts in a seeded random order instead of 0, 1, 2, ..."""
+    apply_chat_template: bool = True
+    """Render messages with the tokenizer's chat template, if it has one."""
+    system_prompt: str | None = None
+    """A system message put before the task's own messages."""
+
+
+class OnEnvError(Enum):
+    drop = "drop"
+    floor = "floor"
+
+
+@dataclass
+class EnvConfig:
+    name: str = "string.reverse"
+    """Registered task name, or `package.module:Class`."""
+    path: str | None = None
+    """A Python file with your own task; wins over `env.name`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the task itself, e.g. `env.options.max_length=6`."""
+    max_turns: int = ranged(1, gt=0)
+    """Most turns of an episode; the last one ends it even if the environment is not done."""
+    step_timeout_s: float = ranged(60.0, gt=0)
+    """Longest time that one reset or step of an environment may take."""
+    num_threads: int = ranged(4, gt=0)
+    """Threads in which plain (not async) environments run."""
+    on_error: OnEnvError = OnEnvError.drop
+    """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
+    reward_floor: float = 0.0
+    """The reward of a failed environment under `env.on_error=floor`."""
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = ranged(1.0, ge=0)
+    """Divides the logits; 0 is greedy."""
+    top_p: float = ranged(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens with this probability mass."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    min_p: float = ranged(0.0, ge=0, lt=1)
+    """Keep tokens at least this likely relative to the most likely one."""
+    max_new_tokens: int = ranged(64, gt=0)
+    """Most new tokens of one turn."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a turn; they stay in the output."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token (benchmarks only)."""
+
+
+@dataclass
+class SplitConfig:
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How tokens are drawn."""
+
+
+class GroupPolicy(Enum):
+    reissue_missing = "reissue_missing"
+    reissue_whole = "reissue_whole"
+    accept_partial = "accept_partial"
+
+
+@dataclass
+class RolloutConfig:
+    num_prompts_per_step: int = ranged(16, ge=1, le=512, why=(
+        "a lone actor could not hold the groups of two batches until they are durable; use fewer prompts with more "
+        "responses, or more optimizer steps"
+    ))
+    """B: groups consumed by one optimizer step."""
+    num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")
+    """G: trajectories of one group."""
+    max_prompt_tokens: int = ranged(1024, gt=0)
+    """Longer prompts are refused by the actor and counted."""
+    train: SplitConfig = field(default_factory=SplitConfig)
+    """How training trajectories are sampled."""
+    test: SplitConfig = field(default_factory=lambda: SplitConfig(SamplingConfig(temperature=0.0)))
+    """How evaluation trajectories are sampled; greedy by default."""
+    group_policy: GroupPolicy = GroupPolicy.reissue_missing
+    """What happens to a group with missing members."""
+    num_min_members: int = ranged(2, gt=0)
+    """Fewest members of a group under `rollout.group_policy=accept_partial`."""
+
+
+@dataclass
+class EvalConfig:
+    every_steps: int = ranged(25, ge=0)
+    """Evaluate after every so many steps; the first and last version are always evaluated unless num_samples is 0."""
+    num_samples: int = ranged(100, ge=0)
+    """Held-out prompts of one evaluation; 0 turns evaluation off."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = ranged(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.95
+    """AdamW's second moment decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = ranged(1.0, gt=0)
+    """Clip the global gradient norm to this."""
+
+
+class CriticKind(Enum):
+    head = "head"
+    model = "model"
+
+
+@dataclass
+class CriticConfig:
+    kind: CriticKind = CriticKind.head
+    """`head`: a small network on the policy's hidden states; `model`: a transformer of its own. Built if needed."""
+    model_path: str | None = None
+    """Checkpoint that a critic model starts from; null is the policy's own."""
+    num_steps: int = 1
+    """Critic updates per policy update."""
+    num_warmup_steps: int = 0
+    """Steps at the start of a run in which only the critic learns."""
+    clip: float | None = None
+    """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+    """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
+
+
+class EssRule(Enum):
+    none = "none"
+    sqrt = "sqrt"
+    linear = "linear"
+
+
+@dataclass
+class SchedulerConfig:
+    name: str = "constant"
+    """constant, linear or cosine_with_min_lr."""
+    warmup_ratio: float = ranged(0.0, ge=0, lt=1, why="it is a share of the steps")
+    """Share of the steps over which the rate rises linearly from 0."""
+    min_lr: float = 0.0
+    """Where linear and cosine end."""
+    ess_rule: EssRule = EssRule.none
+    """Scale the rate of a step by its batch's ESS (`ess/sequence_clipped`): sqrt suits Adam, linear SGD."""
+    ess_floor: float = ranged(0.1, ge=0, le=1)
+    """Smallest factor that `policy.scheduler.ess_rule` may give."""
+
+
+@dataclass
+class TinyModelConfig:
+    enabled: bool = False
+    """Make a small random model with a character tokenizer for the task, instead of loading `policy.model_path`."""
+    hidden_size: int = 64
+    """Width of the tiny model."""
+    num_layers: int = 2
+    """Depth of the tiny model."""
+    num_heads: int = 4
+    """Attention heads of the tiny model."""
+    num_warm_start_steps: int = 300
+    """Most supervised steps on the task's own answers before the run; 0 starts from random weights."""
+    warm_start_until: float = 0.3
+    """Share of exact greedy answers after the warm start: the model is trained well first, then on injected errors."""
+    warm_start_lr: float = 4e-3
+    """Learning rate of these steps."""
+    cache_dir: str = "models"
+    """Where made models are kept; a second run with the same settings takes the first one's."""
+
+
+@dataclass
+class PolicyConfig:
+    model_path: str | None = None
+    """A local Hugging Face checkpoint directory."""
+    dtype: str = "auto"
+    """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations of each layer in the backward pass."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The policy's learning-rate schedule."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+    """A model made on the spot (quickstart, tests)."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,17 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["policy.tiny.enabled=false"], "policy.model_path is not set"),
         (["rollout.train.sampling.temperature=0"], "is greedy"),
         (["trainer.num_steps=0"], "must be greater than 0"),
+        (["publish.delta_max_ratio=2"], "publish.delta_max_ratio=2.0 must be in [0, 1]: a larger delta"),
+        (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0.0 must be in (0, 1]"),
+        (["rollout.num_prompts_per_step=513"], "must be in [1, 512]: a lone actor"),
+        (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
         (["experiment=nope"], "Could not find 'experiment/nope'"),
         (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
-        (["bare"], "is no setting"),
+        (["bare"], "is not a setting"),
     ],
 )
 def test_impossible_settings_say_what_is_wrong(words, message):
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config([QUICK, *words])
 
 

@@ -47,23 +47,23 @@ def welcome(hub) -> Welcome:
 
 
 @contextmanager
-def plant_of(hub: LiveHub, welcome: Welcome, *words: str, local: tuple[str, ...] = ()) -> Iterator[ActorRuntime]:
+def runtime_of(hub: LiveHub, welcome: Welcome, *words: str, local: tuple[str, ...] = ()) -> Iterator[ActorRuntime]:
     """What an actor builds when the learner's settings are `words` and its own are `local`."""
     told = msgspec.structs.replace(welcome, task=json.dumps(to_plain(config_of(*SIZES, *words))).encode())
     own = from_plain({"policy": {"tiny": {"enabled": True}}}, local)
-    plant = RuntimeBuilder(local, own, hub.context)(told)
+    runtime = RuntimeBuilder(local, own, hub.context)(told)
     try:
-        yield plant
+        yield runtime
     finally:
-        asyncio.run(plant.close())
+        asyncio.run(runtime.close())
 
 
-def played(plant: ActorRuntime, split: str = "train", *, times: int = 1) -> list[Member]:
+def played(runtime: ActorRuntime, split: str = "train", *, times: int = 1) -> list[Member]:
     """So many episodes side by side, on the scripted engine."""
-    runner = plant.train if split == "train" else plant.test
+    runner = runtime.train if split == "train" else runtime.test
 
     async def play() -> list[Member]:
-        await plant.engine.install({}, V0)
+        await runtime.engine.install({}, V0)
         record = runner.task.record("train", 0)
         return await asyncio.gather(*(runner.play(record, i, 7, Sampling()) for i in range(times)))
 
@@ -75,15 +75,15 @@ def played(plant: ActorRuntime, split: str = "train", *, times: int = 1) -> list
 
 @pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), (SCRIPTED, "scripted")])
 def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
-    with plant_of(hub, welcome, word) as plant:
-        assert plant.engine.name == name
+    with runtime_of(hub, welcome, word) as runtime:
+        assert runtime.engine.name == name
 
 
 def test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give(hub, welcome):
     """Both are said before any model is loaded; a real engine with real weights is tested with the engine itself."""
     words = ["actors.engine=vllm", "actors.device=cpu", "policy.tiny.num_heads=2"]
     with pytest.raises(EngineError, match="actors.vllm.max_model_len is not yours to set"):
-        with plant_of(hub, welcome, *words, "actors.vllm.max_model_len=9"):
+        with runtime_of(hub, welcome, *words, "actors.vllm.max_model_len=9"):
             pass
     given = engine_arguments(
         slots=2, max_tokens=64, device="cpu", dtype="float32", kv_bytes_per_token=64,
@@ -94,22 +94,22 @@ def test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give(hub,
 
 @pytest.mark.parametrize(("num", "groups"), [(8, 3), (64, 17)])
 def test_concurrency_is_the_engines_slots_and_sets_how_many_groups_are_held(hub, welcome, num, groups):
-    with plant_of(hub, welcome, SCRIPTED, f"actors.num_concurrent={num}") as plant:
-        assert (plant.engine.slots, plant.slots) == (num, groups)
+    with runtime_of(hub, welcome, SCRIPTED, f"actors.num_concurrent={num}") as runtime:
+        assert (runtime.engine.slots, runtime.slots) == (num, groups)
 
 
 def test_half_precision_halves_the_cache(hub, welcome):
     sizes = []
     for dtype in ("auto", "bfloat16"):
-        with plant_of(hub, welcome, "actors.device=cpu", f"actors.dtype={dtype}") as plant:
-            sizes.append(plant.engine.stats().extra["kv_cache_bytes"])
+        with runtime_of(hub, welcome, "actors.device=cpu", f"actors.dtype={dtype}") as runtime:
+            sizes.append(runtime.engine.stats().extra["kv_cache_bytes"])
 
     assert sizes[0] == 2 * sizes[1] > 0
 
 
 def test_the_engine_goes_where_it_is_told(hub, welcome):
     assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises((RuntimeError, AssertionError)), plant_of(hub, welcome, "actors.device=cuda:99"):
+    with pytest.raises((RuntimeError, AssertionError)), runtime_of(hub, welcome, "actors.device=cuda:99"):
         pass
 
 
@@ -118,21 +118,21 @@ def test_the_engine_computes_with_the_threads_that_are_set(hub, welcome, num_thr
     async def asked(engine) -> int:
         return await engine._on_thread(torch.get_num_threads, engine._inbox)
 
-    with plant_of(hub, welcome, f"actors.num_threads={num_threads}") as plant:
-        assert asyncio.run(asked(plant.engine)) == num_threads
+    with runtime_of(hub, welcome, f"actors.num_threads={num_threads}") as runtime:
+        assert asyncio.run(asked(runtime.engine)) == num_threads
 
 
 @pytest.mark.parametrize(("choice", "policy"), [("keep", "continue"), ("recompute", "recompute"), ("finish", "drain")])
 def test_on_install_chooses_the_engines_policy(hub, welcome, choice, policy):
     """What each policy does to running sequences is tested with the engine itself."""
-    with plant_of(hub, welcome, f"actors.on_install={choice}") as plant:
-        assert plant.engine._policy == policy
+    with runtime_of(hub, welcome, f"actors.on_install={choice}") as runtime:
+        assert runtime.engine._policy == policy
 
 
 @pytest.mark.parametrize(("transports", "source"), [("[shm,zmq]", InstallSource.SHM), ("[zmq]", InstallSource.ZMQ)])
 def test_weights_come_by_a_transport_that_this_actor_may_use(hub, welcome, transports, source):
-    with plant_of(hub, welcome, SCRIPTED, local=(f"actors.transports={transports}",)) as plant:
-        report = asyncio.run(plant.installer.install(welcome.manifest, welcome.offers, welcome.layout))
+    with runtime_of(hub, welcome, SCRIPTED, local=(f"actors.transports={transports}",)) as runtime:
+        report = asyncio.run(runtime.installer.install(welcome.manifest, welcome.offers, welcome.layout))
 
     assert report.ok and report.source == source
 
@@ -141,9 +141,10 @@ def test_weights_come_by_a_transport_that_this_actor_may_use(hub, welcome, trans
 def test_actors_of_one_host_pull_a_version_once_if_they_share(hub, welcome, share, second):
     mine = msgspec.structs.replace(welcome, run_id=f"share-test-{os.getpid()}")
     local = ("actors.transports=[zmq]", f"actors.share_weights={share}")
-    with plant_of(hub, mine, SCRIPTED, local=local) as one, plant_of(hub, mine, SCRIPTED, local=local) as two:
+    with runtime_of(hub, mine, SCRIPTED, local=local) as one, runtime_of(hub, mine, SCRIPTED, local=local) as two:
         sources = [
-            asyncio.run(plant.installer.install(mine.manifest, mine.offers, mine.layout)).source for plant in (one, two)
+            asyncio.run(runtime.installer.install(mine.manifest, mine.offers, mine.layout)).source
+            for runtime in (one, two)
         ]
 
     assert sources == [InstallSource.ZMQ, second]
@@ -153,8 +154,8 @@ def test_actors_of_one_host_pull_a_version_once_if_they_share(hub, welcome, shar
 def test_an_actor_asks_the_relay_that_is_set_before_the_learner(hub, welcome):
     asked = zmq.Context.instance().socket(zmq.ROUTER)
     relay = f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"
-    with plant_of(hub, welcome, SCRIPTED, local=("actors.transports=[zmq]", f"actors.relay={relay}")) as plant:
-        report = asyncio.run(plant.installer.install(welcome.manifest, welcome.offers, welcome.layout))
+    with runtime_of(hub, welcome, SCRIPTED, local=("actors.transports=[zmq]", f"actors.relay={relay}")) as runtime:
+        report = asyncio.run(runtime.installer.install(welcome.manifest, welcome.offers, welcome.layout))
 
     assert report.ok and asked.poll(0), "it was asked, and the learner when it did not answer"
     asked.close(linger=0)
@@ -186,24 +187,24 @@ def test_an_actor_goes_by_the_name_it_is_given(tmp_path):
 @pytest.mark.parametrize(("name", "value"), [("max_new_tokens", 3), ("stop", ("ab",)), ("ignore_eos", True)])
 def test_the_limits_of_a_turn_are_those_of_its_split(hub, welcome, split, name, value):
     shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
-    with plant_of(hub, welcome, SCRIPTED, f"rollout.{split}.sampling.{name}={shown}") as plant:
+    with runtime_of(hub, welcome, SCRIPTED, f"rollout.{split}.sampling.{name}={shown}") as runtime:
         for other in ("train", "test"):
-            played(plant, other)
-            assert (getattr(plant.engine.requests[-1], name) == value) is (other == split)
+            played(runtime, other)
+            assert (getattr(runtime.engine.requests[-1], name) == value) is (other == split)
 
 
 def test_a_prompt_over_the_limit_is_refused(hub, welcome):
-    with plant_of(hub, welcome, SCRIPTED, "rollout.max_prompt_tokens=1") as plant:
+    with runtime_of(hub, welcome, SCRIPTED, "rollout.max_prompt_tokens=1") as runtime:
         with pytest.raises(PromptTooLongError):
-            played(plant)
+            played(runtime)
 
 
 def test_system_prompt_and_chat_template_change_what_the_model_reads(hub, welcome):
     read = []
     for words in ([], ["data.system_prompt=abc"], ["data.apply_chat_template=false"]):
-        with plant_of(hub, welcome, SCRIPTED, *words) as plant:
-            played(plant)
-            read.append(list(plant.engine.requests[-1].prompt_ids))
+        with runtime_of(hub, welcome, SCRIPTED, *words) as runtime:
+            played(runtime)
+            read.append(list(runtime.engine.requests[-1].prompt_ids))
 
     plain, with_system, without_template = read
     assert len(with_system) == len(plain) + 4  # three letters and the separator
@@ -256,8 +257,8 @@ def strange(path: Path, mood: str, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("max_turns", [1, 3])
 def test_an_endless_episode_has_the_most_turns_allowed(hub, welcome, tmp_path, max_turns):
-    with plant_of(hub, welcome, *strange(tmp_path, "endless", f"env.max_turns={max_turns}")) as plant:
-        (member,) = played(plant)
+    with runtime_of(hub, welcome, *strange(tmp_path, "endless", f"env.max_turns={max_turns}")) as runtime:
+        (member,) = played(runtime)
 
     assert len(member.turns) == max_turns
 
@@ -270,8 +271,8 @@ def test_an_endless_episode_has_the_most_turns_allowed(hub, welcome, tmp_path, m
     ],
 )
 def test_a_broken_environment_is_dropped_or_gets_the_floor(hub, welcome, tmp_path, words, status, reward):
-    with plant_of(hub, welcome, *strange(tmp_path, "broken", *words)) as plant:
-        (member,) = played(plant)
+    with runtime_of(hub, welcome, *strange(tmp_path, "broken", *words)) as runtime:
+        (member,) = played(runtime)
 
     assert (member.status, member.reward) == (status, reward)
 
@@ -280,13 +281,13 @@ def test_a_broken_environment_is_dropped_or_gets_the_floor(hub, welcome, tmp_pat
     ("timeout_s", "status"), [(0.05, MemberStatus.ABORTED), (30.0, MemberStatus.FINISHED)]
 )
 def test_a_step_may_take_as_long_as_set(hub, welcome, tmp_path, timeout_s, status):
-    with plant_of(hub, welcome, *strange(tmp_path, "slow", f"env.step_timeout_s={timeout_s}")) as plant:
-        (member,) = played(plant)
+    with runtime_of(hub, welcome, *strange(tmp_path, "slow", f"env.step_timeout_s={timeout_s}")) as runtime:
+        (member,) = played(runtime)
 
     assert member.status == status
 
 
 @pytest.mark.parametrize(("num_threads", "status"), [(1, MemberStatus.ABORTED), (2, MemberStatus.FINISHED)])
 def test_so_many_environments_run_at_once(hub, welcome, tmp_path, num_threads, status):
-    with plant_of(hub, welcome, *strange(tmp_path, "sociable", f"env.num_threads={num_threads}")) as plant:
-        assert {member.status for member in played(plant, times=2)} == {status}
+    with runtime_of(hub, welcome, *strange(tmp_path, "sociable", f"env.num_threads={num_threads}")) as runtime:
+        assert {member.status for member in played(runtime, times=2)} == {status}

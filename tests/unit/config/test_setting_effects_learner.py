@@ -201,8 +201,8 @@ def test_the_learner_takes_the_device_and_the_threads_that_are_set(monkeypatch, 
 
 
 def test_a_rank_that_waits_alone_gives_up_after_the_time_set(monkeypatch):
-    gang = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in gang.items():
+    group = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in group.items():
         monkeypatch.setenv(name, value)
 
     with pytest.raises(torch.distributed.DistError, match="(?i)timed out after [12] seconds.*1/2 clients"):

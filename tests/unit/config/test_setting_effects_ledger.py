@@ -144,7 +144,7 @@ OVERTAKE = ("rollout.num_prompts_per_step=1", "staleness.num_lookahead_groups=2"
 
 
 def late_group(*words: str) -> tuple[Ledger, FakeActor, str]:
-    """A group whose first token is two versions old arrives: the ledger, another actor and the verdict."""
+    """A group whose first token is two versions old arrives: the ledger, another actor and the result."""
     ledger = ledger_of(*OVERTAKE, *words)
     slow, quick = joined(ledger, "a1", slots=1), joined(ledger, "a2")
     (first,) = slow.ask()
@@ -158,14 +158,14 @@ def late_group(*words: str) -> tuple[Ledger, FakeActor, str]:
 
 def test_max_lag_decides_whether_an_old_group_is_trained():
     for max_lag, kind, trained in ((1, "rejected", 0), (2, "accepted", 1)):
-        ledger, _, verdict = late_group(f"staleness.max_lag={max_lag}")
-        assert (verdict, state_of(ledger)[1]) == (kind, trained)
+        ledger, _, result = late_group(f"staleness.max_lag={max_lag}")
+        assert (result, state_of(ledger)[1]) == (kind, trained)
 
 
 def test_on_stale_decides_whether_an_old_group_is_made_again():
     for choice, dropped in (("reissue", 0), ("drop", 1)):
-        ledger, quick, verdict = late_group("staleness.max_lag=1", f"staleness.on_stale={choice}")
-        assert verdict == "rejected" and state_of(ledger)[2] == dropped
+        ledger, quick, result = late_group("staleness.max_lag=1", f"staleness.on_stale={choice}")
+        assert result == "rejected" and state_of(ledger)[2] == dropped
         assert ((0, 1) in [lease.ref for lease in quick.ask()]) is (not dropped)
 
 

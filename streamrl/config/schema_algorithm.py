@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from streamrl.config.sections.choices import (
-    AdaptiveRule,
-    ConstraintMethod,
-    Discount,
-    EntropyAdapt,
-    OnStale,
-    OpsmWhen,
-    Segment,
-    StalenessMode,
-    VetoStat,
-)
+from streamrl.config.ranges import ranged
 
 
 @dataclass
@@ -30,6 +21,12 @@ class FilterConfig:
     """[low, high]: drop groups whose mean score is not strictly between; null is off."""
 
 
+class AdaptiveRule(Enum):
+    ess = "ess"
+    goodput = "goodput"
+    fixed = "fixed"
+
+
 @dataclass
 class AdaptiveConfig:
     enabled: bool = False
@@ -41,13 +38,13 @@ class AdaptiveConfig:
     """Smallest lead that the rule may choose; the circuit breaker may go below it."""
     max_eta: int = 16
     """Largest lead that the rule may choose."""
-    ess_target: float = 0.5
+    ess_target: float = ranged(0.5, gt=0, lt=1)
     """ESS of whole trajectories (`ess/sequence_clipped`) that the largest admitted lag should still have."""
-    m2_target: float = 0.04
+    m2_target: float = ranged(0.04, gt=0)
     """Budget of drift, mean squared log-ratio of a token: for off-policy masking, publishing and the group spread."""
-    half_life_steps: float = 30.0
+    half_life_steps: float = ranged(30.0, gt=0)
     """Steps after which an old measurement of the drift counts half."""
-    num_trial_steps: int = 20
+    num_trial_steps: int = ranged(20, ge=2)
     """Steps for which `goodput` measures one lead before it tries the next."""
     breaker: bool = True
     """Halve the lead when the ESS falls, gradients jump or drift oscillates; drain the queue in the worst case."""
@@ -80,11 +77,23 @@ class ObjectivesConfig:
     """Most evaluations in pareto.json."""
 
 
+class StalenessMode(Enum):
+    drop = "drop"
+    mask_old_tokens = "mask_old_tokens"
+    reweight = "reweight"
+    wait = "wait"
+
+
+class OnStale(Enum):
+    reissue = "reissue"
+    drop = "drop"
+
+
 @dataclass
 class StalenessConfig:
-    eta: int = 1
+    eta: int = ranged(1, ge=0)
     """Allowed lead in batches: how far generation may run ahead of training. 0 is strictly synchronous."""
-    num_lookahead_groups: int | None = None
+    num_lookahead_groups: int | None = ranged(None, ge=0)
     """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
     max_lag: int | None = None
     """Bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
@@ -99,6 +108,16 @@ class StalenessConfig:
     """A group that is refused for its lag is generated again, or dropped."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     """The staleness control."""
+
+
+class Discount(Enum):
+    token = "token"
+    turn = "turn"
+
+
+class Segment(Enum):
+    turn = "turn"
+    block = "block"
 
 
 @dataclass
@@ -138,6 +157,16 @@ class AdvantageConfig:
     """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
 
 
+class OpsmWhen(Enum):
+    always = "always"
+    over_budget = "over_budget"
+
+
+class VetoStat(Enum):
+    any = "any"
+    mean = "mean"
+
+
 @dataclass
 class LossConfig:
     surrogate: str = "ppo_clip"
@@ -170,9 +199,9 @@ class LossConfig:
     """Drop a trajectory if one of its token ratios is above this; null is off."""
     veto_stat: VetoStat = VetoStat.any
     """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = ranged(0.0, ge=0)
     """Bonus on the mean token entropy."""
-    behavior_penalty: float = 0.0
+    behavior_penalty: float = ranged(0.0, ge=0)
     """Weight of the squared log-ratio that pulls the policy back to where its data came from."""
     avg_level: str = "token-mean"
     """How token losses are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
@@ -210,6 +239,12 @@ class ReferenceConfig:
     """The reference becomes the policy of the moment every so many steps; 0 never."""
 
 
+class EntropyAdapt(Enum):
+    none = "none"
+    coef = "coef"
+    clip_high = "clip_high"
+
+
 @dataclass
 class EntropyConfig:
     target: float | None = None
@@ -222,6 +257,12 @@ class EntropyConfig:
     """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
     high: float | None = None
     """Highest value it may take; null is 1 for the bonus and 0.5 for the clip."""
+
+
+class ConstraintMethod(Enum):
+    lagrangian = "lagrangian"
+    pid = "pid"
+    penalty = "penalty"
 
 
 @dataclass
