@@ -58,6 +58,7 @@ def here(tmp_path, monkeypatch) -> Path:
     """A directory with stand-ins for the two programs; the test stands in it."""
     for name, program in (("learner", LEARNER), ("actors", ACTORS)):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()  # a package without it yields to the real one on PYTHONPATH
         (tmp_path / name / "__main__.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     return tmp_path
