@@ -142,7 +142,7 @@ class ReaderProcess:
         self._process.wait()
 
 
-def read_for_ever() -> None:
+def read_forever() -> None:
     reader = IpcBufferReader(CudaMemory(DEVICE), zmq.Context())
     for line in sys.stdin:
         layout, manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Layout, Manifest, Offer])
@@ -312,4 +312,4 @@ def measure_fsdp2(layers: int, num_tokens: int, repeats: int, seed: int) -> Step
 
 
 if __name__ == "__main__":
-    read_for_ever()
+    read_forever()

@@ -1,7 +1,7 @@
 """FakeCommunicator: a communicator over loopback sockets, with the bad habits of the real ones. For tests only.
 
 Rank 0 listens at the port that its unique id names; the others connect. As with NCCL, connecting blocks until every
-rank is there, a rank that died leaves the others waiting for ever, and only `abort` gets them out. It moves bytes of
+rank is there, a rank that died leaves the others waiting without limit, and only `abort` ends that. It moves bytes of
 CPU tensors between threads or processes, so that everything above a communicator runs for real.
 """
 
@@ -41,7 +41,7 @@ class FakeLibrary:
         self._open: list[socket.socket] = []
 
     def die(self) -> None:
-        """What the system does with the sockets of a process that is killed: whoever connects is told, a member of a
+        """What the system does with the sockets of a killed process: a peer that connects is told, a member of a
         formed group is not (and hangs, see below)."""
         for one in self._open:
             with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ class FakeCommunicator:
             data = buffer.numpy().tobytes()
             for rank in self._links:
                 self._send(rank, data)
-            for rank in self._links:  # nobody runs ahead by more than one broadcast
+            for rank in self._links:  # no rank runs ahead by more than one broadcast
                 self.wait_for(rank)
             return
         received = bytearray(self.wait_for(0, buffer.numel()))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.processes import Stage
+from tests.flow.processes import RunHarness
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    yield stage
-    stage.close()
+def harness(tmp_path: Path) -> Iterator[RunHarness]:
+    harness = RunHarness(tmp_path)
+    yield harness
+    harness.close()

@@ -38,10 +38,10 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, logs:
         if value:
             return value
         time.sleep(0.05)
-    raise AssertionError(f"waited {deadline_s:g} s in vain for {what}\n{logs()}")
+    raise AssertionError(f"waited {deadline_s:g} s for {what}, without success\n{logs()}")
 
 
-class Stage:
+class RunHarness:
     """Processes of one test, in one directory."""
 
     def __init__(self, path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.flow.processes import Stage
+from tests.flow.processes import RunHarness
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
@@ -16,51 +16,51 @@ ADAPTIVE = (
 )
 
 
-def steps_of(stage: Stage) -> list[dict[str, Any]]:
-    return [row for row in stage.metrics() if "policy/loss" in row]
+def steps_of(harness: RunHarness) -> list[dict[str, Any]]:
+    return [row for row in harness.metrics() if "policy/loss" in row]
 
 
-def test_without_drift_the_lead_grows_and_the_hub_grants_it(stage: Stage):
-    launch = stage.launch(
+def test_without_drift_the_lead_grows_and_the_hub_grants_it(harness: RunHarness):
+    launch = harness.launch(
         *ADAPTIVE, "trainer.num_steps=14", "staleness.eta=1", "staleness.adaptive.max_eta=5",
         "policy.optimizer.lr=1e-9", "actors.num_concurrent=192",
     )
 
-    assert stage.finish(launch, 250) == 0, stage.logs()
-    rows = steps_of(stage)
+    assert harness.finish(launch, 250) == 0, harness.logs()
+    rows = steps_of(harness)
     assert rows[0]["control/eta"] <= 2 and rows[-1]["control/eta"] == 5 and rows[-1]["control/max_lag"] == 6
     assert rows[-1]["hub/eta"] >= 4  # the row's counters may be a step old
     most_out = max(row["hub/num_groups_drawn"] - row["hub/num_groups_trained"] for row in rows)
     assert 3 * 8 <= most_out <= 6 * 8, "an eta of 1 permits 16 groups, an eta of 5 permits 48"
-    assert stage.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
+    assert harness.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
 
 
-def test_a_step_that_is_far_too_large_shrinks_itself_and_the_lead_and_nothing_is_thrown_away(stage: Stage):
-    launch = stage.launch(
+def test_a_step_that_is_far_too_large_shrinks_itself_and_the_lead_and_nothing_is_thrown_away(harness: RunHarness):
+    launch = harness.launch(
         *ADAPTIVE, "trainer.num_steps=14", "staleness.eta=4", "policy.optimizer.lr=3e-2", "loss.veto_low=null",
         "loss.veto_high=null",
     )
 
-    assert stage.finish(launch, 250) == 0, stage.logs()
-    rows = steps_of(stage)
+    assert harness.finish(launch, 250) == 0, harness.logs()
+    rows = steps_of(harness)
     assert max(row["control/mode"] for row in rows) >= 1 and min(row["control/eta"] for row in rows) <= 2
     assert min(row["lr/scale"] for row in rows) < 0.9
     assert all(row["policy/lr"] == pytest.approx(3e-2 * row["lr/scale"]) for row in rows)
     assert min(row["hub/eta"] for row in rows) <= 2
-    assert "staleness control: normal -> cautious" in (stage.run_dir / "logs" / "learner.log").read_text()
-    assert stage.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
+    assert "staleness control: normal -> cautious" in (harness.run_dir / "logs" / "learner.log").read_text()
+    assert harness.summary()["num_lag_violations"] == 0 and rows[-1]["hub/num_groups_stale"] == 0
 
 
-def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_always(stage: Stage):
-    launch = stage.launch(
+def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_always(harness: RunHarness):
+    launch = harness.launch(
         "publish.when=drift", "trainer.num_steps=13", "staleness.eta=4", "policy.optimizer.lr=1e-9",
         "checkpoint.every_steps=0", "launch.num_actors=1", "eval.every_steps=7",
     )
 
-    assert stage.finish(launch, 250) == 0, stage.logs()
-    rows, summary = steps_of(stage), stage.summary()
+    assert harness.finish(launch, 250) == 0, harness.logs()
+    rows, summary = steps_of(harness), harness.summary()
     assert rows[-1]["hub/num_installs"] <= 6  # of versions 0, 3, 6, 7 for the evaluation, 10, 13
-    evaluated = [row["eval/version"] for row in stage.metrics() if "eval/version" in row]
+    evaluated = [row["eval/version"] for row in harness.metrics() if "eval/version" in row]
     assert evaluated == [0, 7, 13], "an evaluation waits for a version that was never published"
     assert summary["num_lag_violations"] == 0 and summary["lag_max"] <= 5
 
@@ -73,14 +73,14 @@ def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_alwa
         ("wait", ()),
     ],
 )
-def test_each_mode_trains_and_says_what_it_did(stage: Stage, mode: str, words: tuple[str, ...]):
-    launch = stage.launch(
+def test_each_mode_trains_and_says_what_it_did(harness: RunHarness, mode: str, words: tuple[str, ...]):
+    launch = harness.launch(
         f"staleness.mode={mode}", *words, "staleness.eta=3", "trainer.num_steps=9", "eval.num_samples=0",
         "checkpoint.every_steps=0", "launch.num_actors=1", "actors.num_concurrent=192",
     )
 
-    assert stage.finish(launch, 250) == 0, stage.logs()
-    rows, summary = steps_of(stage), stage.summary()
+    assert harness.finish(launch, 250) == 0, harness.logs()
+    rows, summary = steps_of(harness), harness.summary()
     assert len(rows) == 9 and summary["num_lag_violations"] == 0
     assert summary["lag_max"] <= {"mask_old_tokens": 3, "reweight": 4, "wait": 3}[mode]
     assert rows[-1]["lag/head_max"] >= 2, "nothing was old enough to make a difference"

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.flow.processes import Stage
+from tests.flow.processes import RunHarness
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 WITH_CRITIC = ("advantage.estimator=vtrace", "advantage.baseline=none", "advantage.whiten=batch")
 
 
-def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(stage: Stage):
-    first = stage.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", *WITH_CRITIC)
-    assert stage.finish(first, 120) == 0, stage.logs()
-    rows = [row for row in stage.metrics() if "policy/lr" in row]
+def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(harness: RunHarness):
+    first = harness.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", *WITH_CRITIC)
+    assert harness.finish(first, 120) == 0, harness.logs()
+    rows = [row for row in harness.metrics() if "policy/lr" in row]
     assert [row["policy/lr"] > 0 for row in rows] == [False, False, True, True]
     assert all("critic/loss" in row for row in rows)
     assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values start at 0
 
-    again = stage.launch("trainer.num_steps=5", "checkpoint.resume=true", *WITH_CRITIC)
-    assert stage.finish(again, 120) == 0, stage.logs()
-    last = [row for row in stage.metrics() if "policy/lr" in row][-1]
+    again = harness.launch("trainer.num_steps=5", "checkpoint.resume=true", *WITH_CRITIC)
+    assert harness.finish(again, 120) == 0, harness.logs()
+    last = [row for row in harness.metrics() if "policy/lr" in row][-1]
     assert last["critic/explained_variance"] != 0.0
-    assert "starts untrained" not in stage.logs()
+    assert "starts untrained" not in harness.logs()

@@ -126,8 +126,8 @@ class ActorThread:
         return None
 
 
-class Stage:
-    """A hub, and whoever comes to it."""
+class TransportHarness:
+    """A hub with its broadcaster and actors."""
 
     def __init__(self, path: Path, *words: str) -> None:
         self.path, self.senders, self.actors = path, [], []
@@ -180,11 +180,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    stages: list[Stage] = []
+def harness(tmp_path: Path) -> Iterator[Callable[..., TransportHarness]]:
+    stages: list[TransportHarness] = []
 
-    def make(*words: str) -> Stage:
-        stages.append(Stage(tmp_path, *words))
+    def make(*words: str) -> TransportHarness:
+        stages.append(TransportHarness(tmp_path, *words))
         return stages[-1]
 
     yield make
@@ -195,8 +195,8 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 NCCL = ("publish.transports=[ipc,nccl,shm,zmq]", "actors.transports=[nccl,shm,zmq]")
 
 
-def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused(stage):
-    run = stage(*NCCL)
+def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused(harness):
+    run = harness(*NCCL)
     one, other = run.actor("one"), run.actor("other")
     assert set(run.everywhere(one, other)) <= {"shm", "zmq"}  # late joiners pull
     run.ready(2)
@@ -216,8 +216,8 @@ def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused
     assert counters["num_installs_nccl"] == 6 and counters["num_abandoned_threads"] == 0
 
 
-def test_a_joiner_pulls_and_a_leaver_ends_the_epoch_and_the_rest_form_another(stage):
-    run = stage(*NCCL)
+def test_a_joiner_pulls_and_a_leaver_ends_the_epoch_and_the_rest_form_another(harness):
+    run = harness(*NCCL)
     one, other = run.actor("one"), run.actor("other")
     run.everywhere(one, other)
     run.ready(2)
@@ -237,8 +237,8 @@ def test_a_joiner_pulls_and_a_leaver_ends_the_epoch_and_the_rest_form_another(st
     assert run.hub.server.devices.membership.num_formed == 2
 
 
-def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(stage):
-    run = stage(*NCCL)
+def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(harness):
+    run = harness(*NCCL)
     one, other = run.actor("one"), run.actor("other")
     run.everywhere(one, other)
     run.ready(2)
@@ -259,8 +259,8 @@ def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(stage)
     assert run.everywhere(one)[0] == "nccl"
 
 
-def test_a_member_that_hangs_while_forming_costs_a_deadline_and_nobody_a_version(stage):
-    run = stage(*NCCL, "publish.nccl_init_deadline_s=2", "publish.nccl_bucket_deadline_s=2")
+def test_a_member_that_hangs_while_forming_costs_one_deadline_and_loses_no_version(harness):
+    run = harness(*NCCL, "publish.nccl_init_deadline_s=2", "publish.nccl_bucket_deadline_s=2")
     one, other = run.actor("one"), run.actor("other")
     run.everywhere(one, other)
     run.ready(2)
@@ -277,8 +277,8 @@ def test_a_member_that_hangs_while_forming_costs_a_deadline_and_nobody_a_version
     run.until(lambda: run.hub.server.devices.metrics()["num_abandoned_threads"] >= 1, "the stuck thread is counted")
 
 
-def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(stage):
-    run = stage(*NCCL, "publish.nccl_bucket_deadline_s=2")
+def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(harness):
+    run = harness(*NCCL, "publish.nccl_bucket_deadline_s=2")
     one = run.actor("one")
     run.everywhere(one)
     run.ready(1)
@@ -301,8 +301,8 @@ def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_a
     assert run.everywhere(one) == ["nccl"]
 
 
-def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(stage):
-    run = stage("publish.transports=[ipc,nccl,shm,zmq]", "actors.transports=[ipc,nccl,shm,zmq]")
+def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(harness):
+    run = harness("publish.transports=[ipc,nccl,shm,zmq]", "actors.transports=[ipc,nccl,shm,zmq]")
     near, far = run.actor("near", gpu="fake-gpu-0"), run.actor("far")
     run.everywhere(near, far)
     run.ready(1)
@@ -316,8 +316,8 @@ def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(
     assert reader.memory.num_opened == 2  # once each, not once a version
 
 
-def test_slots_that_hang_cost_a_deadline_and_nobody_a_version_and_their_sender_is_replaced(stage):
-    run = stage("publish.transports=[ipc,shm,zmq]", "actors.transports=[ipc,shm,zmq]",
+def test_slots_that_hang_cost_one_deadline_and_lose_no_version_and_their_broadcaster_is_replaced(harness):
+    run = harness("publish.transports=[ipc,shm,zmq]", "actors.transports=[ipc,shm,zmq]",
                 "publish.nccl_bucket_deadline_s=1")
     near = run.actor("near", gpu="fake-gpu-0")
     run.until(lambda: run.hub.server.devices._up is not None, "a sender")

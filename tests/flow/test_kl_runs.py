@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.flow.processes import Stage
+from tests.flow.processes import RunHarness
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(450)]
 
@@ -16,13 +16,13 @@ PULLED = (
 )
 
 
-def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_a_restart(stage: Stage):
-    first = stage.launch(*PULLED, "trainer.num_steps=4")
-    assert stage.finish(first, 200) == 0, stage.logs()
-    second = stage.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")
-    assert stage.finish(second, 200) == 0, stage.logs()
+def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_a_restart(harness: RunHarness):
+    first = harness.launch(*PULLED, "trainer.num_steps=4")
+    assert harness.finish(first, 200) == 0, harness.logs()
+    second = harness.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")
+    assert harness.finish(second, 200) == 0, harness.logs()
 
-    rows = [row for row in stage.metrics() if "policy/loss" in row]
+    rows = [row for row in harness.metrics() if "policy/loss" in row]
     assert [row["run/version"] for row in rows] == list(range(1, 8))
     at_reference = [abs(row["kl/value"]) < 1e-7 for row in rows]
     assert at_reference == [True, False, False] * 2 + [True], "zero at the start and right after each sync"

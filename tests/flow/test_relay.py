@@ -9,78 +9,78 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.processes import SLOW, Stage, wait_until
+from tests.flow.processes import SLOW, RunHarness, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(480)]
 FAR = ("actors.transports=[zmq]", "actors.share_weights=false")
 """An actor that is alone on its host."""
 
 
-def relay(stage: Stage):
-    """(process, endpoint) of a relay for this stage's learner."""
-    process = stage.start("relay", [sys.executable, "-m", "streamrl.cli", "relay", "--learner", stage.address])
-    log = stage.path / "relay.log"
-    found = wait_until(lambda: re.search(r"listens at (tcp://\S+):", log.read_text()), 90, "the relay", stage.logs)
+def relay(harness: RunHarness):
+    """(process, endpoint) of a relay for this harness's learner."""
+    process = harness.start("relay", [sys.executable, "-m", "streamrl.cli", "relay", "--learner", harness.address])
+    log = harness.path / "relay.log"
+    found = wait_until(lambda: re.search(r"listens at (tcp://\S+):", log.read_text()), 90, "the relay", harness.logs)
     return process, found[1]
 
 
-def test_a_run_through_a_relay_and_the_learner_sends_its_weights_to_no_actor(stage: Stage):
-    through, endpoint = relay(stage)
-    learner = stage.learner("trainer.num_steps=12", *SLOW)  # time to look at a document while it lies there
-    actors = [stage.actor(name, *FAR, f"actors.relay={endpoint}") for name in ("a0", "a1")]
+def test_a_run_through_a_relay_and_the_learner_sends_its_weights_to_no_actor(harness: RunHarness):
+    through, endpoint = relay(harness)
+    learner = harness.learner("trainer.num_steps=12", *SLOW)  # time to look at a document while it lies there
+    actors = [harness.actor(name, *FAR, f"actors.relay={endpoint}") for name in ("a0", "a1")]
 
-    stage.wait_for_version(1, 200)
-    run_id = (stage.run_dir / "run_id").read_text().strip()
+    harness.wait_for_version(1, 200)
+    run_id = (harness.run_dir / "run_id").read_text().strip()
     nbytes = next(Path("/dev/shm", f"streamrl-{run_id}").glob("w.*")).stat().st_size
 
-    assert stage.finish(learner, 200) == 0, stage.logs()
-    assert [stage.finish(process, 20) for process in (*actors, through)] == [0, 0, 0], stage.logs()
-    row = stage.metrics()[-1]
-    assets = (stage.run_dir / "assets.msgpack").stat().st_size
+    assert harness.finish(learner, 200) == 0, harness.logs()
+    assert [harness.finish(process, 20) for process in (*actors, through)] == [0, 0, 0], harness.logs()
+    row = harness.metrics()[-1]
+    assets = (harness.run_dir / "assets.msgpack").stat().st_size
     # The relay stands on the learner's host, so it maps its documents; only the model's files are pulled, once. A busy
     # machine may send an actor to the learner now and then; two actors that always went there would pull 24 versions.
     assert assets <= row["hub/num_bytes_pulled"] <= assets + 4 * nbytes
     assert row["hub/num_actors"] <= 2 and row["hub/num_installs"] >= 12
-    assert stage.summary()["num_groups_trained"] == 96
-    assert stage.leftovers() == []
+    assert harness.summary()["num_groups_trained"] == 96
+    assert harness.leftovers() == []
 
 
-def test_a_killed_relay_costs_nothing_but_bandwidth(stage: Stage):
-    through, endpoint = relay(stage)
-    learner = stage.learner("trainer.num_steps=10", *SLOW)
-    actor = stage.actor("a0", *FAR, f"actors.relay={endpoint}")
-    stage.wait_for_version(3, 200)
+def test_a_killed_relay_costs_nothing_but_bandwidth(harness: RunHarness):
+    through, endpoint = relay(harness)
+    learner = harness.learner("trainer.num_steps=10", *SLOW)
+    actor = harness.actor("a0", *FAR, f"actors.relay={endpoint}")
+    harness.wait_for_version(3, 200)
     through.kill()
 
-    assert stage.finish(learner, 200) == 0, stage.logs()
-    assert stage.finish(actor, 20) == 0
-    row = stage.metrics()[-1]
+    assert harness.finish(learner, 200) == 0, harness.logs()
+    assert harness.finish(actor, 20) == 0
+    row = harness.metrics()[-1]
     assert row["hub/num_install_failures"] == 0 and row["hub/num_probe_failures"] == 0
-    assert row["hub/num_bytes_pulled"] > (stage.run_dir / "assets.msgpack").stat().st_size
-    assert "is left out for" in (stage.path / "a0.log").read_text()
-    assert stage.summary()["num_groups_trained"] == 80
+    assert row["hub/num_bytes_pulled"] > (harness.run_dir / "assets.msgpack").stat().st_size
+    assert "is left out for" in (harness.path / "a0.log").read_text()
+    assert harness.summary()["num_groups_trained"] == 80
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_relay_can_be_stopped_at_any_time_and_leaves_nothing(stage: Stage, signum: signal.Signals):
-    through, endpoint = relay(stage)
-    through.send_signal(signum)  # nobody to say goodbye to
-    assert stage.finish(through, 60) == 0, stage.logs()
+def test_a_relay_can_be_stopped_at_any_time_and_leaves_nothing(harness: RunHarness, signum: signal.Signals):
+    through, endpoint = relay(harness)
+    through.send_signal(signum)  # no peer left to notify
+    assert harness.finish(through, 60) == 0, harness.logs()
 
-    through, endpoint = relay(stage)
-    learner = stage.learner("trainer.num_steps=1000")
-    wait_until(lambda: "joined run" in (stage.path / "relay.log").read_text(), 120, "the relay's link", stage.logs)
+    through, endpoint = relay(harness)
+    learner = harness.learner("trainer.num_steps=1000")
+    wait_until(lambda: "joined run" in (harness.path / "relay.log").read_text(), 120, "the relay's link", harness.logs)
     through.send_signal(signum)
-    assert stage.finish(through, 60) == 0, stage.logs()
+    assert harness.finish(through, 60) == 0, harness.logs()
     assert learner.poll() is None
-    assert "Traceback" not in (stage.path / "relay.log").read_text()
+    assert "Traceback" not in (harness.path / "relay.log").read_text()
 
 
-def test_an_address_in_use_is_named(stage: Stage, tmp_path: Path):
-    _, endpoint = relay(stage)
-    second = stage.start("second", [
-        sys.executable, "-m", "streamrl.cli", "relay", "--learner", stage.address, "--bind", endpoint,
+def test_an_address_in_use_is_named(harness: RunHarness, tmp_path: Path):
+    _, endpoint = relay(harness)
+    second = harness.start("second", [
+        sys.executable, "-m", "streamrl.cli", "relay", "--learner", harness.address, "--bind", endpoint,
     ])
 
-    assert stage.finish(second, 60) == 2
-    assert f"--bind: {endpoint} is in use by another process" in (stage.path / "second.log").read_text()
+    assert harness.finish(second, 60) == 2
+    assert f"--bind: {endpoint} is in use by another process" in (harness.path / "second.log").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.engines.vllm.reaper import MARK
-from tests.flow.processes import SLOW, Stage, wait_until
+from tests.flow.processes import SLOW, RunHarness, wait_until
 
 pytestmark = [
     pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(900),
@@ -20,60 +20,60 @@ HEADS = "policy.tiny.num_heads=2"  # of 32 each, the least that vLLM has an atte
 START_S = 420  # three processes that import vLLM; seconds on quiet cores, minutes on busy ones
 
 
-def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(stage: Stage):
-    launch = stage.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2")
+def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(harness: RunHarness):
+    launch = harness.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2")
 
-    assert stage.finish(launch, START_S + 120) == 0, stage.logs()
-    summary, rows = stage.summary(), stage.metrics()
+    assert harness.finish(launch, START_S + 120) == 0, harness.logs()
+    summary, rows = harness.summary(), harness.metrics()
     assert summary["num_groups_trained"] == 48 and summary["num_lag_violations"] == 0
     assert [row["step"] for row in rows if "policy/loss" in row] == [1, 2, 3, 4, 5, 6]
-    log = (stage.run_dir / "logs" / "actor-0.log").read_text()
-    assert "installed version 1:6" in log and "paused" in log, stage.logs()
+    log = (harness.run_dir / "logs" / "actor-0.log").read_text()
+    assert "installed version 1:6" in log and "paused" in log, harness.logs()
     assert last(rows, "hub/num_probes") >= 2 and last(rows, "hub/num_probe_failures") == 0
-    assert stage.leftovers() == [] and orphans() == []
+    assert harness.leftovers() == [] and orphans() == []
 
 
-def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(stage: Stage):
+def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(harness: RunHarness):
     # No end of its own: how many steps pass while actors start depends on the machine. One that is told to leave does.
-    learner = stage.learner("trainer.num_steps=100000", "staleness.eta=2", "hub.dead_after_s=3", "eval.num_samples=0",
+    learner = harness.learner("trainer.num_steps=100000", "staleness.eta=2", "hub.dead_after_s=3", "eval.num_samples=0",
                             "publish.probe_every=3", "checkpoint.every_steps=1000", HEADS, *SLOW)
-    fleet = {name: stage.actor(name, *VLLM) for name in ("v0", "v1")}
-    fleet["n0"] = stage.actor("n0")
+    fleet = {name: harness.actor(name, *VLLM) for name in ("v0", "v1")}
+    fleet["n0"] = harness.actor("n0")
     for name in fleet:
-        stage.wait_for_actor(name, START_S)
+        harness.wait_for_actor(name, START_S)
     owner = fleet["v1"].pid
     assert engine_processes()[owner] and fleet["v0"].pid in engine_processes()
-    stage.wait_for_version(stage.status()["version"] + 2)
+    harness.wait_for_version(harness.status()["version"] + 2)
 
     fleet.pop("v1").send_signal(signal.SIGKILL)
-    stage.wait_for_eviction("v1")
-    wait_until(lambda: owner not in engine_processes(), 30, "the end of the killed actor's engine", stage.logs)
-    fleet["n1"] = stage.actor("n1")
-    stage.wait_for_actor("n1", START_S)
-    stage.wait_for_version(stage.status()["version"] + 6)
+    harness.wait_for_eviction("v1")
+    wait_until(lambda: owner not in engine_processes(), 30, "the end of the killed actor's engine", harness.logs)
+    fleet["n1"] = harness.actor("n1")
+    harness.wait_for_actor("n1", START_S)
+    harness.wait_for_version(harness.status()["version"] + 6)
 
     for process in fleet.values():
         process.send_signal(signal.SIGTERM)
     for process in fleet.values():
-        assert stage.finish(process, 60) == 0, stage.logs()
+        assert harness.finish(process, 60) == 0, harness.logs()
     learner.send_signal(signal.SIGTERM)
-    assert stage.finish(learner, 60) == 0, stage.logs()
-    rows = [row for row in stage.metrics() if "policy/loss" in row]
+    assert harness.finish(learner, 60) == 0, harness.logs()
+    rows = [row for row in harness.metrics() if "policy/loss" in row]
     assert [row["run/version"] for row in rows] == list(range(1, len(rows) + 1))
-    summary = stage.summary()  # a step's row is written before the hub counts that step's groups: the summary has all
+    summary = harness.summary()  # a step's row is written before the hub counts that step's groups: the summary has all
     assert summary["num_lag_violations"] == 0 and summary["num_groups_trained"] == 8 * len(rows)
     # Every engine computed with what was published: roots by heartbeat, log-probs by the probe.
     assert last(rows, "hub/num_probes") >= 6 and last(rows, "hub/num_probe_failures") == 0
-    log = (stage.path / "learner.log").read_text()
+    log = (harness.path / "learner.log").read_text()
     assert "published was" not in log and "QUARANTINE" not in log
-    assert all(max(versions(stage, name)) >= len(rows) - 3 for name in fleet), stage.logs()
-    stage.close()
-    assert stage.leftovers() == [] and orphans() == []
+    assert all(max(versions(harness, name)) >= len(rows) - 3 for name in fleet), harness.logs()
+    harness.close()
+    assert harness.leftovers() == [] and orphans() == []
 
 
-def versions(stage: Stage, name: str) -> set[int]:
+def versions(harness: RunHarness, name: str) -> set[int]:
     """What an actor says it installed."""
-    lines = (stage.path / f"{name}.log").read_text().splitlines()
+    lines = (harness.path / f"{name}.log").read_text().splitlines()
     words = [line.split("installed version ", 1)[1] for line in lines if "installed version " in line]
     return {int(word.split(" ", 1)[0].partition(":")[2]) for word in words}
 

@@ -138,7 +138,7 @@ def test_versions_reach_two_other_processes_through_the_slots(scene):
             assert process.stdout.readline().strip() == sums_of(manifest, body)
 
 
-def test_a_reader_that_is_killed_holds_nobody_up(scene):
+def test_a_killed_reader_delays_no_other(scene):
     victim, other = scene.reader(), scene.reader()
     manifest, body = scene.publish(1)
     scene.ask(victim, manifest)
@@ -157,7 +157,7 @@ def test_a_wrong_digest_is_refused_on_the_device(scene):
     assert "bucket 0 of" in process.stdout.readline()
 
 
-def test_a_handle_that_nobody_made_is_an_error_and_no_crash():
+def test_an_invalid_handle_is_an_error_and_no_crash():
     with pytest.raises(WeightsError, match="cuIpcOpenMemHandle"):
         CudaMemory("cuda").open(bytes(64), 1 << 20)
 
