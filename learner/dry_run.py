@@ -84,7 +84,7 @@ def _one_step(config: Config, loss: LossConfig) -> float:
         filter_truncated=config.filter.truncated,
     )
     rows, total = _answers(), 0.0
-    objective.begin(rows, _plan(rows), version=_VERSION, age=LagPolicy(m2_by_lag=(0.01, 0.02)))
+    objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))
     for batch in pack(rows, 1000, bootstrap=objective.has_critic):
         objective.observe(batch, _scored(batch, of_actions=config.advantage.estimator == "retrace_q"))
         objective.close_observation()

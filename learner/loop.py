@@ -19,7 +19,7 @@ def train(run: Run) -> bool:
             return False
         share, rows = taken
         with run.timed("pack"):
-            rows = run.objective.begin(rows, share.plan, version=run.version, age=run.staleness.age_rules)
+            rows = run.objective.begin(rows, share.plan, version=run.version, lag_policy=run.staleness.lag_policy)
             batch = equalize(pack(rows, run.token_budget, bootstrap=run.objective.has_critic), run.ranks)
         with run.with_wire_precision():  # the policy that is scored is the one that actors sample from
             with run.timed("score"):

@@ -258,7 +258,7 @@ class Run:
                 "wall_s": recorder.wall_s if recorder else 0.0,
                 "trained_tokens": recorder.trained_tokens if recorder else 0,
                 "controls": {"loss": self.controls.to_plain(), "staleness": self.staleness.to_json(),
-                             "scores": self.objective.score_rules_state()},
+                             "scores": self.objective.reward_rules_state()},
             }
             save_checkpoint(
                 self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,

@@ -29,7 +29,7 @@ from learner.model.policy import Policy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.rewards import ScoreRules
+from learner.objective.rewards import RewardRules
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
 from learner.record.recorder import Recorder
@@ -116,7 +116,7 @@ def _make_objective(config: Config, past: ResumeState, controls: LossWeights, ra
     return Objective(
         config.advantage, config.loss, regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
         max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
-        score_rules=_make_score_rules(config, past), filter_truncated=config.filter.truncated,
+        reward_rules=_make_reward_rules(config, past), filter_truncated=config.filter.truncated,
     )
 
 
@@ -163,8 +163,8 @@ def _make_staleness(config: Config, past: ResumeState) -> StalenessControl:
     return staleness
 
 
-def _make_score_rules(config: Config, past: ResumeState) -> ScoreRules:
-    rules = ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
+def _make_reward_rules(config: Config, past: ResumeState) -> RewardRules:
+    rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     rules.restore(past.controls.get("scores", {}))
     return rules
 

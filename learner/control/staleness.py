@@ -100,12 +100,12 @@ class StalenessControl:
         return self.tracker.m2_at(self._mean_lag) > self._adaptive.m2_target
 
     @property
-    def age_rules(self) -> LagPolicy:
+    def lag_policy(self) -> LagPolicy:
         """What the next batch's objective goes by."""
         return LagPolicy(
             mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
             discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
-            decay=self._decay, over_budget=self.opsm_on, spread_budget=self.spread_budget,
+            decay=self._decay, drift_exceeded=self.opsm_on, spread_budget=self.spread_budget,
             opsm_scale=CAUTIOUS_OPSM if self.frozen else 1.0,
             m2_by_lag=self.tracker.m2_table(self.max_lag) if self._needs_m2 else (),
         )

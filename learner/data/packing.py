@@ -28,14 +28,14 @@ from streamrl.errors import ConfigError
 class MicroBatch:
     """One forward and backward pass of one rank."""
 
-    rows: tuple[int, ...]  # [S] places of the trajectories in the list that was packed
+    trajectory_ids: tuple[int, ...]  # [S] places of the trajectories in the list that was packed
     packing: PackedLayout
     tokens: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
     score_index: Tensor  # int64 [M]
     targets: Tensor  # int64 [M]
     temperatures: Tensor  # float32 [M]
-    slots: Tensor  # int64 [M] place of each scored token in the flattened [S, A]
+    flat_index: Tensor  # int64 [M] place of each scored token in the flattened [S, A]
     mask: Tensor  # bool [S, A]
     behavior_logprobs: Tensor  # float32 [S, A]
     versions: Tensor  # int64 [S, A], 0 off the mask
@@ -60,12 +60,12 @@ class MicroBatch:
     def padded(self, scored: Tensor) -> Tensor:
         """Per-token values [M] as [S, A], 0 in the padding; differentiable."""
         flat = scored.new_zeros(self.mask.numel())
-        return flat.index_copy(0, self.slots, scored).view(self.mask.shape)
+        return flat.index_copy(0, self.flat_index, scored).view(self.mask.shape)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         target = torch.device(device)
-        movable = (f.name for f in fields(self) if f.name != "rows")
+        movable = (f.name for f in fields(self) if f.name != "trajectory_ids")
         return replace(self, **{name: getattr(self, name).to(target) for name in movable})
 
 
@@ -114,9 +114,9 @@ def empty_micro_batch() -> MicroBatch:
     """A pass over one token that trains on nothing."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
-        rows=(), packing=make_layout([1]), tokens=torch.zeros(1, dtype=torch.int64),
+        trajectory_ids=(), packing=make_layout([1]), tokens=torch.zeros(1, dtype=torch.int64),
         positions=torch.zeros(1, dtype=torch.int64), score_index=nothing, targets=nothing,
-        temperatures=torch.zeros(0), slots=nothing, mask=torch.zeros(0, 0, dtype=torch.bool),
+        temperatures=torch.zeros(0), flat_index=nothing, mask=torch.zeros(0, 0, dtype=torch.bool),
         behavior_logprobs=torch.zeros(0, 0), versions=torch.zeros(0, 0, dtype=torch.int64), rewards=torch.zeros(0, 0),
         turns=torch.zeros(0, 0, dtype=torch.int64), bootstrap_index=nothing, bootstrap_rows=nothing,
     )
@@ -146,14 +146,14 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstr
         return torch.from_numpy(out)
 
     return MicroBatch(
-        rows=tuple(members),
+        trajectory_ids=tuple(members),
         packing=make_layout(lengths),
         tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
         score_index=torch.from_numpy(np.concatenate(index).astype(np.int64)),
         targets=torch.from_numpy(chosen("token_ids").astype(np.int64)),
         temperatures=torch.from_numpy(np.repeat(np.array([row.temperature for row in rows], dtype=np.float32), counts)),
-        slots=torch.from_numpy(np.flatnonzero(mask.reshape(-1)).astype(np.int64)),
+        flat_index=torch.from_numpy(np.flatnonzero(mask.reshape(-1)).astype(np.int64)),
         mask=torch.from_numpy(mask),
         behavior_logprobs=spread("logprobs", np.float32),
         versions=spread("versions", np.int64),

@@ -82,7 +82,7 @@ class Critic:
     def look(self, batch: MicroBatch, seen: Inspected | None) -> dict[str, Tensor | None]:
         """Values [S, A] and bootstrap [S] (and action values [S, A]) of a micro-batch; `seen` is the policy's pass."""
         memory = _Memory(seen.states if seen else None, seen.all_logprobs if seen else None)
-        self._memory[batch.rows] = memory
+        self._memory[batch.trajectory_ids] = memory
         out = self._outputs(batch, memory)
         num = batch.num_scored
         ends = torch.zeros(batch.mask.shape[0], device=out.device)
@@ -135,9 +135,9 @@ class Critic:
     def _backward(
         self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float
     ) -> float:
-        memory = self._memory[batch.rows]
+        memory = self._memory[batch.trajectory_ids]
         out = self._outputs(batch, memory)
-        if not batch.rows:
+        if not batch.trajectory_ids:
             loss = out.sum() * 0.0  # connected to every parameter: the backward collectives must run
         else:
             values, actions = self._values(batch, memory, out)
@@ -173,7 +173,7 @@ class Critic:
         """Trained tokens of all ranks (at least 1), and the explained variance of the old values."""
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in batches:
-            if batch.rows:
+            if batch.trajectory_ids:
                 taught = targets_of(batch)
                 goal = taught.targets[taught.trained].double()
                 error = goal - taught.old[taught.trained].double()

@@ -24,7 +24,7 @@ from streamrl.algorithms.types import ClipBounds, Moments
 from streamrl.config.schema import AdvantageConfig
 
 Rows = tuple[int, ...]
-"""`MicroBatch.rows`: what a micro-batch is known by during a step."""
+"""`MicroBatch.trajectory_ids`: what a micro-batch is known by during a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ def shaped_facts(
     """The facts with the KL of each whole trajectory off its score."""
     penalties = torch.zeros(len(facts.places), dtype=torch.float64)
     for one in seen:
-        penalties[list(one.batch.rows)] = regularizers.row_penalties(one.batch, one.scored).cpu()
+        penalties[list(one.batch.trajectory_ids)] = regularizers.row_penalties(one.batch, one.scored).cpu()
     return replace(facts, scores=facts.scores - facts.gather(penalties, ranks))
 
 
@@ -79,7 +79,7 @@ def weighted_credit(
     """Credit by a baseline that weighs siblings by their ratio to the current policy."""
     mine, norms = torch.zeros(len(facts.places)), torch.zeros(len(facts.places))
     for one in seen:
-        rows = list(one.batch.rows)
+        rows = list(one.batch.trajectory_ids)
         weights = seq_tis_weights(one.log_ratios, one.batch.mask, cap=advantage.weight_cap)
         mine[rows] = weights.amax(1).cpu()  # one number a row, on each of its tokens
         if one.scored.square_norms is not None:
@@ -94,7 +94,7 @@ def fitted_rho_bar(facts: BatchFacts, seen: Iterable[ObservedBatch], ranks: Rank
     """The truncation at which the batch's sequence weights reach that effective sample size."""
     sums = torch.zeros(len(facts.places))
     for one in seen:
-        sums[list(one.batch.rows)] = one.log_ratios.sum(1).cpu()
+        sums[list(one.batch.trajectory_ids)] = one.log_ratios.sum(1).cpu()
     everyone = facts.gather(sums, ranks)[:, None]
     return rho_bar_for_ess(everyone, torch.ones_like(everyone, dtype=torch.bool), ess_target=target)
 

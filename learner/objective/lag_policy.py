@@ -18,7 +18,7 @@ class LagPolicy:
         mask_beyond: tokens of a larger lag are left out of the loss, unless the hub's plan says that their trajectory
             is trained under a wider bound (its head lag is larger); None trains every age.
         discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
-        over_budget: drift exceeds its target, which is when some guards come on.
+        drift_exceeded: drift exceeds its target, which is when some guards come on.
         opsm_scale: factor on loss.opsm_delta; below 1 off-policy sequence masking is stricter.
         m2_by_lag: mean squared log-ratio expected at lag 0, 1, ...; later lags count as the last. Empty is not known.
         spread_budget: head lags of one group that differ by more get baselines of their own; None never splits.
@@ -27,7 +27,7 @@ class LagPolicy:
     mask_beyond: int | None = None
     discount_beyond: int | None = None
     decay: float = 1.0
-    over_budget: bool = True
+    drift_exceeded: bool = True
     spread_budget: int | None = None
     opsm_scale: float = 1.0
     m2_by_lag: tuple[float, ...] = ()

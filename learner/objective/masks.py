@@ -42,7 +42,7 @@ class TokenMasks:
 @torch.no_grad()
 def guard(
     loss: LossConfig, log_ratios: Tensor, advantages: Tensor, lags: Tensor, mask: Tensor, *,
-    oldest: int | Tensor | None = None, proximal_ratios: Tensor | None = None, over_budget: bool = True,
+    oldest: int | Tensor | None = None, proximal_ratios: Tensor | None = None, drift_exceeded: bool = True,
     lag_m2: Tensor | None = None,
 ) -> TokenMasks:
     """Which tokens to trust.
@@ -51,7 +51,7 @@ def guard(
         log_ratios: [S, A] log pi - log mu, clamped.
         oldest: largest lag of a trainable token, or [S, 1] of each trajectory's; None trusts every age.
         proximal_ratios: [S, A] log pi_prox - log mu, for decoupled corrections.
-        over_budget: drift exceeds its target in this step, for `loss.opsm_when=over_budget`.
+        drift_exceeded: drift exceeds its target in this step, for `loss.opsm_when=over_budget`.
         lag_m2: [S, A] mean squared log-ratio expected at each token's lag, for `loss.zscore_bound`.
     """
     removed: dict[str, Tensor] = {}
@@ -67,7 +67,7 @@ def guard(
             removed["veto"] = ((mean < low) | (mean > high))[:, None].expand_as(mask)
         else:
             removed["veto"] = ~veto_keep(log_ratios, mask, low=low, high=high)
-    if loss.opsm_delta is not None and (over_budget or loss.opsm_when is OpsmWhen.always):
+    if loss.opsm_delta is not None and (drift_exceeded or loss.opsm_when is OpsmWhen.always):
         removed["opsm"] = ~opsm_keep(log_ratios, advantages, mask, delta=loss.opsm_delta)
     if loss.zscore_bound is not None and lag_m2 is not None:
         removed["zscore"] = ~zscore_keep(log_ratios, advantages, lag_m2, mask, z_bound=loss.zscore_bound)

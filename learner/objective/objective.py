@@ -41,7 +41,7 @@ from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_options import check_settings, surrogate_options
 from learner.objective.masks import TokenMasks, guard
 from learner.objective.regularizers import Regularizers
-from learner.objective.rewards import ScoreRules
+from learner.objective.rewards import RewardRules
 from learner.objective.scoring_pass import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs
 from learner.objective.statistics import RATIO_CAP, LossStatistics, add_plan, add_trajectories, measure, measure_traces
 from learner.objective.surrogate import EWMA, anchor_of, proximal_logprobs, surrogate_loss
@@ -61,7 +61,7 @@ class Objective:
         max_lag: the largest bound on the lag that the run may have; 0 permits losses without any ratio.
         ranks: who shares the batch; `Ranks()` for a lone process.
         regularizers: KL, entropy and constraints; None is what `loss` alone asks for.
-        score_rules: what a trajectory's reward is made of; None takes the task's.
+        reward_rules: what a trajectory's reward is made of; None takes the task's.
         filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
@@ -76,16 +76,16 @@ class Objective:
 
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
-        ranks: Ranks, regularizers: Regularizers | None = None, score_rules: ScoreRules | None = None,
+        ranks: Ranks, regularizers: Regularizers | None = None, reward_rules: RewardRules | None = None,
         filter_truncated: bool = False,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag)
         self._advantage, self._loss = advantage, loss
-        self._max_new_tokens, self._age = max_new_tokens, LagPolicy()
+        self._max_new_tokens, self._lag_policy = max_new_tokens, LagPolicy()
         self._options = surrogate_options(loss)
         self._regularizers = regularizers or Regularizers.of_loss(loss)
         self._anchor = anchor_of(loss.surrogate, loss.anchor)
-        self._score_rules, self._filter_truncated = score_rules, filter_truncated
+        self._reward_rules, self._filter_truncated = reward_rules, filter_truncated
         self._facts: BatchFacts | None = None
         self._credit: RowCredit | None = None
         self._bounds: ClipBounds | None = None
@@ -117,12 +117,13 @@ class Objective:
             needs.add(PROXIMAL)
         return frozenset(needs)
 
-    def score_rules_state(self) -> dict[str, Any]:
+    def reward_rules_state(self) -> dict[str, Any]:
         """What the score rules remember between steps, for a checkpoint."""
-        return {} if self._score_rules is None else self._score_rules.state()
+        return {} if self._reward_rules is None else self._reward_rules.state()
 
     def begin(
-        self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int, age: LagPolicy | None = None
+        self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int,
+        lag_policy: LagPolicy | None = None,
     ) -> list[Trajectory]:
         """Fix what must be the same for the whole batch; a collective call.
 
@@ -133,23 +134,23 @@ class Objective:
             trajectories: of this rank, in the order that was or will be packed.
             plan: every trajectory of the batch, on any rank.
             version: optimizer steps done before this one; lags count from it.
-            age: what becomes of old tokens in this step; None treats all ages alike.
+            lag_policy: what becomes of old tokens in this step; None treats all ages alike.
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        self._version, self._age = version, age or LagPolicy()
+        self._version, self._lag_policy = version, lag_policy or LagPolicy()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._seen, self._credited = {}, {}
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularizers.controls.clip_high))
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
         add_trajectories(self._meter, trajectories)
-        if self._score_rules is not None:
-            trajectories, plan = self._score_rules.apply(trajectories, plan, self.ranks)
+        if self._reward_rules is not None:
+            trajectories, plan = self._reward_rules.apply(trajectories, plan, self.ranks)
         left_out = _everyones_truncated(trajectories, plan, self.ranks) if self._filter_truncated else None
         self._facts = batch_facts(
             trajectories, plan, left_out=left_out, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
-            rank=self.ranks.rank, spread_budget=self._age.spread_budget,
+            rank=self.ranks.rank, spread_budget=self._lag_policy.spread_budget,
         )
         self._credit = plain_credit(self._advantage, self._facts, lambda: self._return_moments(trajectories))
         return list(trajectories)
@@ -158,8 +159,8 @@ class Objective:
 
     def observe(self, batch: MicroBatch, scored: PassOutputs) -> None:
         """Note what the networks say of this micro-batch before the update."""
-        if batch.rows:
-            self._seen[batch.rows] = ObservedBatch(batch, scored)
+        if batch.trajectory_ids:
+            self._seen[batch.trajectory_ids] = ObservedBatch(batch, scored)
 
     def close_observation(self) -> None:
         """All micro-batches are observed: fix what depends on all of them; a collective call."""
@@ -183,7 +184,7 @@ class Objective:
 
     def critic_targets(self, batch: MicroBatch) -> Targets:
         """What this micro-batch teaches the critic."""
-        credited, scored = self._credited[batch.rows], self._scored(batch)
+        credited, scored = self._credited[batch.trajectory_ids], self._scored(batch)
         old = scored.values if scored.action_values is None else scored.action_values
         return Targets(credited.targets, credited.trained, old)
 
@@ -199,7 +200,7 @@ class Objective:
 
     def _scored(self, batch: MicroBatch) -> PassOutputs:
         """What the scoring pass saw of this micro-batch; nothing if there was none."""
-        seen = self._seen.get(batch.rows)
+        seen = self._seen.get(batch.trajectory_ids)
         return PassOutputs() if seen is None else seen.scored
 
     # --- the loss -----------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class Objective:
             logprobs, entropy: [M] of the policy, on the device of `batch`.
         """
         assert self._facts is not None, "loss() before begin()"
-        if not batch.rows:
+        if not batch.trajectory_ids:
             return logprobs.sum()  # 0, and connected to every parameter: the backward collectives must run
         mask, policy = batch.mask, batch.padded(logprobs)
         ell, lags = self._ell(batch, policy), token_lags(batch.versions, self._version, mask)
@@ -225,7 +226,7 @@ class Objective:
             self._loss.surrogate, self._options, batch, policy, advantages, proximal=proximal, bounds=self._bounds
         )
         losses = token_loss.losses if guarded.weights is None else guarded.weights * token_loss.losses
-        discounts_of_age = self._age.weights(lags, mask)
+        discounts_of_age = self._lag_policy.weights(lags, mask)
         if discounts_of_age is not None:
             losses = losses * discounts_of_age
             tokens = float(mask.sum())
@@ -257,23 +258,23 @@ class Objective:
         decoupled = CORRECTION_PRESETS[self._loss.correction].mode == "decoupled"
         lags, loss = token_lags(batch.versions, self._version, batch.mask), self._loss
         if loss.opsm_delta is not None:
-            loss = replace(loss, opsm_delta=loss.opsm_delta * self._age.opsm_scale)
+            loss = replace(loss, opsm_delta=loss.opsm_delta * self._lag_policy.opsm_scale)
         return guard(
             loss, ell, advantages, lags, batch.mask, oldest=self._oldest(batch),
             proximal_ratios=self._ell(batch, proximal) if decoupled and proximal is not None else None,
-            over_budget=self._age.over_budget, lag_m2=self._age.expected_m2(lags),
+            drift_exceeded=self._lag_policy.drift_exceeded, lag_m2=self._lag_policy.expected_m2(lags),
         )
 
     def _oldest(self, batch: MicroBatch) -> Tensor | None:
         """[S, 1] largest lag to train; a group that was leased under a wider bound than today's keeps that."""
-        if self._age.mask_beyond is None:
+        if self._lag_policy.mask_beyond is None:
             return None
         assert self._facts is not None, "a guard before begin()"
-        return self._of_rows(self._facts.head_lags, batch).clamp(min=self._age.mask_beyond)[:, None]
+        return self._of_rows(self._facts.head_lags, batch).clamp(min=self._lag_policy.mask_beyond)[:, None]
 
     def _advantages(self, batch: MicroBatch, policy: Tensor) -> Tensor:
         """[S, A], detached, as the surrogate multiplies them."""
-        credited = self._credited.get(batch.rows) or self._credit_of(batch, policy)
+        credited = self._credited.get(batch.trajectory_ids) or self._credit_of(batch, policy)
         return self._regularizers.shaped_advantages(credited.advantages, batch, policy, self._scored(batch))
 
     def _credit_of(self, batch: MicroBatch, policy: Tensor) -> Advantages:
@@ -287,7 +288,7 @@ class Objective:
         )
 
     def _of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
-        return per_trajectory[torch.tensor(batch.rows)].to(batch.mask.device)
+        return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
 
     def _measure(self, seen: LossStatistics) -> None:
         self._meter.add("policy/num_microbatches", 1.0)

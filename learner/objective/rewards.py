@@ -36,7 +36,7 @@ from streamrl.messages import PlanRow
 METHODS = ("reward", "weighted_sum", "tchebycheff", "pareto", "hypervolume", "gdpo")
 
 
-class ScoreRules:
+class RewardRules:
     """What makes a trajectory's reward; remembers the best value of each component for `tchebycheff`.
 
     Args:

@@ -14,7 +14,7 @@ import streamrl.algorithms as algorithms
 from learner.hub_client.settings import answer_limit
 from learner.objective.kl_options import CONTROLLERS, MODES, check_regularizers
 from learner.objective.loss_options import AVG_LEVELS, BASELINES, SCALES, check_settings
-from learner.objective.rewards import METHODS, ScoreRules
+from learner.objective.rewards import METHODS, RewardRules
 from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, PRESETS, SURROGATES
 from streamrl.config.load import load_config, open_mappings, setting_names, to_config
 from streamrl.config.rules import largest_max_lag
@@ -46,7 +46,7 @@ def refused_or_not(words: list[str]) -> Config:
     lag = largest_max_lag(config)
     check_settings(config.advantage, config.loss, max_lag=lag)
     check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
-    ScoreRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
+    RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
     return config
 
 

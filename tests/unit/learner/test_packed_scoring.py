@@ -34,7 +34,7 @@ def packed(policy, rows, max_tokens):
             micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures
         )
         logprobs, entropies = (micro.padded(values) for values in scored)
-        for place, row in enumerate(micro.rows):
+        for place, row in enumerate(micro.trajectory_ids):
             yield row, logprobs[place][micro.mask[place]], entropies[place][micro.mask[place]]
 
 

@@ -29,13 +29,13 @@ def test_every_action_token_is_scored_once_from_the_token_before_it(sizes, max_t
     rows = rows_of(sizes)
     seen = []
     for micro in pack(rows, max_tokens):
-        assert sum(rows[i].num_tokens for i in micro.rows) <= max_tokens
+        assert sum(rows[i].num_tokens for i in micro.trajectory_ids) <= max_tokens
         assert sum(micro.packing.lengths) == micro.num_tokens
         starts = np.cumsum([0, *micro.packing.lengths])
-        for place, i in enumerate(micro.rows):
+        for place, i in enumerate(micro.trajectory_ids):
             row, mine = rows[i], micro.mask[place]
             seen.append(i)
-            picked = micro.slots // micro.mask.shape[1] == place
+            picked = micro.flat_index // micro.mask.shape[1] == place
             assert micro.padded(micro.targets)[place][mine].tolist() == row.token_ids[row.mask].tolist()
             torch.testing.assert_close(micro.behavior_logprobs[place][mine], torch.from_numpy(row.logprobs[row.mask]))
             assert micro.versions[place][mine].tolist() == row.versions[row.mask].tolist()
@@ -55,7 +55,7 @@ def test_few_micro_batches_are_used_and_always_the_same(sizes):
     rows = rows_of(sizes)
     first, again = pack(rows, 70), pack(rows, 70)
 
-    assert [m.rows for m in first] == [m.rows for m in again]
+    assert [m.trajectory_ids for m in first] == [m.trajectory_ids for m in again]
     need = sum(row.num_tokens for row in rows)
     # first fit leaves at most one micro-batch half empty
     assert len(first) <= 2 * need / 70 + 1
@@ -73,7 +73,7 @@ def test_trajectories_without_actions_are_not_packed():
     rows = batch(1, 3)
     rows[1].mask[:] = False
 
-    assert [m.rows for m in pack(rows, 500)] == [(0, 2)]
+    assert [m.trajectory_ids for m in pack(rows, 500)] == [(0, 2)]
     assert pack(rows[1:2], 500) == []
 
 
@@ -84,7 +84,7 @@ def test_every_rank_runs_as_many_passes_as_the_longest_and_the_rest_are_empty():
     equal = equalize(mine, others_have_five)
 
     assert len(equal) == 5 and equal[: len(mine)] == mine
-    assert all(not m.rows and m.num_scored == 0 and m.num_tokens == 1 for m in equal[len(mine) :])
+    assert all(not m.trajectory_ids and m.num_scored == 0 and m.num_tokens == 1 for m in equal[len(mine) :])
     assert equalize(mine, Ranks()) == mine
 
 

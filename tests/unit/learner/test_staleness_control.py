@@ -139,7 +139,7 @@ def test_the_decay_says_how_fast_old_tokens_lose_their_say():
     lags, mask = torch.tensor([[0, 2, 3, 5]]), torch.ones(1, 4, dtype=torch.bool)
     words = ("staleness.mode=reweight", "staleness.max_lag=2")
     seen = {
-        decay: control_of(*words, f"staleness.decay={decay}").age_rules.weights(lags, mask).tolist()[0]
+        decay: control_of(*words, f"staleness.decay={decay}").lag_policy.weights(lags, mask).tolist()[0]
         for decay in (0.5, 0.1)
     }
 
@@ -149,22 +149,22 @@ def test_the_decay_says_how_fast_old_tokens_lose_their_say():
 def test_the_drift_that_is_usual_at_each_lag_is_known_to_the_guards_that_read_it():
     for words, known in (((), False), (("loss.zscore_bound=2.5",), True)):
         control = control_of("staleness.adaptive.enabled=false", *words)
-        assert control.age_rules.expected_m2(torch.tensor([[0, 3]])) is None, "nothing is known before the first batch"
+        assert control.lag_policy.expected_m2(torch.tensor([[0, 3]])) is None, "nothing is known before the first batch"
         step(control, {0: 0.0, 1: 0.01, 3: 0.03, 5: 0.05}, num_tokens=10**9)
-        usual = control.age_rules.expected_m2(torch.tensor([[0, 2, 3, 99]]))
+        usual = control.lag_policy.expected_m2(torch.tensor([[0, 2, 3, 99]]))
         assert (usual is not None) is known
         if known:
             assert usual.tolist()[0] == pytest.approx([0.0, 0.02, 0.03, 0.05], rel=1e-3)
 
 
 def test_each_mode_has_its_own_rule_of_age():
-    masked = control_of("staleness.mode=mask_old_tokens", "staleness.max_lag=4").age_rules
+    masked = control_of("staleness.mode=mask_old_tokens", "staleness.max_lag=4").lag_policy
     waits, drops = control_of("staleness.mode=wait"), control_of()
 
     assert (masked.mask_beyond, masked.discount_beyond) == (4, None)
     assert (waits.eta, waits.max_lag, drops.max_lag) == (4, 4, 5)
     for control in (waits, drops):
-        assert (control.age_rules.mask_beyond, control.age_rules.discount_beyond) == (None, None)
+        assert (control.lag_policy.mask_beyond, control.lag_policy.discount_beyond) == (None, None)
 
 
 def test_disabled_it_measures_and_changes_nothing():
@@ -224,11 +224,11 @@ def test_trouble_halves_the_lead_freezes_the_constraints_and_health_brings_it_ba
     with caplog.at_level(logging.INFO, logger="streamrl.learner"):
         step(control, **trouble)
         assert (control.mode, control.eta, control.max_lag, control.frozen) == ("cautious", 2, 3, True)
-        assert control.age_rules.opsm_scale == 0.5
+        assert control.lag_policy.opsm_scale == 0.5
         for _ in range(20):
             step(control)
     assert (control.mode, control.eta, control.frozen) == ("normal", 4, False)
-    assert control.age_rules.opsm_scale == 1.0
+    assert control.lag_policy.opsm_scale == 1.0
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "normal -> cautious" in caplog.text and "eta 4 -> 2" in caplog.text
 

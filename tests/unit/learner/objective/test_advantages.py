@@ -33,7 +33,7 @@ def drifted(rows, seed=0, drift=0.4):
 
 def spread(micro, per_row):
     out = torch.zeros(micro.mask.shape, dtype=torch.float32)
-    out[micro.mask] = torch.cat([torch.as_tensor(per_row[i], dtype=torch.float32) for i in micro.rows])
+    out[micro.mask] = torch.cat([torch.as_tensor(per_row[i], dtype=torch.float32) for i in micro.trajectory_ids])
     return out
 
 
@@ -44,18 +44,18 @@ def credited(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.
     made.begin(rows, plan_of(rows), version=VERSION)
     micros = pack(rows, max_tokens, bootstrap=made.has_critic)
     for micro in micros:
-        cut = torch.tensor([rows[i].truncated for i in micro.rows])
+        cut = torch.tensor([rows[i].truncated for i in micro.trajectory_ids])
         made.observe(micro, PassOutputs(
             policy=spread(micro, policy), values=spread(micro, values),
-            bootstrap=torch.where(cut, torch.tensor([float(ends[i]) for i in micro.rows]), 0.0),
+            bootstrap=torch.where(cut, torch.tensor([float(ends[i]) for i in micro.trajectory_ids]), 0.0),
             action_values=spread(micro, [v + 0.3 for v in values]) if advantage.estimator == "retrace_q" else None,
-            square_norms=torch.tensor([float(norms[i]) for i in micro.rows]),
+            square_norms=torch.tensor([float(norms[i]) for i in micro.trajectory_ids]),
         ))
     made.close_observation()
     out = {}
     for micro in micros:
-        found = made._credited.get(micro.rows) or made._credit_of(micro, spread(micro, policy))
-        for place, i in enumerate(micro.rows):
+        found = made._credited.get(micro.trajectory_ids) or made._credit_of(micro, spread(micro, policy))
+        for place, i in enumerate(micro.trajectory_ids):
             chosen = micro.mask[place]
             targets = None if found.targets is None else found.targets[place][chosen]
             out[i] = (found.advantages[place][chosen], targets)

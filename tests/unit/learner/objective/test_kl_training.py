@@ -234,7 +234,7 @@ def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
     objective.begin(rows, plan_of(rows), version=START)
     gradients = [torch.empty(0)] * len(rows)
     observed = [pack([row], 10_000)[0] for row in rows]
-    observed = [replace(micro, rows=(place,)) for place, micro in enumerate(observed)]
+    observed = [replace(micro, trajectory_ids=(place,)) for place, micro in enumerate(observed)]
     for place, micro in enumerate(observed):  # x of every token is the place of its trajectory, in nats
         recorded = micro.behavior_logprobs
         objective.observe(micro, PassOutputs(policy=recorded, reference=recorded - place * micro.mask))

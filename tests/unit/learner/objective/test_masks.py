@@ -73,8 +73,8 @@ def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
     loss = replace(OFF, opsm_delta=0.5)
     assert torch.equal(kept(loss, GOOD).keep, MASK)
     waiting = replace(loss, opsm_when=OpsmWhen.over_budget)
-    assert torch.equal(kept(waiting, BAD, over_budget=False).keep, MASK)
-    assert not torch.equal(kept(waiting, BAD, over_budget=True).keep, MASK)
+    assert torch.equal(kept(waiting, BAD, drift_exceeded=False).keep, MASK)
+    assert not torch.equal(kept(waiting, BAD, drift_exceeded=True).keep, MASK)
 
 
 def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options):
@@ -90,11 +90,11 @@ def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options)
     made.begin(rows, plan_of(rows), version=5)
     (micro,) = pack(rows, 10_000)
     if made.needs:
-        policy = micro.padded(torch.cat([leaves[i] for i in micro.rows]).detach())
+        policy = micro.padded(torch.cat([leaves[i] for i in micro.trajectory_ids]).detach())
         average = None if proximal is None else torch.where(micro.mask, micro.behavior_logprobs + proximal, 0.0)
         made.observe(micro, PassOutputs(policy=policy, proximal=average))
         made.close_observation()
-    flat = torch.cat([leaves[i] for i in micro.rows])
+    flat = torch.cat([leaves[i] for i in micro.trajectory_ids])
     made.loss(micro, flat, torch.ones_like(flat)).backward()
     return [x.grad for x in leaves], made.finish().flush(0), [x.detach() for x in leaves]
 
@@ -235,7 +235,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     frozen = FrozenPolicy(other, name="ewma")
     score_batch(policy, [micro], made, proximal=frozen)
 
-    scored = made._seen[micro.rows].scored
+    scored = made._seen[micro.trajectory_ids].scored
     assert torch.equal(scored.proximal, micro.padded(frozen.score(micro)))
     assert scored.policy is None  # nobody asked for the policy's own
 

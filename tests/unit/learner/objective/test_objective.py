@@ -40,18 +40,19 @@ def policy_outputs(rows, drift=0.3, seed=0):
     return logprobs, entropies
 
 
-def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, age=None, **options):
+def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, **options):
     """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics)."""
     made = objective(advantage, loss, **options)
     logprobs, entropies = policy_outputs(rows, drift)
-    made.begin(rows, plan or plan_of(rows), version=VERSION, age=age)
+    made.begin(rows, plan or plan_of(rows), version=VERSION, lag_policy=lag_policy)
     micro_batches = pack(rows, max_tokens)
     if made.needs:
         for micro in micro_batches:
-            made.observe(micro, PassOutputs(policy=micro.padded(torch.cat([logprobs[i] for i in micro.rows]).detach())))
+            before = torch.cat([logprobs[i] for i in micro.trajectory_ids]).detach()
+            made.observe(micro, PassOutputs(policy=micro.padded(before)))
         made.close_observation()
     total = sum(
-        made.loss(micro, torch.cat([logprobs[i] for i in micro.rows]), torch.cat([entropies[i] for i in micro.rows]))
+        made.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
         for micro in micro_batches
     )
     total.backward()
@@ -255,7 +256,7 @@ def test_old_tokens_are_masked_only_when_asked_and_stay_in_the_denominator():
     rows = batch()
     plan = [msgspec.structs.replace(one, head_lag=min(1, one.head_lag)) for one in plan_of(rows)]
     _, plain, _, _ = run(rows)
-    _, grads, _, stats = run(rows, plan=plan, age=LagPolicy(mask_beyond=1))
+    _, grads, _, stats = run(rows, plan=plan, lag_policy=LagPolicy(mask_beyond=1))
 
     for row, grad, reference in zip(rows, grads, plain, strict=True):
         old = torch.from_numpy(VERSION - row.versions[row.mask] > 1)
@@ -268,7 +269,7 @@ def test_a_trajectory_that_the_hub_trains_under_a_wider_bound_keeps_its_old_toke
     rows = batch()
     plan = [msgspec.structs.replace(one, head_lag=2 if one.group_id == 0 else 0) for one in plan_of(rows)]
     _, plain, _, _ = run(rows)
-    _, grads, _, _ = run(rows, plan=plan, age=LagPolicy(mask_beyond=1))
+    _, grads, _, _ = run(rows, plan=plan, lag_policy=LagPolicy(mask_beyond=1))
 
     for row, grad, reference in zip(rows, grads, plain, strict=True):
         old = torch.from_numpy(VERSION - row.versions[row.mask] > (2 if row.group_id == 0 else 1))
@@ -280,7 +281,7 @@ def test_old_tokens_are_discounted_by_their_lag_and_stay_in_the_denominator():
     rows = batch()
     loss = LossConfig(surrogate="tis", behavior_penalty=0.0)
     _, plain, _, even = run(rows, loss=loss)
-    _, grads, _, stats = run(rows, loss=loss, age=LagPolicy(discount_beyond=1, decay=0.5))
+    _, grads, _, stats = run(rows, loss=loss, lag_policy=LagPolicy(discount_beyond=1, decay=0.5))
 
     factors = []
     for row, grad, reference in zip(rows, grads, plain, strict=True):
@@ -294,7 +295,7 @@ def test_old_tokens_are_discounted_by_their_lag_and_stay_in_the_denominator():
 def test_the_discount_spares_the_pull_back_to_the_data():
     rows = batch()
     losses = [LossConfig(surrogate="tis", behavior_penalty=tau) for tau in (0.0, 0.1)]
-    discounted = [run(rows, loss=loss, age=LagPolicy(discount_beyond=0, decay=0.01))[1] for loss in losses]
+    discounted = [run(rows, loss=loss, lag_policy=LagPolicy(discount_beyond=0, decay=0.01))[1] for loss in losses]
     undiscounted = [run(rows, loss=loss)[1] for loss in losses]
 
     for without, with_pull, plain, pulled in zip(*discounted, *undiscounted, strict=True):
@@ -305,8 +306,8 @@ def test_off_policy_masking_comes_on_over_budget_and_is_stricter_while_the_contr
     rows = batch()
     loss = replace(PLAIN, opsm_delta=0.12, opsm_when=OpsmWhen.over_budget)
     removed = [
-        run(rows, loss=loss, age=age)[3].get("keep/opsm", 0.0)
-        for age in (LagPolicy(over_budget=False), LagPolicy(), LagPolicy(opsm_scale=0.5))
+        run(rows, loss=loss, lag_policy=lag_policy)[3].get("keep/opsm", 0.0)
+        for lag_policy in (LagPolicy(drift_exceeded=False), LagPolicy(), LagPolicy(opsm_scale=0.5))
     ]
 
     assert removed[0] == 0.0 < removed[1] < removed[2]
@@ -316,8 +317,8 @@ def test_members_of_a_group_with_a_wide_spread_of_lags_are_compared_with_their_l
     rows = batch()
     plan = [msgspec.structs.replace(row, head_lag=9 * (row.index % 2)) for row in plan_of(rows)]
     _, together, _, _ = run(rows, plan=plan)
-    _, apart, _, _ = run(rows, plan=plan, age=LagPolicy(spread_budget=4))
-    _, within, _, _ = run(rows, plan=plan, age=LagPolicy(spread_budget=9))
+    _, apart, _, _ = run(rows, plan=plan, lag_policy=LagPolicy(spread_budget=4))
+    _, within, _, _ = run(rows, plan=plan, lag_policy=LagPolicy(spread_budget=9))
 
     assert any(not torch.equal(a, b) for a, b in zip(together, apart, strict=True))
     for a, b in zip(together, within, strict=True):

@@ -10,7 +10,7 @@ import torch
 from learner.data.packing import pack
 from learner.mesh import Ranks
 from learner.objective.objective import Objective
-from learner.objective.rewards import ScoreRules
+from learner.objective.rewards import RewardRules
 from learner.record.pareto import ParetoArchive
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
@@ -29,7 +29,7 @@ def two_scores():
 
 
 def rewards(rows, objectives=OFF, overlong=NONE, max_tokens=12):
-    rules = ScoreRules(objectives, overlong, max_tokens=max_tokens)
+    rules = RewardRules(objectives, overlong, max_tokens=max_tokens)
     shaped, plan = rules.apply(rows, plan_of(rows), ALONE)
     assert [row.reward for row in shaped] == [row.reward for row in plan]
     for row in shaped:
@@ -76,10 +76,10 @@ def test_tchebycheff_aims_at_the_given_point_or_the_best_so_far():
 def test_the_best_so_far_is_remembered_between_batches_and_restarts():
     rows = two_scores()
     settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 1.0})
-    rules = ScoreRules(settings, NONE, max_tokens=12)
+    rules = RewardRules(settings, NONE, max_tokens=12)
     high = [replace(row, scores={"quality": 9.0, "length": 0.0}) for row in rows]
     rules.apply(high, plan_of(high), ALONE)
-    again = ScoreRules(settings, NONE, max_tokens=12)
+    again = RewardRules(settings, NONE, max_tokens=12)
     again.restore(rules.state())
 
     shaped, _ = again.apply(rows, plan_of(rows), ALONE)
@@ -139,7 +139,7 @@ def test_a_missing_component_is_named():
 )
 def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
     with pytest.raises(ConfigError, match=message):
-        ScoreRules(objectives, overlong, max_tokens=12)
+        RewardRules(objectives, overlong, max_tokens=12)
 
 
 def losses(rows, **options):
@@ -167,8 +167,8 @@ def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():
 def test_metrics_tell_what_the_task_paid_whatever_is_trained_on():
     rows = two_scores()
     _, plain = losses(rows)
-    rules = ScoreRules(ObjectivesConfig(combine="weighted_sum", components={"quality": 5.0}), NONE, max_tokens=12)
-    _, shaped = losses(rows, score_rules=rules)
+    rules = RewardRules(ObjectivesConfig(combine="weighted_sum", components={"quality": 5.0}), NONE, max_tokens=12)
+    _, shaped = losses(rows, reward_rules=rules)
 
     assert shaped["reward/mean"] == plain["reward/mean"]
     assert shaped["advantage/std"] != plain["advantage/std"]

@@ -32,7 +32,7 @@ def step():
     )
     made.begin(rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 40):
-        made.loss(micro, torch.cat([logprobs[i] for i in micro.rows]), torch.cat([entropies[i] for i in micro.rows]))
+        made.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
     ell = [(x - torch.from_numpy(r.logprobs[r.mask])).double().numpy() for x, r in zip(logprobs, rows, strict=True)]
     return rows, ell, [e.numpy() for e in entropies], made.finish().flush(1)
 
