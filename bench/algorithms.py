@@ -35,7 +35,7 @@ from bench.record import exit_status, record, shared_arguments
 from streamrl.algorithms.estimators.scan import suffix_scan
 
 ROWS, TOKENS = 64, 4096
-_SCANNING = ("vtrace", "retrace", "returns")  # modules of streamrl.algorithms that hold estimators
+_SCANNING = ("vtrace", "retrace", "returns")  # modules of algorithms.estimators that call `suffix_scan`
 _NO_RECURSION = ("group", "vtrace_critic_free")
 
 Scan = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -119,7 +119,7 @@ def measure_estimators(repeats: int, seed: int) -> list[dict[str, Any]]:
         def on(scan: Scan, call: Callable[[], object] = call) -> None:
             with ExitStack() as swapped:
                 for module in _SCANNING:
-                    home = importlib.import_module(f"streamrl.algorithms.{module}")
+                    home = importlib.import_module(f"streamrl.algorithms.estimators.{module}")
                     swapped.enter_context(mock.patch.object(home, "suffix_scan", scan))
                 call()
 

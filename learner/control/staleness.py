@@ -6,7 +6,7 @@
     drift since the last publish     ->  publish now or later  publish.when
 
 Everything comes from the step's global totals, which are equal on all ranks, so ranks decide alike without talking.
-Rank 0 tells the hub. Rules: `streamrl.algorithms.staleness.control` and `supervision`.
+Rank 0 tells the hub. Rules: `streamrl.algorithms.staleness.control`.
 """
 
 from __future__ import annotations

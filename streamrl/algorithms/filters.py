@@ -11,6 +11,8 @@ from torch import Tensor
 
 from streamrl.algorithms.checks import check_alike, require
 
+__all__ = ["accuracy_in_range", "informative_groups", "overlong_penalty"]
+
 
 @torch.no_grad()
 def informative_groups(scores: Tensor, group_ids: Tensor, *, min_std: float = 1e-6) -> Tensor:

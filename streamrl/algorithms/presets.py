@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 from streamrl.algorithms.surrogates.registry import SURROGATES
 
+__all__ = ["PRESETS", "Preset", "preset"]
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:

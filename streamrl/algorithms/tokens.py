@@ -12,6 +12,8 @@ from streamrl.algorithms.checks import check_rows, check_tokens, discounts, floa
 from streamrl.algorithms.estimators.scan import last_action, suffix_scan
 from streamrl.algorithms.types import Moments
 
+__all__ = ["broadcast_rows", "moments", "place_terminal", "reward_to_go", "token_entropy", "token_logprobs", "whiten"]
+
 
 def token_logprobs(
     logits: Tensor,  # [B, T, A]

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+__all__ = [
+    "BreakerState", "ClipBounds", "ConstraintState", "Correction", "CorrectionSpec", "DriftBins", "DriftFit",
+    "DriftModel", "EssReport", "GoodputState", "KlState", "LagBound", "LagForecast", "LagSummary", "Moments", "Returns",
+    "SegmentReturns", "SequenceStats", "TokenLoss",
+]
+
 # Tensor-holding types compare by identity (eq=False): comparing tensors with == has no single truth value.
 
 

@@ -14,6 +14,11 @@ from torch import Tensor
 from streamrl.algorithms.checks import check_alike, float_dtype, require
 from streamrl.algorithms.types import ConstraintState
 
+__all__ = [
+    "constraint_penalty", "lagrangian_advantages", "lagrangian_loss", "lagrangian_update", "pid_lagrangian_update",
+    "self_normalized_mean",
+]
+
 
 def lagrangian_update(
     state: ConstraintState,

@@ -23,6 +23,8 @@ from torch import Tensor
 from streamrl.algorithms.checks import LOG_BOUND, only, read, require
 from streamrl.algorithms.estimators.ratios import differentiable_log_ratios
 
+__all__ = ["kl_estimate", "kl_loss", "kl_shaped_rewards"]
+
 _K3_BOUND = 10.0
 LOSS_KINDS = ("k2_is", "k1_is", "k3_is", "k2", "k3", "k1+", "k3+")
 

@@ -12,6 +12,11 @@ from dataclasses import replace
 from streamrl.algorithms.checks import require
 from streamrl.algorithms.types import KlState
 
+__all__ = [
+    "clip_high_update", "entropy_coef_update", "kl_doubling", "kl_exponential", "kl_horizon", "kl_linear",
+    "kl_log_integral", "kl_pid", "kl_schedule",
+]
+
 
 def kl_exponential(
     state: KlState,

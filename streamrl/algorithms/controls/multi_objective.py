@@ -11,6 +11,10 @@ from torch import Tensor
 
 from streamrl.algorithms.checks import float_dtype, require
 
+__all__ = [
+    "crowding_distance", "domination_count", "hypervolume", "hypervolume_contributions", "tchebycheff", "weighted_sum",
+]
+
 _Point = tuple[float, ...]
 
 

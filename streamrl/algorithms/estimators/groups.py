@@ -19,6 +19,12 @@ from streamrl.algorithms.checks import check_alike, check_rows, float_dtype, onl
 from streamrl.algorithms.tokens import broadcast_rows, reward_to_go, whiten
 from streamrl.algorithms.types import Moments
 
+__all__ = [
+    "dr_grpo_advantages", "gdpo_advantages", "group_advantages", "group_mean", "grpo_advantages", "leave_one_out",
+    "maxrl_advantages", "opob", "reinforce_pp_advantages", "reinforce_pp_baseline_advantages", "rloo_advantages",
+    "score_square_norms",
+]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Grouping:

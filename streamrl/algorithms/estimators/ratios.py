@@ -22,9 +22,15 @@ from streamrl.algorithms.checks import (
 from streamrl.algorithms.estimators.scan import suffix_scan
 from streamrl.algorithms.types import EssReport, SequenceStats
 
+__all__ = [
+    "effective_sample_size", "ess_report", "log_ratios", "sequence_stats", "token_log_ratios", "trace_length",
+]
+
 
 @torch.no_grad()
-def log_ratios(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND) -> Tensor:
+def token_log_ratios(
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND
+) -> Tensor:
     """`policy - behavior` per action token, clamped to +-bound, 0 elsewhere; [B, T], nats, detached.
 
     The clamp turns an infinite ratio into a finite one, so non-finite behavior log-probs must be rejected when the
@@ -34,10 +40,13 @@ def log_ratios(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor,
     return differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask, bound=bound)
 
 
+log_ratios = token_log_ratios  # the short public name, for callers without a local variable of that name
+
+
 def differentiable_log_ratios(
     older_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND
 ) -> Tensor:
-    """`log_ratios` with its gradient in `policy_logprobs`; 0 where the clamp acts."""
+    """`token_log_ratios` with its gradient in `policy_logprobs`; 0 where the clamp acts."""
     older, policy = read(mask, behavior_logprobs=older_logprobs.detach(), policy_logprobs=policy_logprobs)
     return only(mask, (policy - older).clamp(-bound, bound))
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import check_rows, discounts, float_dtype, only, read, require
-from streamrl.algorithms.estimators.ratios import log_ratios
+from streamrl.algorithms.estimators.ratios import token_log_ratios
 from streamrl.algorithms.estimators.scan import next_action, suffix_scan
 from streamrl.algorithms.types import Returns
+
+__all__ = ["dueling_q", "retrace_q", "retrace_v"]
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ def dueling_q(
 
 def _traces(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, lam: float) -> tuple[Tensor, Tensor]:
     require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
-    ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
     return ell, lam * ell.exp().clamp(max=1.0)
 
 

@@ -1,6 +1,6 @@
 """Returns with a value function: what to learn from rewards, on-policy or off.
 
-V-trace lives in `vtrace`, Retrace in `retrace`; all are importable from here. Recursions run backwards over action
+Recursions run backwards over action
 tokens only and step over observations and padding. `values[:, t]` is V(s_t), *before* token t; the value after the
 last token is `bootstrap_values` [B]: 0 if the episode ended, V(s_{T+1}) if it was cut. All results are detached except
 `value_loss`.
@@ -12,25 +12,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import check_rows, discounts, float_dtype, only, read, require
-from streamrl.algorithms.estimators.ratios import log_ratios
-from streamrl.algorithms.estimators.retrace import dueling_q, retrace_q, retrace_v
+from streamrl.algorithms.estimators.ratios import token_log_ratios
 from streamrl.algorithms.estimators.scan import next_action, suffix_scan
-from streamrl.algorithms.estimators.vtrace import vtrace, vtrace_critic_free, vtrace_segments
 from streamrl.algorithms.types import Returns
 
-__all__ = [
-    "clipped_is",
-    "dueling_q",
-    "gae",
-    "n_step",
-    "retrace_q",
-    "retrace_v",
-    "td_lambda",
-    "value_loss",
-    "vtrace",
-    "vtrace_critic_free",
-    "vtrace_segments",
-]
+__all__ = ["clipped_is", "gae", "n_step", "td_lambda", "value_loss"]
 
 
 @torch.no_grad()
@@ -123,7 +109,7 @@ def clipped_is(
     """
     require(eps >= 0.0, f"eps={eps} must not be negative")
     paid, value, _, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, 1.0)
-    ratio = log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
+    ratio = token_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     returns = only(mask, suffix_scan(paid, gammas, bootstrap_values.to(paid.dtype)))
     return Returns(advantages=only(mask, ratio.clamp(1.0 - eps, 1.0 + eps) * returns - value), targets=returns)
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import LOG_BOUND, check_rows, check_tokens, discounts, float_dtype, only, read, require
-from streamrl.algorithms.estimators.ratios import log_ratios
+from streamrl.algorithms.estimators.ratios import token_log_ratios
 from streamrl.algorithms.estimators.scan import last_action, next_action, suffix_scan
 from streamrl.algorithms.types import Returns, SegmentReturns
+
+__all__ = ["vtrace", "vtrace_critic_free", "vtrace_segments"]
 
 # exp of this is finite in float32: a suffix product beyond it cannot be told from infinity, and inf times 0 would be
 # NaN.
@@ -64,7 +66,7 @@ def vtrace(
     require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
     require(0.0 <= leak <= 1.0, f"leak={leak} must lie in [0, 1]")
     check_rows(mask, bootstrap_values=bootstrap_values)
-    ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
     paid, value = read(mask, rewards=rewards, values=values)
     dtype = float_dtype(ell, paid, bootstrap_values)
     ell, paid, value = ell.to(dtype), paid.to(dtype), value.to(dtype)
@@ -112,7 +114,7 @@ def vtrace_segments(
     require(not isinstance(gamma, Tensor), "gamma of vtrace_segments must be a float: it applies once per segment")
     check_tokens(mask, segment_ids=segment_ids)
     check_rows(mask, bootstrap_values=bootstrap_values)
-    ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
     paid, value = read(mask, rewards=rewards, values=values)
     dtype = float_dtype(ell, paid, bootstrap_values)
     starts, segment = _segment_numbers(segment_ids, mask)
@@ -167,7 +169,7 @@ def vtrace_critic_free(
     """
     _check_bars(lam, rho_bar, c_bar, rho_bar_pg)
     check_rows(mask, scores=scores, baselines=baselines)
-    ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
     dtype = float_dtype(ell, scores, baselines)
     ell = ell.to(dtype)
     log_lam = math.log(lam) if lam > 0.0 else -math.inf

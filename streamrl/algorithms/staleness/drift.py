@@ -16,6 +16,8 @@ from torch import Tensor
 from streamrl.algorithms.checks import check_tokens, read_log_ratios, require
 from streamrl.algorithms.types import DriftBins, DriftFit, DriftModel
 
+__all__ = ["drift_bins", "fit_drift", "oscillation", "predict_ess", "predict_m2", "update_drift"]
+
 _LEAST_SHARE = 1e-3  # of all tokens that a bin remembers
 
 

@@ -14,6 +14,11 @@ from torch import Tensor
 from streamrl.algorithms.checks import check_alike, check_tokens, require
 from streamrl.algorithms.types import LagForecast, LagSummary
 
+__all__ = [
+    "accepted_after_restart", "admissible", "capacity", "default_max_lag", "forecast_lag", "group_spread", "lag_keep",
+    "lag_summary", "lag_weights", "split_by_lag", "token_lags",
+]
+
 
 def capacity(
     *, version: int, eta: int, batch_size: int, accepted: int, running: int, max_concurrent: int | None = None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from streamrl.algorithms.checks import check_alike, check_rows, check_tokens, only, read, require
 
+__all__ = ["aggregate", "aggregation_weights"]
+
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 
 

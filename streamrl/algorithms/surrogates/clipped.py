@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import LOG_BOUND, check_tokens, only, read, require, row_counts
-from streamrl.algorithms.estimators.ratios import differentiable_log_ratios, log_ratios
+from streamrl.algorithms.estimators.ratios import differentiable_log_ratios, token_log_ratios
 from streamrl.algorithms.staleness.control import clip_from_budget
 from streamrl.algorithms.types import ClipBounds, TokenLoss
+
+__all__ = ["behavior_penalty", "decoupled_ppo", "gmpo", "gspo", "loglinear_proximal", "m2po", "ppo_clip", "sapo"]
 
 
 def ppo_clip(
@@ -71,7 +73,7 @@ def decoupled_ppo(
     inner = ppo_clip(
         proximal_logprobs, policy_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    staleness = log_ratios(behavior_logprobs, proximal_logprobs, mask).exp()
+    staleness = token_log_ratios(behavior_logprobs, proximal_logprobs, mask).exp()
     return TokenLoss(
         losses=only(mask, staleness.clamp(max=cap).to(inner.losses.dtype) * inner.losses),
         clipped=inner.clipped | (mask & (staleness > cap)),
@@ -174,7 +176,7 @@ def m2po(
     them. Source: M2PO, arXiv:2510.01161.
     """
     if bounds is None:
-        ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+        ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
         bounds = clip_from_budget(
             ell, advantages.detach(), mask, budget=budget, floor_low=floor_low, floor_high=floor_high
         )

@@ -27,6 +27,11 @@ from streamrl.algorithms.checks import (
 from streamrl.algorithms.estimators.ratios import sequence_stats
 from streamrl.algorithms.types import Correction, CorrectionSpec
 
+__all__ = [
+    "CORRECTION_PRESETS", "apply_correction", "geo_bound", "geo_keep", "k2_keep", "k3_keep", "mis_weights",
+    "normalize_weights", "opsm_keep", "seq_mis_keep", "seq_tis_weights", "tis_weights", "veto_keep",
+]
+
 
 @torch.no_grad()
 def tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:

@@ -13,17 +13,9 @@ from typing import Any
 
 from streamrl.algorithms.checks import require
 from streamrl.algorithms.estimators.groups import group_advantages, reinforce_pp_advantages
-from streamrl.algorithms.estimators.returns import (
-    clipped_is,
-    gae,
-    n_step,
-    retrace_q,
-    retrace_v,
-    td_lambda,
-    vtrace,
-    vtrace_critic_free,
-    vtrace_segments,
-)
+from streamrl.algorithms.estimators.retrace import retrace_q, retrace_v
+from streamrl.algorithms.estimators.returns import clipped_is, gae, n_step, td_lambda
+from streamrl.algorithms.estimators.vtrace import vtrace, vtrace_critic_free, vtrace_segments
 from streamrl.algorithms.surrogates.clipped import decoupled_ppo, gmpo, gspo, m2po, ppo_clip, sapo
 from streamrl.algorithms.surrogates.corrections import CORRECTION_PRESETS
 from streamrl.algorithms.surrogates.weighted import (
@@ -38,6 +30,8 @@ from streamrl.algorithms.surrogates.weighted import (
     topr,
     vespo,
 )
+
+__all__ = ["ANCHORS", "ESTIMATORS", "SURROGATES", "check_pairing"]
 
 ESTIMATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import LOG_BOUND, check_tokens, only, read, require
-from streamrl.algorithms.estimators.ratios import log_ratios, sequence_stats
+from streamrl.algorithms.estimators.ratios import sequence_stats, token_log_ratios
 from streamrl.algorithms.types import TokenLoss
+
+__all__ = ["aipo", "cispo", "dppo_kl", "dppo_tv", "mis", "reinforce", "seq_tis", "tis", "topr", "vespo"]
 
 
 def score_loss(
@@ -52,7 +54,7 @@ def tis(
     `clipped` marks tokens with truncated weight; they keep a gradient.
     """
     require(0.0 <= floor <= cap and cap > 0.0, f"floor={floor} and cap={cap} must satisfy 0 <= floor <= cap, cap > 0")
-    ratio = log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
+    ratio = token_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     return score_loss(ratio.clamp(floor, cap), policy_logprobs, advantages, mask, (ratio > cap) | (ratio < floor))
 
 
@@ -96,7 +98,7 @@ def mis(
 ) -> TokenLoss:
     """Masked importance sampling (IcePop; DIS): weight u if `low <= u <= high`, else 0. `clipped` marks the zeroed."""
     require(0.0 <= low <= high, f"low={low} and high={high} must satisfy 0 <= low <= high")
-    ratio = log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
+    ratio = token_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     inside = (ratio >= low) & (ratio <= high)
     return score_loss(only(inside, ratio), policy_logprobs, advantages, mask, ~inside)
 
@@ -176,7 +178,7 @@ def dppo_kl(
     The bounds have no default because no published value was verified. arXiv:2602.04879.
     """
     with torch.no_grad():
-        ell = log_ratios(behavior_logprobs, policy_logprobs, mask)
+        ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
         behavior, policy = read(mask, behavior_logprobs=behavior_logprobs, policy_logprobs=policy_logprobs)
         tiny = torch.finfo(ell.dtype).eps
         # 1 - p as -expm1(log p) keeps its digits for p near 1, where most tokens are.
@@ -205,7 +207,7 @@ def _dppo(
         f"bound_low={bound_low} and bound_high={bound_high} must not be negative",
     )
     require(cap is None or cap > 0.0, f"cap={cap} must be positive or None")
-    ratio = log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
+    ratio = token_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     (credit,) = read(mask, advantages=advantages.detach())
     dropped = ((credit > 0) & far_up) | ((credit < 0) & far_down)
     capped = torch.zeros_like(mask) if cap is None else ratio > cap
@@ -222,7 +224,7 @@ def _probability(logprobs: Tensor, mask: Tensor) -> Tensor:
 @torch.no_grad()
 def _row_log_ratio(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor) -> Tensor:
     """S of each row, clamped, on every token: [B, T]."""
-    stats = sequence_stats(log_ratios(behavior_logprobs, policy_logprobs, mask), mask)
+    stats = sequence_stats(token_log_ratios(behavior_logprobs, policy_logprobs, mask), mask)
     return stats.log_sum.clamp(-LOG_BOUND, LOG_BOUND)[:, None].expand(mask.shape)
 
 

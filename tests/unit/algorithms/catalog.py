@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,7 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "moments": lambda r: alg.moments(r.advantages, r.mask),
     "whiten": lambda r: alg.whiten(r.advantages, r.mask),
     "log_ratios": lambda r: alg.log_ratios(r.behavior, r.policy, r.mask),
+    "token_log_ratios": lambda r: alg.token_log_ratios(r.behavior, r.policy, r.mask),
     "sequence_stats": lambda r: alg.sequence_stats(r.log_ratios, r.mask),
     "effective_sample_size": lambda r: alg.effective_sample_size(r.weights, r.mask),
     "ess_report": lambda r: alg.ess_report(r.log_ratios, r.mask, keep=r.keep),
@@ -163,6 +166,12 @@ OTHER_DIFFERENTIABLE: dict[str, Callable[[Rows], Any]] = {
         )
     },
 }  # fmt: skip
+
+PUBLIC_NAMES = sorted(
+    name
+    for module in pkgutil.walk_packages(alg.__path__, f"{alg.__name__}.")
+    for name in getattr(importlib.import_module(module.name), "__all__", ())
+)
 
 EVERYTHING = {**LOSSES, **DETACHED, **OTHER_DIFFERENTIABLE}
 
