@@ -14,7 +14,7 @@ from actors.env_executor import EnvExecutor, where
 from actors.render import Renderer
 from streamrl.environment import ChatMessage, Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
-from streamrl.messages import Member, MemberStatus, Sampling
+from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
 
 log = logging.getLogger("streamrl.actor")
@@ -49,8 +49,8 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[tuple[int, int]] = field(default_factory=list)
-    versions: list[tuple[int, int, int, int]] = field(default_factory=list)
-    turns: list[tuple[int, int, float]] = field(default_factory=list)
+    versions: list[Span] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     pending_reward: float = 0.0  # rewards of turns in which nothing was said, while there is no turn to add them to
 
     def add_action(self, generation: Generation, reward: float) -> None:
@@ -64,17 +64,17 @@ class Transcript:
         self.token_ids += generation.token_ids
         self.logprobs += generation.logprobs
         self.mask.append((start, end))
-        self.turns.append((start, end, reward))
+        self.turns.append(Turn(start, end, reward))
         for span in generation.spans:
-            row = (span.ref.learner_epoch, span.ref.version, start + span.start, start + span.end)
-            self.versions.append(row)
+            ref = span.ref
+            self.versions.append(Span(ref.learner_epoch, ref.version, start + span.start, start + span.end))
 
     def _add_reward(self, reward: float) -> None:
         if not self.turns:
             self.pending_reward += reward
             return
-        start, end, earlier = self.turns[-1]
-        self.turns[-1] = (start, end, earlier + reward)
+        last = self.turns[-1]
+        self.turns[-1] = Turn(last.start, last.end, last.reward + reward)
 
     def add_observation(self, ids: Sequence[int]) -> None:
         self.token_ids += ids
@@ -197,10 +197,10 @@ class EpisodeRunner:
         self, index: int, transcript: Transcript, status: MemberStatus, scores: dict[str, float], finish: str
     ) -> Member:
         return Member(
-            index=index, status=int(status), prompt_ids=pack_ids(transcript.prompt_ids),
+            index=index, status=status, prompt_ids=pack_ids(transcript.prompt_ids),
             token_ids=pack_ids(transcript.token_ids), logprobs=pack_logprobs(transcript.logprobs),
             mask=tuple(transcript.mask), versions=tuple(transcript.versions), turns=tuple(transcript.turns),
-            reward=float(sum(reward for _, _, reward in transcript.turns)), scores=scores, finish=finish,
+            reward=float(sum(turn.reward for turn in transcript.turns)), scores=scores, finish=finish,
         )
 
     async def _call(self, method: Callable[..., Any], argument: object) -> Any:
@@ -220,7 +220,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _aborted(index: int, finish: str) -> Member:
-    return Member(index, int(MemberStatus.ABORTED), b"", b"", b"", (), (), (), 0.0, {}, finish[:MAX_NAME_CHARS])
+    return Member(index, MemberStatus.ABORTED, b"", b"", b"", (), (), (), 0.0, {}, finish[:MAX_NAME_CHARS])
 
 
 def checked(step: Any, source: str) -> Step:

@@ -49,8 +49,8 @@ async def run_group(
         cause = runner.last_env_error or "no generation had a token"
         return returned(lease, ReturnReason.ENV_ERROR, f"every member failed, of late with {cause}")
     return Group(
-        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.COMPLETE),
-        reason=int(ReturnReason.NONE), detail="", sampling=lease.sampling, members=_share_prompt(members),
+        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=Outcome.COMPLETE,
+        reason=ReturnReason.NONE, detail="", sampling=lease.sampling, members=_share_prompt(members),
         stats={"generate_s": time.perf_counter() - started},
     )
 
@@ -80,8 +80,8 @@ def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:
     """The lease handed back; the detail is cut to what fits."""
     detail = detail[:512].encode("utf-8", "replace").decode()  # whatever a user's exception says
     return Group(
-        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=int(Outcome.RETURNED),
-        reason=int(reason), detail=detail, sampling=lease.sampling, members=(), stats={},
+        incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=Outcome.RETURNED,
+        reason=reason, detail=detail, sampling=lease.sampling, members=(), stats={},
     )
 
 

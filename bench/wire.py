@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from bench.record import exit_status, record, shared_arguments
-from streamrl.messages import TO_HUB, Group, Member, Sampling
+from streamrl.messages import TO_HUB, Group, Member, Sampling, Span, Turn
 from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs, unpack_ids
 from streamrl.messages.validate import GroupBounds, check_group
 
@@ -45,7 +45,8 @@ def make_group(num_tokens: int, members: int, seed: int) -> Group:
         made.append(Member(
             index=index, status=0, prompt_ids=pack_ids(ids[:16]) if index == 0 else b"", token_ids=pack_ids(ids),
             logprobs=pack_logprobs(logprobs), mask=((0, num_tokens),),
-            versions=((1, 7, 0, half), (1, 8, half, num_tokens)), turns=((0, num_tokens, 1.0),), reward=1.0,
+            versions=(Span(1, 7, 0, half), Span(1, 8, half, num_tokens)), turns=(Turn(0, num_tokens, 1.0),),
+            reward=1.0,
             scores={"score": 1.0}, finish="stop",
         ))
     return Group(1 << 50, 9, 12, 0, 0, 0, "", Sampling(), tuple(made), {"generate_s": 0.5})
@@ -88,7 +89,7 @@ def list_form(group: Group) -> list[ListMember]:
     out = []
     for member in group.members:
         ids = unpack_ids(member.token_ids)
-        versions = [row[1] for row in member.versions for _ in range(row[2], row[3])]
+        versions = [span.version for span in member.versions for _ in range(span.start, span.end)]
         logprobs = np.frombuffer(member.logprobs, "<f4").tolist()
         out.append(ListMember(ids.tolist(), logprobs, [True] * len(ids), versions))
     return out

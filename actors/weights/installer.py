@@ -280,7 +280,7 @@ def _report(
     times: InstallTimes | None = None, *, error: str = "", probed: Probed | None = None,
 ) -> Installed:
     return Installed(
-        target=manifest.ref, root=manifest.root, ok=not error, source=int(source),
+        target=manifest.ref, root=manifest.root, ok=not error, source=source,
         transfer_s=fetched.transfer_s if fetched else 0.0, verify_s=fetched.verify_s if fetched else 0.0,
         pause_s=times.pause_s if times else 0.0, install_s=times.install_s if times else 0.0,
         nbytes=fetched.document.nbytes if fetched and source != InstallSource.SAME else 0,

@@ -115,7 +115,7 @@ class BroadcasterService:
         if now < self._alive_at + ALIVE_S or (self._slots is not None and self._slots.stuck):
             return
         self._alive_at = now
-        self._socket.send(encode(BroadcastReport(0, int(BroadcastStage.ALIVE))))
+        self._socket.send(encode(BroadcastReport(0, BroadcastStage.ALIVE)))
 
     def _hear(self, message: Message) -> bool:
         """One word of the hub; False if it was the last."""
@@ -178,10 +178,10 @@ class BroadcasterService:
 
         def form() -> None:
             unique_id = broadcaster.name()
-            self._report(BroadcastReport(epoch, int(BroadcastStage.NAMED), unique_id))
+            self._report(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
             # The hub's deadline is the first word: it knows who is missing, and ends this process.
             broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
-            self._report(BroadcastReport(epoch, int(BroadcastStage.FORMED)))
+            self._report(BroadcastReport(epoch, BroadcastStage.FORMED))
 
         self._attempt(epoch, form)
 
@@ -196,9 +196,9 @@ class BroadcasterService:
             began = time.monotonic()
             broadcaster.send(
                 ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
-                progress=lambda: self._report(BroadcastReport(epoch, int(BroadcastStage.PROGRESS))),
+                progress=lambda: self._report(BroadcastReport(epoch, BroadcastStage.PROGRESS)),
             )
-            self._report(BroadcastReport(epoch, int(BroadcastStage.SENT), seconds=time.monotonic() - began))
+            self._report(BroadcastReport(epoch, BroadcastStage.SENT, seconds=time.monotonic() - began))
 
         self._attempt(epoch, send)
 
@@ -215,7 +215,7 @@ class BroadcasterService:
                 self._stuck.set()
                 self._wake()
                 return
-            self._report(BroadcastReport(epoch, int(BroadcastStage.FAILED), error=str(error)[:2000]))
+            self._report(BroadcastReport(epoch, BroadcastStage.FAILED, error=str(error)[:2000]))
 
     def _report(self, report: BroadcastReport) -> None:
         self._reports.append(report)

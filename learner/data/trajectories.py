@@ -124,16 +124,18 @@ def _token_versions(
     name: str, member: Member, mask: np.ndarray, version: int, learner_epoch: int | None
 ) -> np.ndarray:
     versions = np.full(len(mask), -1, dtype=np.int64)
-    for epoch, sampled_by, start, end in member.versions:
+    for span in member.versions:
+        start, end = span.start, span.end
         _check_range(name, "versions", start, end, len(mask))
-        if sampled_by > version or (learner_epoch is not None and epoch > learner_epoch):
+        if span.version > version or (learner_epoch is not None and span.learner_epoch > learner_epoch):
             raise ContentError(
                 "version",
-                f"{name}: tokens {start}..{end} are of version {epoch}:{sampled_by}, training is at {version}",
+                f"{name}: tokens {start}..{end} are of version {span.learner_epoch}:{span.version}, "
+                f"training is at {version}",
             )
         if (versions[start:end][mask[start:end]] >= 0).any():
             raise ContentError("range", f"{name}: version spans overlap in tokens {start}..{end}")
-        versions[start:end] = sampled_by
+        versions[start:end] = span.version
     if (versions[mask] < 0).any():
         raise ContentError("range", f"{name}: {int((versions[mask] < 0).sum())} action tokens have no version")
     versions[~mask] = -1
@@ -146,16 +148,16 @@ def _token_rewards(name: str, member: Member, mask: np.ndarray) -> np.ndarray:
     actions = np.flatnonzero(mask)
     if not len(actions):
         return rewards.astype(np.float32)
-    for start, end, reward in member.turns:
-        _check_range(name, "turns", start, end, len(mask))
-        last = np.searchsorted(actions, end) - 1
-        rewards[actions[max(last, 0)]] += reward
+    for turn in member.turns:
+        _check_range(name, "turns", turn.start, turn.end, len(mask))
+        last = np.searchsorted(actions, turn.end) - 1
+        rewards[actions[max(last, 0)]] += turn.reward
     rewards[actions[-1]] += member.reward - rewards.sum()
     return rewards.astype(np.float32)
 
 
 def _token_turns(member: Member, mask: np.ndarray) -> np.ndarray:
     """Tokens after the last turn that was recorded belong to it."""
-    ends = np.array([end for _, end, _ in member.turns], dtype=np.int64)
+    ends = np.array([turn.end for turn in member.turns], dtype=np.int64)
     turns = np.searchsorted(ends, np.arange(len(mask)), side="right")
     return np.where(mask, np.minimum(turns, max(0, len(ends) - 1)), 0).astype(np.int64)

@@ -50,9 +50,7 @@ from streamrl.messages.base import (
     Range,
     Sampling,
     SeqRange,
-    SpanRow,
     Text,
-    TurnRow,
     VersionRef,
     Word,
 )
@@ -110,8 +108,11 @@ from streamrl.messages.work import (
     MemberStatus,
     Outcome,
     Purpose,
+    Rejection,
     RejectReason,
     ReturnReason,
+    Span,
+    Turn,
 )
 
 __all__ = [
@@ -170,6 +171,7 @@ __all__ = [
     "RankReady",
     "BatchPending",
     "RejectReason",
+    "Rejection",
     "ReturnReason",
     "SLOT_TO_ACTOR",
     "SLOT_TO_SENDER",
@@ -189,7 +191,7 @@ __all__ = [
     "IpcBufferFree",
     "IpcBufferOpen",
     "IpcBufferTicket",
-    "SpanRow",
+    "Span",
     "Stop",
     "StopReason",
     "TO_ACTOR",
@@ -199,7 +201,7 @@ __all__ = [
     "TensorSpec",
     "Text",
     "Trained",
-    "TurnRow",
+    "Turn",
     "U16",
     "U32",
     "U64",

@@ -105,7 +105,7 @@ class ActorHeartbeat(Message):
 
     incarnation: U64
     beat: U64
-    state: Annotated[int, Meta(ge=0, le=6)]
+    state: ActorState
     free: U16
     running: U16
     installed: VersionRef | None
@@ -170,7 +170,7 @@ class Installed(Message):
     target: VersionRef
     root: Digest
     ok: bool
-    source: Annotated[int, Meta(ge=0, le=5)]
+    source: InstallSource
     transfer_s: float
     verify_s: float
     pause_s: float
@@ -211,7 +211,7 @@ class StopReason(IntEnum):
 class Stop(Message):
     """Kind 13, hub -> actor: refused, fenced, finished, or "say HELLO again"."""
 
-    reason: Annotated[int, Meta(ge=1, le=10)]
+    reason: StopReason
     rejoin: bool
     retry_after_s: float
     exit_code: Annotated[int, Meta(ge=0, le=255)]

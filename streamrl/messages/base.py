@@ -21,8 +21,6 @@ U64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound over int64; MessagePa
 Range = tuple[U32, U32]
 SeqRange = tuple[U64, U64]
 LeaseRef = tuple[U64, U16]
-SpanRow = tuple[U32, U64, U32, U32]
-TurnRow = tuple[U32, U32, float]
 
 
 class Message(Struct, array_like=True, frozen=True, gc=False):

@@ -64,7 +64,7 @@ class BroadcastReport(Message):
     """
 
     epoch: U32
-    stage: Annotated[int, Meta(ge=0, le=5)]
+    stage: BroadcastStage
     unique_id: Annotated[bytes, Meta(max_length=256)] = b""
     error: LongText = ""
     seconds: float = 0.0

@@ -31,7 +31,7 @@ import numpy as np
 from msgspec import Struct
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling
+from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling, VersionRef
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
@@ -52,21 +52,28 @@ class GroupBounds:
     max_new_tokens: int = 1 << 20
 
 
+class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
+    """How many consecutive action tokens a version sampled."""
+
+    learner_epoch: int
+    version: int
+    num_action_tokens: int
+
+
 class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
     """What the ledger keeps of a checked member besides its bytes.
 
-    `num_tokens` counts prompt, actions and observations; `spans` rows are (learner_epoch, version, num_action_tokens),
-    oldest tokens first, versions without action tokens left out.
+    `num_tokens` counts prompt, actions and observations; `spans` leaves out versions without action tokens.
     """
 
     index: int
-    status: int
+    status: MemberStatus
     num_tokens: int
     num_action_tokens: int
     reward: float
     scores: dict[str, float]
-    spans: tuple[tuple[int, int, int], ...]
-    all_versions: tuple[tuple[int, int], ...]
+    spans: tuple[VersionTokens, ...]
+    all_versions: tuple[VersionRef, ...]
 
     @property
     def aborted(self) -> bool:
@@ -118,14 +125,17 @@ def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, wher
         raise ContentError(
             "response_too_long", f"{where} has {num_actions} action tokens, the limit is {bounds.max_new_tokens}"
         )
-    counts = _cover([(start, end) for _, _, start, end in member.versions], before, "version", where)
-    _cover([(start, end) for start, end, _ in member.turns], before, "turn", where)
+    counts = _cover([(span.start, span.end) for span in member.versions], before, "version", where)
+    _cover([(turn.start, turn.end) for turn in member.turns], before, "turn", where)
     _check_rewards(member, where)
     return MemberSummary(
         index=member.index, status=member.status, num_tokens=num_prompt + num_tokens, num_action_tokens=num_actions,
         reward=member.reward, scores=dict(member.scores),
-        spans=tuple((row[0], row[1], n) for row, n in zip(member.versions, counts, strict=True) if n),
-        all_versions=tuple(dict.fromkeys((epoch, version) for epoch, version, _, _ in member.versions)),
+        spans=tuple(
+            VersionTokens(span.learner_epoch, span.version, n)
+            for span, n in zip(member.versions, counts, strict=True) if n
+        ),
+        all_versions=tuple(dict.fromkeys(VersionRef(span.learner_epoch, span.version) for span in member.versions)),
     )
 
 
@@ -207,9 +217,11 @@ def _cover(ranges: Sequence[tuple[int, int]], before: np.ndarray, what: str, whe
 def _check_rewards(member: Member, where: str) -> None:
     if not math.isfinite(member.reward):
         raise ContentError("reward_finite", f"{where}: the reward is {member.reward}")
-    for start, end, reward in member.turns:
-        if not math.isfinite(reward):
-            raise ContentError("turn_reward_finite", f"{where}: the reward of turn {start}..{end} is {reward}")
+    for turn in member.turns:
+        if not math.isfinite(turn.reward):
+            raise ContentError(
+                "turn_reward_finite", f"{where}: the reward of turn {turn.start}..{turn.end} is {turn.reward}"
+            )
     for name, score in member.scores.items():
         if not math.isfinite(score):
             raise ContentError("score_finite", f"{where}: score {name!r} is {score}")

@@ -116,7 +116,7 @@ class Pull(Message):
 
     pull_token: Digest
     target: VersionRef
-    mode: Annotated[int, Meta(ge=0, le=2)]
+    mode: PullMode
     bucket: U32
     offset: U64
     length: U32
@@ -133,10 +133,10 @@ class Chunk(Message):
     """Kind 9, weight socket -> actor: the range, its payload in frame 1, or why not."""
 
     target: VersionRef
-    mode: Annotated[int, Meta(ge=0, le=2)]
+    mode: PullMode
     bucket: U32
     offset: U64
-    status: Annotated[int, Meta(ge=0, le=3)]
+    status: ChunkStatus
     retry_after_s: float
     total: U64
     length: U32

@@ -7,21 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.messages.base import (
-    U16,
-    U32,
-    U64,
-    LeaseRef,
-    Message,
-    Range,
-    Sampling,
-    SeqRange,
-    SpanRow,
-    Text,
-    TurnRow,
-    VersionRef,
-    Word,
-)
+from streamrl.messages.base import U16, U32, U64, LeaseRef, Message, Range, Sampling, SeqRange, Text, VersionRef, Word
 
 
 class Purpose(IntEnum):
@@ -42,7 +28,7 @@ class Lease(Message):
     min_version: VersionRef
     sampling: Sampling
     ttl_s: float
-    purpose: Annotated[int, Meta(ge=0, le=1)] = 0
+    purpose: Purpose = Purpose.TRAIN
 
     @property
     def ref(self) -> tuple[int, int]:
@@ -81,22 +67,39 @@ class MemberStatus(IntEnum):
     ABORTED = 2
 
 
+class Span(Message):
+    """Tokens start..end were sampled by this version."""
+
+    learner_epoch: U32
+    version: U64
+    start: U32
+    end: U32
+
+
+class Turn(Message):
+    """Tokens start..end are one turn of the episode, worth this reward."""
+
+    start: U32
+    end: U32
+    reward: float
+
+
 class Member(Message):
     """One trajectory. `token_ids` holds every token after the prompt, actions and observations alike (T of them).
 
     `logprobs` are natural logs of the sampled token under the *processed* sampling distribution, exactly 0.0 off the
-    mask: the denominator of the importance ratio, always. `mask` lists action-token ranges; `versions` rows are (epoch,
-    version, start, end), `turns` rows are (start, end, reward): each action token is in exactly one of each.
+    mask: the denominator of the importance ratio, always. `mask` lists action-token ranges; each action token is in
+    exactly one `Span` of `versions` and in one `Turn`.
     """
 
     index: U16
-    status: Annotated[int, Meta(ge=0, le=2)]
+    status: MemberStatus
     prompt_ids: bytes
     token_ids: bytes
     logprobs: bytes
     mask: Annotated[tuple[Range, ...], Meta(max_length=4096)]
-    versions: Annotated[tuple[SpanRow, ...], Meta(max_length=256)]
-    turns: Annotated[tuple[TurnRow, ...], Meta(max_length=1024)]
+    versions: Annotated[tuple[Span, ...], Meta(max_length=256)]
+    turns: Annotated[tuple[Turn, ...], Meta(max_length=1024)]
     reward: float
     scores: Annotated[dict[Word, float], Meta(max_length=64)]
     finish: Word
@@ -109,8 +112,8 @@ class Group(Message):
     seq: U64
     group_id: U64
     attempt: U16
-    outcome: Annotated[int, Meta(ge=0, le=2)]
-    reason: Annotated[int, Meta(ge=0, le=9)]
+    outcome: Outcome
+    reason: ReturnReason
     detail: Text
     sampling: Sampling
     members: Annotated[tuple[Member, ...], Meta(max_length=1024)]
@@ -129,6 +132,14 @@ class RejectReason(IntEnum):
     FINISHED = 8
 
 
+class Rejection(Message):
+    """A group that the ledger refused for good, and why."""
+
+    seq: U64
+    reason: int  # a RejectReason; a later release may know more of them, and an ack must not be lost for that
+    detail: Annotated[str, Meta(max_length=256)]
+
+
 class Ack(Message):
     """Kind 5, hub -> actor, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
 
@@ -137,4 +148,4 @@ class Ack(Message):
     accepted: Annotated[tuple[SeqRange, ...], Meta(max_length=256)]
     durable_upto: U64
     durable: Annotated[tuple[SeqRange, ...], Meta(max_length=256)]
-    rejected: Annotated[tuple[tuple[U64, int, Annotated[str, Meta(max_length=256)]], ...], Meta(max_length=64)]
+    rejected: Annotated[tuple[Rejection, ...], Meta(max_length=64)]

@@ -250,9 +250,9 @@ class ActorSession:
         self.outbox.settle(ack.settled_upto, ack.accepted)
         self.outbox.forget(ack.durable_upto, ack.durable)
         effects: list[Effect] = []
-        for seq, reason, _detail in ack.rejected:
-            self.outbox.forget(0, [(seq, seq)])
-            if reason == RejectReason.FENCED:
+        for one in ack.rejected:
+            self.outbox.forget(0, [(one.seq, one.seq)])
+            if one.reason == RejectReason.FENCED:
                 return self._gone(EXIT_FENCED, "a newer process with this actor_id has taken over")
         return effects + self._flush(now) + self._leave_if_done(now)
 
@@ -313,7 +313,7 @@ class ActorSession:
         p = self.progress
         taking = self.state is ActorState.RUNNING and not self.outbox.full
         beat = ActorHeartbeat(
-            incarnation=self.incarnation, beat=self._beat, state=int(self.state), free=p.free if taking else 0,
+            incarnation=self.incarnation, beat=self._beat, state=self.state, free=p.free if taking else 0,
             running=p.running, installed=self.installed[0] if self.installed else None, tokens_total=p.tokens_total,
             stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
             free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,

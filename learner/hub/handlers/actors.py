@@ -14,14 +14,12 @@ from streamrl.messages import (
     PROTOCOL,
     TO_HUB,
     ActorHeartbeat,
-    ActorState,
     Bye,
     Drain,
     Group,
     Hello,
     HubHeartbeat,
     Installed,
-    InstallSource,
     Leases,
     Message,
     Stop,
@@ -86,7 +84,7 @@ class ActorHandler:
             f"this actor speaks protocol {theirs}, the hub {PROTOCOL}: install the same release of streamrl on both "
             "sides"
         )
-        stop = Stop(int(StopReason.PROTOCOL), False, 0.0, EXIT_CODES[StopReason.PROTOCOL], detail)
+        stop = Stop(StopReason.PROTOCOL, False, 0.0, EXIT_CODES[StopReason.PROTOCOL], detail)
         self.hub.send_control(routing_id, encode(stop, protocol=theirs))
 
     def _linked(self, link: Link, message: Message, frame: bytes, now: float) -> None:
@@ -173,7 +171,7 @@ class ActorHandler:
             beat = msgspec.structs.replace(beat, installed=None)  # whatever it serves, it is not ours
         self.hub.ledger.beat(link.actor_id, beat, now)
         quarantined = self.checks.quarantined(link.actor_id, link.incarnation)
-        link.state = "quarantined" if quarantined else ActorState(beat.state).name.lower()
+        link.state = "quarantined" if quarantined else beat.state.name.lower()
         if not link.slots:
             link.state = "relay"
         link.stats = beat.stats
@@ -209,7 +207,7 @@ class ActorHandler:
             self._strike(link, "wrong root", now)
             return
         self.hub.counters["num_installs"] += 1
-        self.hub.counters[f"num_installs_{InstallSource(message.source).name.lower()}"] += 1
+        self.hub.counters[f"num_installs_{message.source.name.lower()}"] += 1
         self.hub.weights.count_install(message, now)
         if message.probe is not None:
             self.checks.probed(*who, message.target, message.probe)
@@ -285,7 +283,7 @@ class ActorHandler:
     def _stop(
         self, routing_id: bytes, reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0
     ) -> None:
-        self._send(routing_id, Stop(int(reason), rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512]))
+        self._send(routing_id, Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512]))
 
     def _send(self, routing_id: bytes, message: Message) -> bool:
         return self.hub.send_control(routing_id, encode(message))

@@ -193,7 +193,7 @@ class BroadcastHandler:
 
     def _reported(self, report: BroadcastReport, now: float) -> None:
         one, epoch = self.membership, report.epoch
-        match BroadcastStage(report.stage):
+        match report.stage:
             case BroadcastStage.NAMED:
                 self._do(one.named(epoch, report.unique_id, now), now)
             case BroadcastStage.FORMED:

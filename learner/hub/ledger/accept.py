@@ -157,11 +157,11 @@ class Admission(Roster, Dispatch):
 
     def _check_versions(self, group: Group, facts: tuple[MemberSummary, ...]) -> None:
         for one in facts:
-            for epoch, version in one.all_versions:
-                if not self.versions.known(epoch, version):
+            for ref in one.all_versions:
+                if not self.versions.known(ref.learner_epoch, ref.version):
                     raise Refusal(
                         RejectReason.VERSION,
-                        f"group {group.group_id} member {one.index} has tokens of version {epoch}:{version}, which is "
+                        f"group {group.group_id} member {one.index} has tokens of version {ref}, which is "
                         f"not in this history (now {self.versions.ref})",
                     )
 
@@ -172,7 +172,7 @@ class Admission(Roster, Dispatch):
         stale = [one for one in facts if not one.aborted and self._is_stale(record, one, self.version)]
         if not stale:
             return
-        oldest = min(version for one in stale for _, version, _ in one.spans)
+        oldest = min(span.version for one in stale for span in one.spans)
         lease = record.lease
         if lease is not None and (lease.actor_id, lease.attempt) == (actor.actor_id, group.attempt):
             self._detach(record, revoke=group.outcome == Outcome.PARTIAL)
@@ -219,7 +219,7 @@ class Admission(Roster, Dispatch):
 
     def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
         """RETURNED without members. From an attempt that is no longer current it changes nothing."""
-        reason = ReturnReason(group.reason)
+        reason = group.reason
         self._counts[f"num_returned_{reason.name.lower()}"] += 1
         lease = record.lease
         if lease is None or (lease.actor_id, lease.attempt) != (actor.actor_id, group.attempt):
@@ -271,4 +271,4 @@ class Admission(Roster, Dispatch):
 
 def _is_failure(group: Group) -> bool:
     """Whether an attempt that left members missing counts against the group."""
-    return group.outcome != Outcome.RETURNED or ReturnReason(group.reason) not in BLAMELESS
+    return group.outcome != Outcome.RETURNED or group.reason not in BLAMELESS

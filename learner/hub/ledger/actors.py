@@ -292,4 +292,4 @@ class Roster(Books):
 
 
 def _stop(reason: StopReason, exit_code: int, detail: str) -> Stop:
-    return Stop(reason=int(reason), rejoin=False, retry_after_s=0.0, exit_code=exit_code, detail=detail[:512])
+    return Stop(reason=reason, rejoin=False, retry_after_s=0.0, exit_code=exit_code, detail=detail[:512])

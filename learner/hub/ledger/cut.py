@@ -119,9 +119,9 @@ class Consumption(Books):
                 if member.status == MemberStatus.ABORTED:
                     continue
                 ages = [
-                    version >= oldest
-                    for _, version, start, end in member.versions
-                    if any(start < stop and begin < end for begin, stop in member.mask)
+                    span.version >= oldest
+                    for span in member.versions
+                    if any(span.start < stop and begin < span.end for begin, stop in member.mask)
                 ]
                 num += not (any(ages) if self.settings.mode == "mask_old_tokens" else all(ages))
         return num

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from streamrl.messages import Ack, RejectReason, SeqRange
+from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
 
 MAX_FENCED = 64
 """Fenced incarnations remembered for each actor."""
@@ -105,10 +105,10 @@ class DedupEntry:
         self.durable = SeqWindow()
         self.departed_at: int | None = None  # number of checkpoints published when it left
         self._window = window
-        self._rejections: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        self._rejections: OrderedDict[int, Rejection] = OrderedDict()
         self._to_accept: set[int] = set()
         self._to_make_durable: set[int] = set()
-        self._to_reject: dict[int, tuple[int, str]] = {}
+        self._to_reject: dict[int, Rejection] = {}
         self._dirty = False
 
     def place(self, seq: int) -> Literal["new", "repeat", "beyond"]:
@@ -141,12 +141,12 @@ class DedupEntry:
         self._to_accept.add(seq)
 
     def reject(self, seq: int, reason: RejectReason, detail: str, *, settle: bool = True) -> None:
-        verdict = (int(reason), detail[:256])
-        self._to_reject[seq] = verdict
+        rejection = Rejection(seq, reason, detail[:256])
+        self._to_reject[seq] = rejection
         if settle:
             self.settled.add(seq)
             self.durable.add(seq)
-            self._rejections[seq] = verdict
+            self._rejections[seq] = rejection
             if len(self._rejections) > self._window:
                 self._rejections.popitem(last=False)
 
@@ -180,7 +180,7 @@ class DedupEntry:
             incarnation=self.incarnation,
             settled_upto=self.settled.upto, accepted=accepted[:_MAX_RANGES],
             durable_upto=self.durable.upto, durable=durable[:_MAX_RANGES],
-            rejected=tuple((seq, *verdict) for seq, verdict in rejected[:_MAX_REJECTED]),
+            rejected=tuple(rejection for _, rejection in rejected[:_MAX_REJECTED]),
         )
 
     def row(self) -> DedupRow:

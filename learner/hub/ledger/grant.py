@@ -116,7 +116,7 @@ class Dispatch(Books):
             prompt=self.prompts.record(record.prompt_index), members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
             min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
-            purpose=int(Purpose.TRAIN),
+            purpose=Purpose.TRAIN,
         )
 
     def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
@@ -140,7 +140,7 @@ class Dispatch(Books):
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | index, 0),),
             min_version=self._min_eval_version(version, actor), sampling=self.eval_sampling,
-            ttl_s=self.settings.lease_ttl_s, purpose=int(Purpose.EVAL),
+            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL,
         )
 
     def _min_eval_version(self, version: int, actor: Actor) -> VersionRef:

@@ -131,7 +131,7 @@ class LagRule:
     def trainable(self, facts: MemberSummary, version: int, max_lag: int) -> list[int]:
         """Versions whose tokens may be trained at this version."""
         oldest = version - max_lag if self.mask_old_tokens else -1
-        return [span_version for _, span_version, _ in facts.spans if span_version >= oldest]
+        return [span.version for span in facts.spans if span.version >= oldest]
 
     def is_stale(self, facts: MemberSummary, version: int, max_lag: int) -> bool:
         """A token is too old to train; with masking, every token is."""

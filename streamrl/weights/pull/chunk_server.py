@@ -146,5 +146,5 @@ def reply(
     """The CHUNK that answers this PULL."""
     digest = xxhash.xxh3_64_intdigest(payload)
     return Chunk(
-        pull.target, pull.mode, pull.bucket, pull.offset, int(status), retry_after_s, total, len(payload), digest
+        pull.target, pull.mode, pull.bucket, pull.offset, status, retry_after_s, total, len(payload), digest
     )

@@ -83,7 +83,7 @@ class ZmqReceiver:
         memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
         plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
-        pull.run(plan, Pull(self._token, manifest.ref, int(PullMode.FULL), 0, 0, 0))
+        pull.run(plan, Pull(self._token, manifest.ref, PullMode.FULL, 0, 0, 0))
         elapsed = time.monotonic() - started
         # The plan is done only when every bucket has matched its digest.
         return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
@@ -112,7 +112,7 @@ class ZmqReceiver:
     ) -> tuple[Document, float, float]:
         started = time.monotonic()
         what = f"the delta from {base.manifest.ref} to {manifest.ref}"
-        blank = Pull(self._token, manifest.ref, int(PullMode.DELTA), 0, 0, 0)
+        blank = Pull(self._token, manifest.ref, PullMode.DELTA, 0, 0, 0)
         index_plan = IndexPlan(self._limits, what=what, now=started)
         pull.run(index_plan, blank)
         index = index_plan.index(base.manifest, layout)
@@ -130,7 +130,7 @@ class ZmqReceiver:
         memory = bytearray(nbytes)
         plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
         with self._open() as socket:
-            blank = Pull(self._token, VersionRef(0, 0), int(PullMode.ASSETS), 0, 0, 0)
+            blank = Pull(self._token, VersionRef(0, 0), PullMode.ASSETS, 0, 0, 0)
             _Line(self, socket, cancelled, deadline).run(plan, blank)
         return bytes(memory)
 

@@ -178,7 +178,7 @@ def lease(group_id: int = 0, *, members: int = 1, purpose: Purpose = Purpose.TRA
     options: dict[str, Any] = {
         "group_id": group_id, "attempt": 0, "prompt_index": group_id, "pass_index": 0,
         "prompt": json.dumps({"id": group_id}).encode(), "members": numbers, "seeds": numbers, "min_version": V1,
-        "sampling": Sampling(), "ttl_s": 60.0, "purpose": int(purpose),
+        "sampling": Sampling(), "ttl_s": 60.0, "purpose": purpose,
     }
     return Lease(**{**options, **fields})
 
@@ -236,7 +236,7 @@ class FakeClient:
 
     def returns(self) -> dict[int, ReturnReason]:
         """Group id to the reason, of what was handed back."""
-        return {g.group_id: ReturnReason(g.reason) for g in self.groups if g.outcome == Outcome.RETURNED}
+        return {g.group_id: g.reason for g in self.groups if g.outcome == Outcome.RETURNED}
 
 
 class Weights:

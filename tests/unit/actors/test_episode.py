@@ -16,7 +16,7 @@ import torch
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
 from streamrl.environment import ChatMessage, Step
-from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Sampling
+from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import encode, unpack_ids, unpack_logprobs
 from tests.unit.actors.fakes import (
     TOKENIZER,
@@ -56,8 +56,8 @@ def test_rewards_of_number_libraries_become_plain_numbers_that_can_be_sent(numbe
         group, _ = await play_one(always(reward=number, score=number, parts={"form": number}))
         (member,) = group.members
         assert encode(group)
-        assert (member.reward, member.turns, member.scores) == (0.5, ((0, 2, 0.5),), {"form": 0.5, "score": 0.5})
-        assert {type(x) for x in (member.reward, *member.scores.values(), member.turns[0][2])} == {float}
+        assert (member.reward, member.turns, member.scores) == (0.5, (Turn(0, 2, 0.5),), {"form": 0.5, "score": 0.5})
+        assert {type(x) for x in (member.reward, *member.scores.values(), member.turns[0].reward)} == {float}
 
     run(work)
 
@@ -165,8 +165,8 @@ def test_three_turns_stand_in_one_trajectory_with_observations_off_the_mask():
         (member,) = group.members
         assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 three"
         assert member.mask == ((0, 3), (7, 10), (14, 19))
-        assert member.turns == ((0, 3, 1.0), (7, 10, 2.0), (14, 19, 3.0)) and member.reward == 6.0
-        assert member.versions == ((1, 1, 0, 3), (1, 1, 7, 10), (1, 1, 14, 19))
+        assert member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0), Turn(14, 19, 3.0)) and member.reward == 6.0
+        assert member.versions == (Span(1, 1, 0, 3), Span(1, 1, 7, 10), Span(1, 1, 14, 19))
         logprobs = unpack_logprobs(member.logprobs)
         actions = np.zeros(19, bool)
         for start, end in member.mask:
@@ -188,7 +188,7 @@ def test_an_observation_that_leaves_no_room_for_an_answer_ends_the_episode_trunc
         group, runner = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=16)
         (member,) = group.members
         assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
-        assert member.mask == ((0, 3), (7, 10)) and member.turns == ((0, 3, 1.0), (7, 10, 2.0))
+        assert member.mask == ((0, 3), (7, 10)) and member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0))
         assert (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
         assert runner.num_env_errors == 0 and group.outcome == Outcome.COMPLETE
 
@@ -245,7 +245,7 @@ def test_a_turn_without_tokens_has_no_range_and_its_reward_is_kept(empty):
         group, _ = await play_one(three_turns(done_at=3), engine, max_turns=3)
         (member,) = group.members
         assert len(member.mask) == len(member.turns) == len(member.versions) == 2
-        assert [reward for *_, reward in member.turns] == [[3.0, 3.0], [3.0, 3.0], [1.0, 5.0]][empty]
+        assert [turn.reward for turn in member.turns] == [[3.0, 3.0], [3.0, 3.0], [1.0, 5.0]][empty]
         assert member.reward == 6.0
 
     run(work)
@@ -281,7 +281,7 @@ def test_env_on_error_drop_aborts_the_failed_member_alone():
         runner = make_runner(fails_for("bad"), await installed_engine(by_seed))
         group = await run_group(lease(members=3), runner)
         assert group.outcome == Outcome.COMPLETE
-        states = {member.index: MemberStatus(member.status) for member in group.members}
+        states = {member.index: member.status for member in group.members}
         assert states == {0: MemberStatus.FINISHED, 1: MemberStatus.ABORTED, 2: MemberStatus.FINISHED}
         aborted = next(member for member in group.members if member.index == 1)
         assert (aborted.token_ids, aborted.finish) == (b"", "ValueError: broken")
@@ -417,6 +417,6 @@ def test_equal_prompts_travel_once_and_every_generation_and_step_is_progress():
         group = await run_group(lease(members=3), runner, on_progress=lambda: events.append(1))
         assert [bool(member.prompt_ids) for member in group.members] == [True, False, False]
         assert len(events) == 3 * 3  # reset, generation, step
-        assert json.loads(lease().prompt) == {"id": 0} and group.members[0].versions[0][:2] == (1, V1.version)
+        assert json.loads(lease().prompt) == {"id": 0} and group.members[0].versions[0].version == V1.version
 
     run(work)

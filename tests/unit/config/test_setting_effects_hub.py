@@ -97,7 +97,7 @@ def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path
         peer = hub.dial()
         peer.join()
         peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, ""))
-        peer.say(ActorHeartbeat(11, 1, int(ActorState.RUNNING), 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
+        peer.say(ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
         (lease, *_) = peer.hear(Leases).grants
         peer.say(FakeActor(hub.server.ledger, "a1", ref=manifest.ref).group(lease))
         ack = peer.hear(Ack)
@@ -135,7 +135,7 @@ def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
     with LiveHub(tmp_path, config_of(f"publish.max_bytes_per_s={cap}")) as hub:
         hub.publish(0, model_dir)
         welcome = hub.dial().join()
-        pull = Pull(welcome.pull_token, VersionRef(1, 0), int(PullMode.ASSETS), 0, 0, welcome.assets_nbytes)
+        pull = Pull(welcome.pull_token, VersionRef(1, 0), PullMode.ASSETS, 0, 0, welcome.assets_nbytes)
         weights, decoder = hub.context.socket(zmq.DEALER), Decoder(FROM_WEIGHTS)
         weights.connect(hub.server.weights.endpoint)
         statuses = set()
@@ -188,10 +188,10 @@ def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, m
         peer.join()
         probed = Probed(0.3, 0.4, "", 0.0)
         peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, "", probed))
-        running = int(ActorState.RUNNING)
+        running = ActorState.RUNNING
         peer.say(ActorHeartbeat(11, 1, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
         peer.hear(HubHeartbeat)  # whatever is granted is granted before the next beat is answered
-        running = int(ActorState.RUNNING)
+        running = ActorState.RUNNING
         peer.say(ActorHeartbeat(11, 2, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
         if leased:
             assert peer.hear(Leases).grants

@@ -54,7 +54,7 @@ class SpokenSender:
                 return message
 
     def report(self, epoch: int, stage: BroadcastStage, **fields) -> None:
-        self._socket.send(encode(BroadcastReport(epoch, int(stage), **fields)))
+        self._socket.send(encode(BroadcastReport(epoch, stage, **fields)))
 
     def alive(self) -> bool:
         return not self.killed.is_set()
@@ -110,7 +110,7 @@ class Scene:
     def beat(self, peer: Peer, **nccl: int) -> None:
         manifest = self.hub.server.weights.manifest
         peer.say(ActorHeartbeat(
-            11, 1, int(ActorState.RUNNING), 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
+            11, 1, ActorState.RUNNING, 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
         ))
         self.hub.link.refresh_status()
 

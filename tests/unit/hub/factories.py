@@ -20,8 +20,11 @@ from streamrl.messages import (
     Member,
     MemberStatus,
     Outcome,
+    ReturnReason,
     Sampling,
     SeqRange,
+    Span,
+    Turn,
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
@@ -58,16 +61,16 @@ def make_ledger(kind: type[Ledger] = Ledger, *, keep_group=None, **changes: obje
 
 
 def member(
-    index: int, versions: Sequence[tuple[int, int]], *, reward: float = 1.0, status: int = MemberStatus.FINISHED,
-    scores: dict[str, float] | None = None,
+    index: int, versions: Sequence[tuple[int, int]], *, reward: float = 1.0,
+    status: MemberStatus = MemberStatus.FINISHED, scores: dict[str, float] | None = None,
 ) -> Member:
     """One action token of each version, then one observation token."""
     num = len(versions)
     return Member(
-        index=index, status=int(status), prompt_ids=pack_ids([1, 2, 3]), token_ids=pack_ids([4] * num + [5]),
+        index=index, status=status, prompt_ids=pack_ids([1, 2, 3]), token_ids=pack_ids([4] * num + [5]),
         logprobs=pack_logprobs([-0.5] * num + [0.0]), mask=((0, num),),
-        versions=tuple((epoch, version, i, i + 1) for i, (epoch, version) in enumerate(versions)),
-        turns=((0, num + 1, reward),), reward=reward, scores=scores or {}, finish="stop",
+        versions=tuple(Span(epoch, version, i, i + 1) for i, (epoch, version) in enumerate(versions)),
+        turns=(Turn(0, num + 1, reward),), reward=reward, scores=scores or {}, finish="stop",
     )
 
 
@@ -109,7 +112,7 @@ class FakeActor:
     ) -> bool:
         num_train = sum(lease.purpose == 0 for lease in self.leases.values())
         return self.ledger.beat(self.actor_id, ActorHeartbeat(
-            incarnation=self.incarnation, beat=1, state=int(ActorState.RUNNING), free=max(0, self.slots - num_train),
+            incarnation=self.incarnation, beat=1, state=ActorState.RUNNING, free=max(0, self.slots - num_train),
             running=num_train, installed=self.ref, tokens_total=0, stuck=tuple(stuck), outbox_groups=len(self.outbox),
             outbox_bytes=0, free_eval=free_eval, held=None if held is None else tuple(held),
         ), now)
@@ -140,7 +143,7 @@ class FakeActor:
         chosen = lease.members if members is None else members
         message = Group(
             incarnation=self.incarnation, seq=self.next_seq, group_id=lease.group_id, attempt=lease.attempt,
-            outcome=int(outcome), reason=int(reason), detail="", sampling=lease.sampling,
+            outcome=Outcome(outcome), reason=ReturnReason(reason), detail="", sampling=lease.sampling,
             members=tuple(
                 member(
                     i, spans, reward=rewards[at] if rewards else float(i),
@@ -168,8 +171,8 @@ class FakeActor:
         while (ack := self.ledger.take_acks(self.actor_id)) is not None:
             acks.append(ack)
             self.forget(ack.durable_upto, ack.durable)
-            for seq, _, _ in ack.rejected:
-                self.outbox.pop(seq, None)
+            for one in ack.rejected:
+                self.outbox.pop(one.seq, None)
         return acks
 
     def forget(self, upto: int, ranges: Sequence[SeqRange]) -> None:

@@ -172,7 +172,7 @@ class World:
 
     def acks(self, actor: SimActor) -> None:
         before = dict(actor.outbox)
-        rejected = {seq for ack in actor.take_acks() for seq, _, _ in ack.rejected}
+        rejected = {one.seq for ack in actor.take_acks() for one in ack.rejected}
         self._check_forgotten(actor, before, rejected)
 
     def resend(self, actor: SimActor) -> None:
@@ -403,9 +403,9 @@ class World:
                 if member.status == MemberStatus.ABORTED:
                     continue
                 seen.append(member.index)
-                refs = {VersionRef(epoch, version) for epoch, version, _, _ in member.versions}
+                refs = {VersionRef(span.learner_epoch, span.version) for span in member.versions}
                 assert refs <= self.valid, f"group {group.group_id} has tokens of {refs - self.valid}: not this history"
-                lags = [group.version - version for _, version, _, _ in member.versions]
+                lags = [group.version - span.version for span in member.versions]
                 if self.settings.mode == "mask_old_tokens":
                     lags = [lag for lag in lags if lag <= bound]
                 assert lags and min(lags) >= 0, f"group {group.group_id} member {member.index} has nothing to train"

@@ -61,7 +61,7 @@ def test_a_repeated_message_repeats_its_verdict_and_changes_nothing():
     assert (actor.send(good).kind, actor.send(bad).kind) == ("repeat", "repeat")
 
     ack = ledger.take_acks("a1")
-    assert ack.settled_upto == 2 and [(seq, reason) for seq, reason, _ in ack.rejected] == [(2, RejectReason.VERSION)]
+    assert ack.settled_upto == 2 and [(one.seq, one.reason) for one in ack.rejected] == [(2, RejectReason.VERSION)]
     assert {name: count for name, count in ledger.counters().items() if name != "num_repeats"} == before
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.hub.ledger.dedup import MAX_FENCED, DedupEntry, DedupTable, SeqWindow, as_ranges, outbox_error
-from streamrl.messages import RejectReason
+from streamrl.messages import Rejection, RejectReason
 from tests.unit.hub.factories import STEADY
 
 SEQS = st.lists(st.integers(1, 40), max_size=60)
@@ -71,7 +71,7 @@ def test_acks_say_each_thing_once_and_the_low_water_mark_always():
 
     ack = sender.take_ack()
 
-    assert (ack.settled_upto, ack.accepted, ack.rejected) == (1, ((3, 3),), ((5, 2, "old"),))
+    assert (ack.settled_upto, ack.accepted, ack.rejected) == (1, ((3, 3),), (Rejection(5, 2, "old"),))
     assert sender.take_ack() is None
     sender.make_durable(3)
     assert (sender.take_ack().durable, sender.take_ack()) == (((3, 3),), None)

@@ -7,7 +7,7 @@ import pytest
 
 from learner.data.trajectories import TrajectoryReader
 from streamrl.errors import ContentError, DigestError
-from streamrl.messages import Bye, Group, Member, Outcome, Sampling
+from streamrl.messages import Bye, Group, Member, Outcome, Sampling, Span, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
 
 
@@ -16,7 +16,7 @@ def member(index=0, **changes) -> Member:
     fields = dict(
         index=index, status=0, prompt_ids=pack_ids([1, 2, 3]), token_ids=pack_ids([4, 5, 6, 7, 8, 9, 10]),
         logprobs=pack_logprobs([-1.0, -2.0, -3.0, 0.0, 0.0, -4.0, -5.0]), mask=((0, 3), (5, 7)),
-        versions=((1, 6, 0, 2), (2, 7, 2, 7)), turns=((0, 3, 0.25), (5, 7, 0.5)), reward=1.0,
+        versions=(Span(1, 6, 0, 2), Span(2, 7, 2, 7)), turns=(Turn(0, 3, 0.25), Turn(5, 7, 0.5)), reward=1.0,
         scores={"score": 1.0}, finish="stop",
     )
     return Member(**{**fields, **changes})

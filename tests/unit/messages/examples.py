@@ -12,7 +12,7 @@ from msgspec import inspect
 
 from streamrl.messages import DeltaIndex, Message, codec
 from streamrl.messages.codec import encode
-from streamrl.messages.validate import MemberSummary
+from streamrl.messages.validate import MemberSummary, VersionTokens
 
 GOLDEN = Path(__file__).parent / "golden" / "protocol_1.json"
 WITHOUT_KIND = (DeltaIndex, MemberSummary)
@@ -53,7 +53,7 @@ def messages() -> dict[str, type[Message]]:
 
 def structs() -> list[type[msgspec.Struct]]:
     """Everything that crosses a process, messages and what they hold."""
-    return [*_descendants(Message), MemberSummary]
+    return [*_descendants(Message), VersionTokens, MemberSummary]
 
 
 def _descendants(cls: type) -> list[type]:
@@ -72,4 +72,8 @@ if __name__ == "__main__":
         golden["frames"].setdefault(name, frame_of(cls))
     for cls in structs():
         golden["fields"].setdefault(cls.__name__, list(cls.__struct_fields__))
-    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    tables = ",\n".join(
+        f'"{key}": {{\n' + ",\n".join(f' "{name}": {json.dumps(one)}' for name, one in table.items()) + "\n}"
+        for key, table in golden.items()
+    )
+    GOLDEN.write_text(f"{{\n{tables}\n}}\n")

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from streamrl import messages
 from streamrl.errors import BodyError, ContentError, DigestError, FrameError, KindError, ProtocolVersionError, WireError
-from streamrl.messages import TO_ACTOR, TO_HUB, Bye, Group, Member, Sampling
+from streamrl.messages import TO_ACTOR, TO_HUB, Bye, Group, Member, MemberStatus, Sampling, Span, Turn
 from streamrl.messages.codec import PREAMBLE, Decoder, encode, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
 def make_group(num_tokens: int) -> Group:
     rng = np.random.default_rng(0)
     member = Member(
-        index=0, status=0, prompt_ids=b"", token_ids=pack_ids(rng.integers(0, 50_000, num_tokens)),
-        logprobs=pack_logprobs(-rng.random(num_tokens)), mask=((0, num_tokens),), versions=((1, 7, 0, num_tokens),),
-        turns=((0, num_tokens, 1.0),), reward=1.0, scores={"score": 1.0}, finish="stop",
+        index=0, status=MemberStatus.FINISHED, prompt_ids=b"", token_ids=pack_ids(rng.integers(0, 50_000, num_tokens)),
+        logprobs=pack_logprobs(-rng.random(num_tokens)), mask=((0, num_tokens),), versions=(Span(1, 7, 0, num_tokens),),
+        turns=(Turn(0, num_tokens, 1.0),), reward=1.0, scores={"score": 1.0}, finish="stop",
     )
     return Group(1 << 50, 9, 12, 0, 0, 0, "", Sampling(), (member,), {"generate_s": 0.5})
 

@@ -6,8 +6,12 @@ import json
 
 import msgspec
 import pytest
+import xxhash
+from msgspec import inspect
 
-from streamrl.messages.codec import Decoder, encode
+from streamrl.errors import BodyError
+from streamrl.messages import PROTOCOL
+from streamrl.messages.codec import MAGIC, PREAMBLE, Decoder, encode
 from tests.unit.messages.examples import GOLDEN, WITHOUT_KIND, frame_of, messages, structs
 
 FRAMES, FIELDS = (json.loads(GOLDEN.read_text())[key] for key in ("frames", "fields"))
@@ -24,6 +28,24 @@ def test_an_old_frame_is_understood_and_encoded_again_to_the_same_bytes(name):
     else:
         cls = next(cls for cls in WITHOUT_KIND if cls.__name__ == name)
         assert msgspec.msgpack.encode(msgspec.msgpack.decode(frame, type=cls)) == frame
+
+
+ENUM_FIELDS = [
+    (name, at)
+    for name, cls in messages().items() for at, field in enumerate(inspect.type_info(cls).fields)
+    if isinstance(field.type, inspect.EnumType)
+]
+
+
+@pytest.mark.parametrize(("name", "at"), ENUM_FIELDS, ids=[f"{name}[{at}]" for name, at in ENUM_FIELDS])
+def test_a_value_that_its_enum_does_not_have_is_refused(name, at):
+    body = msgspec.msgpack.decode(bytes.fromhex(FRAMES[name])[PREAMBLE.size :])
+    body[at] = 99
+    kind, raw = int(name.split()[0]), msgspec.msgpack.encode(body)
+    frame = PREAMBLE.pack(MAGIC, PROTOCOL, kind, 0, xxhash.xxh3_64_intdigest(raw)) + raw
+
+    with pytest.raises(BodyError, match="Invalid enum value 99"):
+        Decoder({kind: messages()[name]}).decode(frame)
 
 
 def test_every_message_has_a_golden_frame():

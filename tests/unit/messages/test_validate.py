@@ -11,27 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling
+from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn, VersionRef
 from streamrl.messages import validate as group_checks
 from streamrl.messages.codec import pack_ids, pack_logprobs
-from streamrl.messages.validate import GroupBounds, check_group
+from streamrl.messages.validate import GroupBounds, VersionTokens, check_group
 from tests.unit.hub.factories import STEADY
 
 BOUNDS = GroupBounds(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
+
+
+def spans(*rows: tuple[int, int, int, int]) -> tuple[Span, ...]:
+    return tuple(Span(*row) for row in rows)
+
+
+def turns(*rows: tuple[int, int, float]) -> tuple[Turn, ...]:
+    return tuple(Turn(*row) for row in rows)
+
 
 # Two turns with an observation between: tokens 0-2 and 4-5 are actions, 3 and 6 are the environment's.
 HONEST = Member(
     index=0, status=MemberStatus.FINISHED, prompt_ids=pack_ids([1, 2, 3]),
     token_ids=pack_ids([10, 11, 12, 13, 14, 15, 16]),
     logprobs=pack_logprobs([-0.1, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]), mask=((0, 3), (4, 6)),
-    versions=((1, 4, 0, 2), (1, 5, 2, 5), (2, 5, 5, 6)), turns=((0, 4, 0.5), (4, 7, 1.0)), reward=1.5,
+    versions=spans((1, 4, 0, 2), (1, 5, 2, 5), (2, 5, 5, 6)), turns=turns((0, 4, 0.5), (4, 7, 1.0)), reward=1.5,
     scores={"correct": 1.0}, finish="stop",
 )
 
 
-def group(*members: Member, outcome: int = Outcome.COMPLETE, sampling: Sampling | None = None) -> Group:
+def group(*members: Member, outcome: Outcome = Outcome.COMPLETE, sampling: Sampling | None = None) -> Group:
     return Group(
-        incarnation=1, seq=1, group_id=3, attempt=0, outcome=int(outcome), reason=0, detail="",
+        incarnation=1, seq=1, group_id=3, attempt=0, outcome=outcome, reason=ReturnReason.NONE, detail="",
         sampling=sampling or Sampling(), members=members, stats={},
     )
 
@@ -57,16 +66,17 @@ BROKEN = {
     "logprob_positive": group(changed(logprobs=pack_logprobs([-0.1, -0.2, 0.01, 0.0, -0.5, -0.6, 0.0]))),
     "logprob_off_mask": group(changed(logprobs=pack_logprobs([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, 0.0]))),
     "mask_ranges": group(changed(mask=((4, 6), (0, 3)))),
-    "version_ranges": group(changed(versions=((1, 4, 0, 3), (1, 5, 2, 6)))),
-    "turn_ranges": group(changed(turns=((0, 4, 0.5), (4, 8, 1.0)))),
-    "version_cover": group(changed(versions=((1, 4, 0, 2), (1, 5, 3, 6)))),
-    "turn_cover": group(changed(turns=((0, 4, 0.5),))),
+    "version_ranges": group(changed(versions=spans((1, 4, 0, 3), (1, 5, 2, 6)))),
+    "turn_ranges": group(changed(turns=turns((0, 4, 0.5), (4, 8, 1.0)))),
+    "version_cover": group(changed(versions=spans((1, 4, 0, 2), (1, 5, 3, 6)))),
+    "turn_cover": group(changed(turns=turns((0, 4, 0.5)))),
     "no_action_tokens": group(changed(mask=(), logprobs=pack_logprobs([0.0] * 7))),
     "response_too_long": group(changed(
-        token_ids=pack_ids([10] * 7), logprobs=pack_logprobs([-1.0] * 7), mask=((0, 7),), versions=((1, 4, 0, 7),),
+        token_ids=pack_ids([10] * 7), logprobs=pack_logprobs([-1.0] * 7), mask=((0, 7),),
+        versions=spans((1, 4, 0, 7)),
     )),
     "reward_finite": group(changed(reward=INF)),
-    "turn_reward_finite": group(changed(turns=((0, 4, NAN), (4, 7, 1.0)))),
+    "turn_reward_finite": group(changed(turns=turns((0, 4, NAN), (4, 7, 1.0)))),
     "score_finite": group(changed(scores={"correct": -INF})),
 }
 
@@ -75,7 +85,7 @@ def test_an_honest_group_gives_its_facts():
     (facts,) = check_group(group(HONEST), BOUNDS, range(2))
 
     assert (facts.index, facts.num_tokens, facts.num_action_tokens, facts.reward) == (0, 10, 5, 1.5)
-    assert facts.spans == ((1, 4, 2), (1, 5, 2), (2, 5, 1))  # (epoch, version, action tokens)
+    assert facts.spans == (VersionTokens(1, 4, 2), VersionTokens(1, 5, 2), VersionTokens(2, 5, 1))
 
 
 def test_the_first_prompt_serves_the_members_that_name_none():
@@ -102,10 +112,10 @@ def test_a_log_of_one_may_be_rounded_a_little_above_zero():
 
 def test_a_span_without_action_tokens_is_checked_against_the_lineage_but_has_no_age():
     (facts,) = check_group(
-        group(changed(versions=((1, 4, 0, 3), (1, 1, 3, 4), (1, 5, 4, 6)))), BOUNDS, range(2)
+        group(changed(versions=spans((1, 4, 0, 3), (1, 1, 3, 4), (1, 5, 4, 6)))), BOUNDS, range(2)
     )
 
-    assert facts.spans == ((1, 4, 3), (1, 5, 2)) and (1, 1) in facts.all_versions
+    assert facts.spans == (VersionTokens(1, 4, 3), VersionTokens(1, 5, 2)) and VersionRef(1, 1) in facts.all_versions
 
 
 @pytest.mark.parametrize("check", BROKEN)
@@ -129,22 +139,22 @@ def test_every_rule_of_the_table_has_a_broken_example():
 def test_facts_agree_with_a_token_by_token_count(data):
     num = data.draw(st.integers(1, 12))
     cuts = sorted(data.draw(st.sets(st.integers(1, num), max_size=4)) | {0, num})
-    spans = list(zip(cuts, cuts[1:], strict=False))
-    masked = [data.draw(st.booleans()) for _ in spans]
-    versions = [data.draw(st.integers(0, 5)) for _ in spans]
+    cells = list(zip(cuts, cuts[1:], strict=False))
+    masked = [data.draw(st.booleans()) for _ in cells]
+    versions = [data.draw(st.integers(0, 5)) for _ in cells]
     mask = np.zeros(num, dtype=bool)
-    for (start, end), one in zip(spans, masked, strict=True):
+    for (start, end), one in zip(cells, masked, strict=True):
         mask[start:end] = one
     member = changed(
         status=MemberStatus.ABORTED, token_ids=pack_ids([1] * num), logprobs=pack_logprobs(np.where(mask, -1.0, 0.0)),
-        mask=tuple(span for span, one in zip(spans, masked, strict=True) if one),
-        versions=tuple((1, v, *span) for span, v in zip(spans, versions, strict=True)), turns=((0, num, 0.0),),
+        mask=tuple(span for span, one in zip(cells, masked, strict=True) if one),
+        versions=tuple(Span(1, v, *span) for span, v in zip(cells, versions, strict=True)), turns=turns((0, num, 0.0)),
     )
 
     (facts,) = check_group(group(member), GroupBounds(vocab_size=50), range(2))
 
-    slow = [(1, v, sum(mask[i] for i in range(*span))) for span, v in zip(spans, versions, strict=True)]
-    assert list(facts.spans) == [row for row in slow if row[2]]
+    slow = [(1, v, sum(mask[i] for i in range(*span))) for span, v in zip(cells, versions, strict=True)]
+    assert facts.spans == tuple(VersionTokens(*row) for row in slow if row[2])
     assert facts.num_action_tokens == sum(bool(one) for one in mask)
 
 

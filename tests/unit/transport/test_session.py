@@ -20,6 +20,7 @@ from streamrl.messages import (
     Installed,
     Leases,
     Limits,
+    Rejection,
     Sampling,
     Stop,
     StopReason,
@@ -112,7 +113,7 @@ def test_a_group_stays_in_the_outbox_until_it_is_durable():
 def test_a_rejected_group_is_forgotten():
     link = linked()
     link.submit(group(), 1.0)
-    link.received(ack(rejected=((1, 2, "stale"),)), 1.1)
+    link.received(ack(rejected=(Rejection(1, 2, "stale"),)), 1.1)
     assert len(link.outbox) == 0
 
 
@@ -130,7 +131,7 @@ def test_after_a_lost_link_everything_unsettled_is_sent_again_in_order():
         link.submit(group(i), 1.0)
     link.received(ack(settled=1), 1.1)
 
-    effects = link.received(Stop(int(StopReason.NO_LINK), True, 0.0, 0, ""), 1.2)
+    effects = link.received(Stop(StopReason.NO_LINK, True, 0.0, 0, ""), 1.2)
     assert isinstance(sent(effects)[0], Hello) and sent(effects)[0].outbox == ((1, 3),)
 
     again = [m for m in sent(link.received(welcome(settled_upto=1), 1.3)) if isinstance(m, Group)]
@@ -198,16 +199,16 @@ def test_leases_for_a_parted_actor_are_not_delivered():
 )
 def test_a_final_stop_ends_with_the_code_that_the_hub_names(reason, code):
     link = linked()
-    effects = link.received(Stop(int(reason), False, 0.0, code, "why"), 1.0)
+    effects = link.received(Stop(reason, False, 0.0, code, "why"), 1.0)
     assert effects[-1] == LinkClosed(code, "why") and link.tick(100.0) == []
 
 
 def test_three_evictions_end_it():
     link = linked()
     for i in range(2):
-        link.received(Stop(int(StopReason.EVICTED), True, 0, 1, ""), 1.0 + i)
+        link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), 1.0 + i)
         link.received(welcome(), 1.5 + i)
-    assert isinstance(link.received(Stop(int(StopReason.EVICTED), True, 0, 1, ""), 9.0)[-1], LinkClosed)
+    assert isinstance(link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), 9.0)[-1], LinkClosed)
 
 
 def test_it_gives_up_only_when_told_to():
@@ -238,7 +239,7 @@ def test_no_submitted_group_ever_disappears_before_it_is_durable(script):
                 link.received(ack(settled=number, durable=number), now)
                 owed = {seq for seq in owed if seq > number}
             case "nolink":
-                link.received(Stop(int(StopReason.NO_LINK), True, 0, 0, ""), now)
+                link.received(Stop(StopReason.NO_LINK, True, 0, 0, ""), now)
             case "welcome" | "newepoch":
                 epoch += action == "newepoch"
                 link.received(welcome(epoch), now)

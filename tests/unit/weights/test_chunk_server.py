@@ -16,7 +16,7 @@ LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=1.0)
 
 
 def pull_of(ask: Ask, token: bytes, ref: VersionRef, mode: PullMode = PullMode.FULL) -> Pull:
-    return Pull(token, ref, int(mode), ask.bucket, ask.offset, ask.length)
+    return Pull(token, ref, mode, ask.bucket, ask.offset, ask.length)
 
 
 class Fetch:
@@ -59,8 +59,8 @@ def test_the_server_gives_exactly_the_bytes_asked_for(server, token):
         ({"pull_token": bytes(16)}, ChunkStatus.DENIED),
         ({"target": VersionRef(1, 0)}, ChunkStatus.GONE),
         ({"target": VersionRef(9, 9)}, ChunkStatus.GONE),
-        ({"mode": int(PullMode.DELTA)}, ChunkStatus.GONE),
-        ({"mode": int(PullMode.ASSETS), "pull_token": bytes(16)}, ChunkStatus.DENIED),
+        ({"mode": PullMode.DELTA}, ChunkStatus.GONE),
+        ({"mode": PullMode.ASSETS, "pull_token": bytes(16)}, ChunkStatus.DENIED),
     ],
 )
 def test_what_the_server_does_not_give_carries_no_bytes(change, status, server, token):
@@ -212,7 +212,7 @@ def test_a_busy_hub_is_left_alone_as_long_as_it_asks(server, layout, token):
 
     for ask in asks:
         pull = pull_of(ask, token, server[1].ref)
-        busy = Chunk(pull.target, pull.mode, pull.bucket, pull.offset, int(ChunkStatus.BUSY), 0.4, 400, 0, 0)
+        busy = Chunk(pull.target, pull.mode, pull.bucket, pull.offset, ChunkStatus.BUSY, 0.4, 400, 0, 0)
         fetch.plan.accept(busy, memoryview(b""), 0.0)
 
     assert fetch.ask_all(0.39) == [] and fetch.plan.next_event(0.0) == pytest.approx(0.4)

@@ -191,7 +191,7 @@ def test_the_same_bytes_under_a_new_epoch_are_renamed_without_a_transfer(announc
 
     reports = asyncio.run(play())
 
-    assert [InstallSource(report.source).name for report in reports] == ["SHM", "SAME", "SHM"]
+    assert [report.source.name for report in reports] == ["SHM", "SAME", "SHM"]
     assert all(report.ok for report in reports) and reports[1].root == after[0].root
     assert engine.history == [VersionRef(1, 5), VersionRef(2, 5), VersionRef(2, 6)]
     assert fetch.fetched == [VersionRef(1, 5), VersionRef(2, 6)]

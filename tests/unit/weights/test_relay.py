@@ -196,7 +196,7 @@ def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_noth
     chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: coming[0], clock=lambda: clock[0])
 
     def status(token: bytes = b"t" * 16, mode: PullMode = PullMode.FULL) -> ChunkStatus:
-        return ChunkStatus(chunks.answer(Pull(token, VersionRef(1, 5), int(mode), 0, 0, 10))[0].status)
+        return chunks.answer(Pull(token, VersionRef(1, 5), mode, 0, 0, 10))[0].status
 
     assert status() == status(mode=PullMode.DELTA) == ChunkStatus.BUSY, "its announcement may still be on its way"
     assert status(mode=PullMode.ASSETS) == ChunkStatus.BUSY
@@ -220,8 +220,8 @@ def test_questions_for_several_things_that_do_not_come_are_all_answered_with_gon
     chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: False, clock=lambda: clock[0])
 
     def status(version: int) -> ChunkStatus:
-        pull = Pull(b"t" * 16, VersionRef(1, version), int(PullMode.FULL), 0, 0, 10)
-        return ChunkStatus(chunks.answer(pull)[0].status)
+        pull = Pull(b"t" * 16, VersionRef(1, version), PullMode.FULL, 0, 0, 10)
+        return chunks.answer(pull)[0].status
 
     assert [status(5), status(6)] == [ChunkStatus.BUSY] * 2
     clock[0] = relay_chunks.WAIT_FOR_ANNOUNCE_S + 1
