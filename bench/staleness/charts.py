@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.staleness.summary import by, mean
-from streamrl.report.plots import HEIGHT, WIDTH, Curve, NUM_ColorS, line_chart
+from streamrl.report.plots import HEIGHT, NUM_COLORS, WIDTH, Curve, line_chart
 
 _ColorS = ("#1f6fb4", "#d9622b", "#2f9457", "#8a4fb5", "#b08900", "#c2387e", "#26949b", "#777c82")
 _STYLE = (
@@ -88,7 +88,7 @@ def _driven(title: str, records: Runs, field: str, eval_every: int) -> str:
         for bound in bounds:
             runs = [record[field] for record in records if record["arm"] == arm and record["bound"] == bound]
             name = f"{arm}, {'no bound' if bound is None else bound if bound == 'adaptive' else f'bound {bound}'}"
-            curves.append(_mean_curve(name, runs, len(curves) % NUM_ColorS, eval_every))
+            curves.append(_mean_curve(name, runs, len(curves) % NUM_COLORS, eval_every))
     return line_chart(title, curves, x_label="ticks", y_label="mean over seeds", from_zero=True)
 
 

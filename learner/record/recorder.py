@@ -21,8 +21,9 @@ from streamrl.config.schema import Config, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.run_record import read_metrics
-from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
 from streamrl.metrics.summary import Summary, summarize
+from streamrl.metrics.trackers.registry import open_trackers
 from streamrl.report.report import write_report
 
 log = logging.getLogger("streamrl.learner")
@@ -48,13 +49,10 @@ class Recorder:
         self._hub_counts = HubCounts()
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
-        if config.tracking.wandb.enabled:
-            from streamrl.metrics.wandb_sink import open_wandb
-
-            sinks.append(open_wandb(
-                mode=config.tracking.wandb.mode.name, project=config.tracking.project, run_id=run_id, run_dir=run_dir
-            ))
-        self._sinks = FanOut(sinks)
+        tracking = config.tracking
+        names = [*tracking.trackers, *(["wandb"] if tracking.wandb.enabled else [])]
+        run = TrackedRun(run_id, run_dir, tracking.project, resume_step, to_plain(tracking))
+        self._sinks = FanOut([*sinks, *open_trackers(names, run)])
         self._sinks.log_config({**to_plain(config), "versions": _versions()})
 
     @property
@@ -110,7 +108,7 @@ class Recorder:
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )
         summary.write(self._run_dir / "summary.json")
-        self._sinks.finish()
+        self._sinks.close()
         log.info("report: %s", write_report(self._run_dir))
         return summary
 

@@ -144,7 +144,7 @@ class WandbMode(Enum):
 @dataclass
 class WandbConfig:
     enabled: bool = False
-    """Also log to Weights & Biases."""
+    """Also log to Weights & Biases, as `tracking.trackers=[wandb]` does."""
     mode: WandbMode = WandbMode.offline
     """offline writes locally, online talks to the service."""
 
@@ -153,6 +153,10 @@ class WandbConfig:
 class TrackingConfig:
     project: str = "streamrl"
     """Project name for trackers."""
+    trackers: list[str] = field(default_factory=list)
+    """Trackers that get every step beside metrics.jsonl: wandb, or your own factory as package.module:attribute."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options for your own tracker, which finds them in `TrackedRun.settings`, e.g. `tracking.options.url=...`."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
 

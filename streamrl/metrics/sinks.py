@@ -1,4 +1,4 @@
-"""Where a step's numbers go. One `FanOut` holds all sinks; a failing sink is reported and never stops a run."""
+"""Destinations of a step's numbers. One `FanOut` holds all sinks; a failing sink is reported and never stops a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,8 +20,24 @@ Row = Mapping[str, Any]
 """What `Meter.flush` gives: numbers, and histograms as dict of bin to count."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What the factory of a tracker is told.
+
+    Attributes:
+        resume_step: the step after which a resumed run continues; None for a new run.
+        settings: the section `tracking` of the configuration as plain values; `settings["options"]` is free.
+    """
+
+    run_id: str
+    run_dir: Path
+    project: str
+    resume_step: int | None
+    settings: Mapping[str, Any]
+
+
 class Sink:
-    """The verbs of every sink. A sink overrides those that mean something to it; the rest do nothing."""
+    """A destination of the run's numbers. A sink overrides the methods that it needs; the others do nothing."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration as plain values, once, before the first metrics."""
@@ -28,23 +45,8 @@ class Sink:
     def log_metrics(self, step: int, metrics: Row) -> None:
         """One step."""
 
-    def log_text(self, text: str) -> None:
-        """An event in words."""
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table, such as sampled trajectories."""
-
-    def log_artifact(self, path: Path, name: str) -> None:
-        """A file worth keeping."""
-
-    def finish(self) -> None:
+    def close(self) -> None:
         """No more calls follow."""
-
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.finish()
 
 
 class FanOut(Sink):
@@ -60,26 +62,17 @@ class FanOut(Sink):
     def log_metrics(self, step: int, metrics: Row) -> None:
         self._each("log_metrics", step, metrics)
 
-    def log_text(self, text: str) -> None:
-        self._each("log_text", text)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._each("log_table", name, columns, rows)
-
-    def log_artifact(self, path: Path, name: str) -> None:
-        self._each("log_artifact", path, name)
-
-    def finish(self) -> None:
-        self._each("finish")
+    def close(self) -> None:
+        self._each("close")
         for where, count in self.num_failures.items():
             log.warning("%s failed %d times in this run; its record is incomplete.", where, count)
 
-    def _each(self, verb: str, *args: Any) -> None:
+    def _each(self, method: str, *args: Any) -> None:
         for sink in self._sinks:
             try:
-                getattr(sink, verb)(*args)
+                getattr(sink, method)(*args)
             except Exception:  # third-party trackers raise what they like; a plot is never worth a training run
-                where = f"{type(sink).__name__}.{verb}"
+                where = f"{type(sink).__name__}.{method}"
                 self.num_failures[where] = self.num_failures.get(where, 0) + 1
                 if self.num_failures[where] == 1:
                     log.warning("%s failed; training goes on without it.", where, exc_info=True)
@@ -88,7 +81,7 @@ class FanOut(Sink):
 class JsonlSink(Sink):
     """`metrics.jsonl`: one object a step, flushed line by line, so that a killed run keeps all it had reached.
 
-    Also `config.json` and `events.log` beside it.
+    `config.json` lies beside it.
 
     Args:
         path: the file; its directory is made.
@@ -110,15 +103,7 @@ class JsonlSink(Sink):
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
-    def log_text(self, text: str) -> None:
-        with self.path.with_name("events.log").open("a", encoding="utf-8") as events:
-            events.write(text.rstrip("\n") + "\n")
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        with self.path.with_name(f"{name}.jsonl").open("a", encoding="utf-8") as table:
-            table.writelines(json.dumps(dict(zip(columns, row, strict=True)), default=str) + "\n" for row in rows)
-
-    def finish(self) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -142,13 +127,8 @@ class ConsoleSink(Sink):
         eta_s = None
         if self._total is not None and step > first_step:
             eta_s = (now - first_s) / (step - first_step) * (self._total - step)
-        self._print(plain_line({"step": step, **metrics}, self._total, eta_s))
-
-    def log_text(self, text: str) -> None:
-        self._print(text)
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stderr, flush=True)
+        line = plain_line({"step": step, **metrics}, self._total, eta_s)
+        print(line, file=self._stream or sys.stderr, flush=True)
 
 
 def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
@@ -158,19 +138,19 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
     """
     parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps is not None else "")]
 
-    def say(label: str, key: str, suffix: str = "") -> None:
+    def add(label: str, key: str, suffix: str = "") -> None:
         if key in row:
             parts.append(f"{label} {compact(row[key])}{suffix}")
 
-    say("version", "run/version")
-    say("reward", "reward/mean")
-    say("eval", "eval/score")
+    add("version", "run/version")
+    add("reward", "reward/mean")
+    add("eval", "eval/score")
     if "lag/token_mean" in row or "lag/head_max" in row:
         lag_max = row.get("lag/head_max", row.get("lag/token_max"))
         parts.append(f"lag {compact(row.get('lag/token_mean'), 2)}/{compact(lag_max)}")
-    say("train", "throughput/train_tokens_per_s", " tok/s")
-    say("generate", "throughput/generate_tokens_per_s", " tok/s")
-    say("actors", "hub/num_actors")
+    add("train", "throughput/train_tokens_per_s", " tok/s")
+    add("generate", "throughput/generate_tokens_per_s", " tok/s")
+    add("actors", "hub/num_actors")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)

@@ -15,7 +15,7 @@ from streamrl.metrics.text import compact
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 42
-NUM_ColorS = 8
+NUM_COLORS = 8
 MAX_POINTS = 800
 """More points than pixels say nothing: longer curves are thinned to the extremes of each stretch."""
 
@@ -199,7 +199,7 @@ def _bound_line(bound: tuple[str, float], to_y: Scale) -> str:
 def _curve(curve: Curve, to_x: Scale, to_y: Scale) -> str:
     points = [(to_x(x), to_y(y)) for x, y in zip(curve.xs, curve.ys, strict=True)]
     path = "M" + "L".join(f"{x:.2f},{y:.2f}" for x, y in points)
-    color = curve.color % NUM_ColorS
+    color = curve.color % NUM_COLORS
     out = f'<path class="curve c{color}{" faint" if curve.faint else ""}" d="{path}"/>'
     if curve.dots or len(points) == 1:  # a single point has no line
         out += "".join(
@@ -210,7 +210,7 @@ def _curve(curve: Curve, to_x: Scale, to_y: Scale) -> str:
 
 
 def _figure(title: str, body: str, legend: Sequence[tuple[str, int]], height: int = HEIGHT) -> str:
-    names = "".join(f'<span><i class="key k{color % NUM_ColorS}"></i>{escape(name)}</span>'
+    names = "".join(f'<span><i class="key k{color % NUM_COLORS}"></i>{escape(name)}</span>'
                     for name, color in legend)
     below = f'<div class="legend">{names}</div>' if names else ""
     return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height}" role="img" '

@@ -11,7 +11,7 @@ from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.text import duration, markdown_table
 from streamrl.report.compare import HEADER, comparison_rows, run_labels
-from streamrl.report.plots import Curve, NUM_ColorS, category_bars, histogram, line_chart, smooth
+from streamrl.report.plots import NUM_COLORS, Curve, category_bars, histogram, line_chart, smooth
 
 SMOOTH_SHARE = 20
 """A noisy curve is averaged over 1/20 of its length."""
@@ -51,7 +51,7 @@ details { margin-top: 2rem; } summary { cursor: pointer; color: var(--soft); }
 pre { overflow-x: auto; font-size: .8rem; }
 """ + "".join(
     f".c{i} {{ stroke: var(--c{i}); }} .dot.c{i} {{ fill: var(--c{i}); }} .k{i} {{ background: var(--c{i}); }}\n"
-    for i in range(NUM_ColorS))
+    for i in range(NUM_COLORS))
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:

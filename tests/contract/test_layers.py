@@ -22,7 +22,7 @@ FLOOR_0 = ("streamrl/errors.py", "streamrl/messages/codec.py", "streamrl/message
            *sorted(f"streamrl/messages/{path.name}" for path in (ROOT / "streamrl/messages").glob("*.py")))
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ONE_DOOR = {
-    "wandb": {"streamrl/metrics/wandb_sink.py"},
+    "wandb": {"streamrl/metrics/trackers/wandb.py"},
     "hydra": {"streamrl/config/load.py"},
     "omegaconf": {"streamrl/config/load.py"},
 }

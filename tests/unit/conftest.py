@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def make_run(tmp_path):
     def make(name="run-000", *, lag=2, num_steps=10, bound=3, overrides=(), finished=True):
         root = tmp_path / name
         meter = Meter()
-        with JsonlSink(root / "metrics.jsonl") as sink:
+        with closing(JsonlSink(root / "metrics.jsonl")) as sink:
             for step in range(1, num_steps + 1):
                 _step(meter, step, lag)
                 sink.log_metrics(step, meter.flush(step))

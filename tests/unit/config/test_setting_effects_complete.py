@@ -31,6 +31,7 @@ BROKEN = f"{ACTOR}::test_a_broken_environment_is_dropped_or_gets_the_floor"
 DIRECTORY = f"{LEARNER}::test_a_run_lives_where_its_name_its_root_or_its_directory_say"
 DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are_set"
 TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
+OWN_TRACKER = f"{LEARNER}::test_a_users_own_tracker_is_opened_with_its_options"
 EVALS = f"{HUB}::test_evaluations_are_asked_for_as_often_and_as_large_as_set"
 TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
 SCORES = "learner/objective/test_rewards.py"
@@ -257,6 +258,8 @@ SHOWN_BY = {
     "eval.every_steps": EVALS,
     "eval.num_samples": EVALS,
     "tracking.project": TRACKER,
+    "tracking.trackers": OWN_TRACKER,
+    "tracking.options": OWN_TRACKER,
     "tracking.wandb.enabled": TRACKER,
     "tracking.wandb.mode": TRACKER,
     "launch.num_actors": f"{LAUNCH}::test_launch_starts_so_many_actors_and_tells_them_their_own_settings",

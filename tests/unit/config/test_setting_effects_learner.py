@@ -23,6 +23,7 @@ from learner.objective.objective import Objective
 from learner.record.recorder import Recorder
 from learner.setup import start_ranks
 from streamrl.errors import ConfigError
+from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.run_dirs import choose_run_dir
 from tests.unit.config.setting_harness import config_of, tiny_model
 from tests.unit.learner.learner_factories import batch, plan_of, trajectory
@@ -235,6 +236,19 @@ def test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode(monkeyp
     other = tracker_options(monkeypatch, tmp_path, on, "tracking.project=mine", "tracking.wandb.mode=online")
     assert (plain["project"], plain["mode"]) == ("streamrl", "offline")
     assert (other["project"], other["mode"]) == ("mine", "online")
+    assert tracker_options(monkeypatch, tmp_path, "tracking.trackers=[wandb]") == plain
+
+
+def test_a_users_own_tracker_is_opened_with_its_options(monkeypatch, tmp_path):
+    opened: list[TrackedRun] = []
+    module = types.ModuleType("my_tracker")
+    module.open_mine = lambda run: opened.append(run) or Sink()
+    monkeypatch.setitem(sys.modules, "my_tracker", module)
+
+    tracker_options(monkeypatch, tmp_path, "tracking.trackers=[my_tracker:open_mine]", "tracking.options.url=there")
+
+    (run,) = opened
+    assert (run.run_id, run.run_dir, run.settings["options"]) == ("run-1", tmp_path, {"url": "there"})
 
 
 def test_a_run_lives_where_its_name_its_root_or_its_directory_say(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -104,7 +105,7 @@ def test_without_a_terminal_each_new_step_is_one_plain_line(tmp_path, finished):
     out = io.StringIO()
     view = LiveView(tmp_path, console=Console(file=out, force_terminal=False, width=40))
 
-    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
+    with closing(JsonlSink(tmp_path / "metrics.jsonl")) as sink:
         sink.log_metrics(1, row(1))
         view.run(finished)
         sink.log_metrics(2, row(2))
@@ -119,12 +120,12 @@ def test_without_a_terminal_each_new_step_is_one_plain_line(tmp_path, finished):
 def test_after_a_resume_only_the_steps_done_again_are_news(tmp_path):
     view = LiveView(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    with JsonlSink(path) as sink:
+    with closing(JsonlSink(path)) as sink:
         for step in (1, 2, 3, 4):
             sink.log_metrics(step, row(step))
     assert len(view.poll()) == 4
 
-    with JsonlSink(path, resume_step=2) as sink:
+    with closing(JsonlSink(path, resume_step=2)) as sink:
         sink.log_metrics(3, row(3, **{"run/epoch": 1}))
 
     assert [r["step"] for r in view.poll()] == [3]

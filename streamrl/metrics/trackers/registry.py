@@ -1,0 +1,28 @@
+"""Experiment trackers by name: an entry in `TRACKERS` adds one, `tracking.trackers` chooses.
+
+A factory takes a `TrackedRun` and returns a `Sink`. A library is imported inside its factory only, so that a tracker
+that is not chosen need not be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from streamrl.extension import resolve
+from streamrl.metrics.sinks import Sink, TrackedRun
+from streamrl.metrics.trackers.wandb import open_wandb
+
+TrackerFactory = Callable[[TrackedRun], Sink]
+
+TRACKERS: dict[str, TrackerFactory] = {"wandb": open_wandb}
+
+
+def open_trackers(names: Iterable[str], run: TrackedRun) -> list[Sink]:
+    """Open each named tracker once.
+
+    Args:
+        names: keys of `TRACKERS`, or a user's own factory as `package.module:attribute`.
+    Raises:
+        ConfigError: an unknown name, or a library that is not installed.
+    """
+    return [resolve(name, TRACKERS, setting="tracking.trackers")(run) for name in dict.fromkeys(names)]
