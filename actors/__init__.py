@@ -1,0 +1,4 @@
+"""Actors: processes that lease prompts, generate episodes and send them to the hub."""
+
+EXIT_WRONG_RUN, EXIT_ENGINE_HUNG, EXIT_RESTART = 6, 9, 11
+"""Exit codes: another run has the address; the engine must not go on; the run came back with other settings."""

@@ -1,7 +1,7 @@
 """python -m actors connect=tcp://HOST:PORT [key=value ...]
 
 Start as many as you like, wherever the address can be reached, before or after the learner; stop them at any time.
-Model, task and sampling come from the learner; `actors.*` and other words given here win over what it says.
+Model, task and sampling come from the learner; `actors.*` and other words given here override them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import sys
 
 import zmq
 
-from streamrl import parent_watch as parent_watch
+from actors import EXIT_RESTART, EXIT_WRONG_RUN
+from streamrl import parent_watch
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")
 
-EXIT_WRONG_RUN, EXIT_RESTART = 6, 11
 USAGE = __doc__ or ""
 
 
@@ -36,34 +36,36 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 
 
 async def work(endpoint: str, overrides: list[str]) -> int:
-    """One life of this actor; returns the exit code."""
-    from actors.runtime import RuntimeBuilder, default_actor_id, lease_slots
+    """Work until the hub or a signal ends it; returns the exit code."""
+    from actors.engines.registry import engine_factory, wire_name
+    from actors.runtime import build_runtime, default_actor_id, max_leases, weight_source
     from actors.worker import Worker
     from streamrl.transport.client import HubClient
     from streamrl.transport.session import ActorSession
 
     local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
-    builder = RuntimeBuilder(overrides, local, zmq.Context())
-    # Group size and concurrency are the learner's to say; heartbeats name the real number of free slots.
-    slots = lease_slots(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
-    link = ActorSession(
+    engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
+    source, device_weights = weight_source(local, zmq.Context())
+    # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.
+    leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
+    session = ActorSession(
         local.actors.actor_id or default_actor_id(), int.from_bytes(os.urandom(7), "little") + 1,
-        engine=local.actors.engine.name, slots=slots, transports=builder.transports,
+        engine=wire_name(local.actors.engine), slots=leases, transports=tuple(source.factories),
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
-        device=builder.device_weights.device_id if builder.device_weights is not None else "",
+        device=device_weights.device_id if device_weights is not None else "",
     )
-    client = HubClient(endpoint, link)
-    if builder.device_weights is not None:
-        builder.device_weights.report = client.report_nccl
-    worker = Worker(client, builder)
+    client = HubClient(endpoint, session)
+    if device_weights is not None:
+        device_weights.report = client.report_nccl
+    worker = Worker(client, lambda welcome: build_runtime(welcome, overrides, source, device_weights))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
-    parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher is gone"))
-    log.info("actor %s: connecting to %s", link.actor_id, endpoint)
-    gone = await worker.run()
-    log.info("ends: %s (exit %d)", gone.detail, gone.exit_code)
-    return gone.exit_code
+    parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher exited"))
+    log.info("actor %s: connecting to %s", session.actor_id, endpoint)
+    closed = await worker.run()
+    log.info("exiting: %s (exit code %d)", closed.detail, closed.exit_code)
+    return closed.exit_code
 
 
 def main() -> int:
@@ -83,8 +85,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if exit_code in (EXIT_WRONG_RUN, EXIT_RESTART):
-        who = "another run is" if exit_code == EXIT_WRONG_RUN else "the run with its other settings is"
-        log.info("%s at %s now: joining it anew", who, endpoint)
+        what = "another run" if exit_code == EXIT_WRONG_RUN else "the run with other settings"
+        log.info("%s is at %s now: joining it", what, endpoint)
         parent_watch.renew()
         os.execv(sys.executable, [sys.executable, "-m", "actors", *words])
     return exit_code
@@ -95,4 +97,4 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a running forward pass or reward thread must not hold the process up
+    os._exit(code)  # a running forward pass or reward thread must not delay the exit

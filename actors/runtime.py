@@ -1,27 +1,26 @@
 """From the learner's WELCOME to a running actor: model files, tokenizer, task, engine, installer.
 
-An actor needs only the address. Model configuration and tokenizer come through the weight socket, the weights through
-the weight plane, task and sampling from the learner's settings; local `key=value` words win over them.
+An actor needs only the address. Model configuration and tokenizer come through the weight socket, the weights by the
+weight transports, task and sampling from the learner's settings; local `key=value` words win over them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
 import torch
 import zmq
 
-from actors.construction import ActorRuntime
-from actors.engines.base import Engine
-from actors.engines.native.engine import NativeEngine, build_model
-from actors.engines.scripted import ScriptedEngine
-from actors.engines.vllm.engine import VllmEngine
+from actors.engines.base import Engine, EngineSpec
+from actors.engines.registry import build_engine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DEVICE_TRANSPORTS, DeviceWeights
@@ -29,7 +28,6 @@ from actors.weights.installer import Installer
 from envs.registry import load_task
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
-from streamrl.config.schema import Engine as EngineName
 from streamrl.errors import StreamrlError
 from streamrl.messages import Welcome
 from streamrl.weights.assets import unpack_assets
@@ -40,106 +38,158 @@ log = logging.getLogger("streamrl.actor")
 
 FETCH_DEADLINE_S = 600.0
 """For one document over all offers: a slow tunnel may need minutes; a newer version supersedes a slow fetch anyway."""
+BUILD_DEADLINE_S = 300.0
+"""How long an actor that is stopping waits for an engine that is still being built, to close it."""
+CLOSE_DEADLINE_S = 30.0
+"""For closing engine, environments and transports; whatever hangs ends with the process."""
 INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
 
 
-class RuntimeBuilder:
-    """Called once, in a thread, with the first WELCOME.
+@dataclass(slots=True)
+class ActorRuntime:
+    """What is built from the first WELCOME and lives as long as the process."""
 
-    Args:
-        overrides: this actor's own `key=value` words.
-        local: what they mean before anything is known of the run (engine sizes, device, transports).
-        make_device_weights: for the transports from GPU to GPU, if there are any.
+    engine: Engine
+    installer: Installer
+    train: EpisodeRunner
+    test: EpisodeRunner
+    set_welcome: Callable[[Welcome], None]
+    max_leases: int  # groups held at once
+    device_weights: DeviceWeights | None = None
+    fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
+
+    async def close(self) -> None:
+        self.installer.close()
+        if self.device_weights is not None:
+            await asyncio.to_thread(self.device_weights.close)
+        self.train.close()
+        self.test.close()
+        await self.engine.close()
+
+
+class RuntimeHandle:
+    """One runtime, from the thread that builds it until it is closed; `runtime` is None until it is built."""
+
+    def __init__(self, build: Callable[[Welcome], ActorRuntime]) -> None:
+        self.runtime: ActorRuntime | None = None
+        self._build = build
+        self._building: asyncio.Future[ActorRuntime] | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._building is not None
+
+    def begin(self, welcome: Welcome) -> None:
+        """Build in a thread, once; may take minutes."""
+        self._building = asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
+
+    async def finished(self) -> ActorRuntime:
+        """The runtime, or whatever error building raised. Cancelling this does not stop the thread: see `close`."""
+        assert self._building is not None
+        self.runtime = await asyncio.shield(self._building)
+        return self.runtime
+
+    async def close(self) -> bool:
+        """Close the runtime, also one that a thread is still building: it may hold processes that only it can end.
+
+        Returns:
+            False if something hangs. This process must then end: re-executed, it would leave them running.
+        """
+        try:
+            runtime = self.runtime or await self._half_built()
+            if runtime is not None:
+                await asyncio.wait_for(runtime.close(), CLOSE_DEADLINE_S)
+        except TimeoutError:
+            log.error("the engine does not close: it is left to the end of the process")
+            return False
+        return True
+
+    async def _half_built(self) -> ActorRuntime | None:
+        if self._building is None:
+            return None
+        await asyncio.wait({self._building}, timeout=BUILD_DEADLINE_S)
+        if not self._building.done():
+            raise TimeoutError
+        return None if self._building.exception() is not None else self._building.result()
+
+
+def weight_source(
+    local: Config, context: zmq.Context,
+    make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
+) -> tuple[WeightSource, DeviceWeights | None]:
+    """The transports that `actors.transports` allows, known before the run is.
+
     Raises:
         ConfigError: a transport that cannot work on this machine.
     """
+    source, names = WeightSource(context), local.actors.transports
+    device_weights: DeviceWeights | None = None
+    if set(names) & set(DEVICE_TRANSPORTS):
+        device_weights = make_device_weights(names, pick_device(local.actors.device), context)
+        source.factories |= device_weights.factories
+    source.factories = {name: factory for name, factory in source.factories.items() if name in names}
+    return source, device_weights
 
-    def __init__(
-        self, overrides: Sequence[str], local: Config, context: zmq.Context, *,
-        make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
-    ) -> None:
-        self._overrides, self._local = list(overrides), local
-        self._source = WeightSource(context)
-        names = local.actors.transports
-        self.device_weights: DeviceWeights | None = None
-        if set(names) & set(DEVICE_TRANSPORTS):
-            self.device_weights = make_device_weights(names, pick_device(local.actors.device), context)
-            self._source.factories |= self.device_weights.factories
-        self._source.factories = {
-            name: factory for name, factory in self._source.factories.items() if name in names
-        }
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        return tuple(self._source.factories)
+def build_runtime(
+    welcome: Welcome, overrides: Sequence[str], source: WeightSource, device_weights: DeviceWeights | None = None
+) -> ActorRuntime:
+    """Everything that the run's settings and this actor's own `key=value` words ask for; blocks for minutes."""
+    def set_welcome(latest: Welcome) -> None:
+        source.pull_token, source.limits = latest.pull_token, latest.limits
 
-    def __call__(self, welcome: Welcome) -> ActorRuntime:
-        self._set_welcome(welcome)
-        config = from_plain(json.loads(welcome.task), self._overrides)
-        self._source.relay = config.actors.relay
-        self._source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
-        task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
-        with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
-            self._fetch_assets(welcome, model_dir)
-            tokenizer = load_tokenizer(model_dir)
-            engine = self._engine(config, Path(model_dir), tokenizer)
-        renderer = Renderer(
-            tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
-        )
-        runners = [
-            EpisodeRunner(task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads)
-            for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
-        ]
-        installer = Installer(
-            engine, self._source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=self._source.close
-        )
-        return ActorRuntime(
-            engine, installer, *runners, set_welcome=self._set_welcome,
-            slots=lease_slots(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
-            device_weights=self.device_weights, fits=lambda later: built_from(later) == built_from(welcome),
-        )
+    set_welcome(welcome)
+    config = from_plain(json.loads(welcome.task), list(overrides))
+    source.relay = config.actors.relay
+    source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
+    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
+        fetch_assets(welcome, source, model_dir)
+        tokenizer = load_tokenizer(model_dir)
+        engine = build_engine(config.actors.engine, engine_spec(config, Path(model_dir), tokenizer))
+    renderer = Renderer(
+        tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
+    )
+    runners = [
+        EpisodeRunner(task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads)
+        for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
+    ]
+    installer = Installer(engine, source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=source.close)
+    return ActorRuntime(
+        engine, installer, *runners, set_welcome=set_welcome,
+        max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
+        device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome),
+    )
 
-    def _set_welcome(self, welcome: Welcome) -> None:
-        self._source.pull_token, self._source.limits = welcome.pull_token, welcome.limits
 
-    def _fetch_assets(self, welcome: Welcome, target: str) -> None:
-        endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
-        if endpoint is None:
-            raise StreamrlError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
-        data = self._source.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest)
-        unpack_assets(data, target)
+def fetch_assets(welcome: Welcome, source: WeightSource, target: str) -> None:
+    """Model configuration and tokenizer files, into a folder."""
+    endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
+    if endpoint is None:
+        raise StreamrlError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
+    unpack_assets(source.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest), target)
 
-    def _engine(self, config: Config, model_dir: Path, tokenizer: object) -> Engine:
-        device = pick_device(config.actors.device)
-        sampling = (config.rollout.train.sampling, config.rollout.test.sampling)
-        turns = config.env.max_turns
-        max_tokens = config.rollout.max_prompt_tokens + turns * max(s.max_new_tokens for s in sampling)
-        if turns > 1:
-            max_tokens = max(max_tokens, config.learner.max_tokens_per_device)
-        if config.actors.engine is EngineName.scripted:
-            vocab_size = len(tokenizer)  # type: ignore[arg-type]
-            return ScriptedEngine(
-                slots=config.actors.num_concurrent, num_tokens=min(8, sampling[0].max_new_tokens), vocab_size=vocab_size
-            )
-        dtype = pick_dtype(config.actors.dtype, device)
-        if config.actors.engine is EngineName.vllm:
-            return VllmEngine(
-                model_dir, tokenizer, slots=config.actors.num_concurrent, max_tokens=max_tokens, device=device,
-                dtype=dtype, num_threads=config.actors.num_threads or None,
-                install_policy=INSTALL_POLICY[config.actors.on_install], arguments=dict(config.actors.vllm),
-            )
-        return NativeEngine(
-            build_model(model_dir, dtype=dtype, device=device), tokenizer, slots=config.actors.num_concurrent,
-            max_tokens=max_tokens, device=device, num_threads=config.actors.num_threads or None,
-            install_policy=INSTALL_POLICY[config.actors.on_install],
-        )
+
+def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:
+    """What the settings say of the engine, whichever it is."""
+    device, actors = pick_device(config.actors.device), config.actors
+    max_new_tokens = max(s.max_new_tokens for s in (config.rollout.train.sampling, config.rollout.test.sampling))
+    max_tokens = config.rollout.max_prompt_tokens + config.env.max_turns * max_new_tokens
+    if config.env.max_turns > 1:
+        max_tokens = max(max_tokens, config.learner.max_tokens_per_device)
+    return EngineSpec(
+        model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
+        max_tokens=max_tokens, max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
+        dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
+        install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
+    )
 
 
 def built_from(welcome: Welcome) -> tuple[object, ...]:
-    """What of a WELCOME goes into a plant; a resumed run may come with other settings."""
-    told = json.loads(welcome.task)
-    sections = {name: told.get(name) for name in ("env", "data", "rollout", "actors")}
-    longest = told.get("learner", {}).get("max_tokens_per_device")
+    """What of a WELCOME goes into a runtime; a resumed run may come with other settings."""
+    settings = json.loads(welcome.task)
+    sections = {name: settings.get(name) for name in ("env", "data", "rollout", "actors")}
+    longest = settings.get("learner", {}).get("max_tokens_per_device")
     tensors = None if welcome.layout is None else welcome.layout.tensors
     return sections, longest, welcome.assets_digest, tensors
 
@@ -161,23 +211,18 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def episode_rules(config: Config, sampling: SamplingConfig) -> EpisodeRules:
-    floor = config.env.reward_floor if config.env.on_error is OnEnvError.floor else None
+    """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may."""
+    by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
     return EpisodeRules(
         max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
-        max_turns=config.env.max_turns, max_tokens=trajectory_limit(config, sampling),
-        stop=tuple(sampling.stop), ignore_eos=sampling.ignore_eos,
-        step_timeout_s=config.env.step_timeout_s, error_floor=floor,
+        max_turns=config.env.max_turns, max_tokens=max(config.learner.max_tokens_per_device, by_turns),
+        stop=tuple(sampling.stop), ignore_eos=sampling.ignore_eos, step_timeout_s=config.env.step_timeout_s,
+        error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
     )
 
 
-def trajectory_limit(config: Config, sampling: SamplingConfig) -> int:
-    """Tokens of a whole trajectory: what the learner can train on; evaluation may be longer if its answers may."""
-    by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
-    return max(config.learner.max_tokens_per_device, by_turns)
-
-
-def lease_slots(num_concurrent: int, group_size: int) -> int:
-    """Groups held at once: enough to fill every sequence slot, and one more that waits to take a freed place."""
+def max_leases(num_concurrent: int, group_size: int) -> int:
+    """Groups held at once: enough to fill every sequence of the engine, and one more waiting for a free place."""
     return ceil(num_concurrent / group_size) + 1
 
 

@@ -118,7 +118,7 @@ def main() -> int:
 
 async def _compare(args, model: torch.nn.Module, twin: torch.nn.Module, jobs: list[Job]) -> list[dict]:
     engine = NativeEngine(
-        twin, None, slots=args.slots, max_tokens=args.prompt_tokens + args.max_new, num_threads=args.threads
+        twin, None, max_num_seqs=args.slots, max_tokens=args.prompt_tokens + args.max_new, num_threads=args.threads
     )
     weights = {name: tensors[0].detach() for name, tensors in checkpoint_tensors(model).items()}
     await engine.install(weights, VersionRef(0, 0))

@@ -173,7 +173,7 @@ def measure_installs(layers: int, running: int, repeats: int, seed: int) -> Inst
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     async def work() -> tuple[float, list[float], list[float]]:
-        engine = NativeEngine(model, None, slots=max(1, running), max_tokens=4096, device=DEVICE)
+        engine = NativeEngine(model, None, max_num_seqs=max(1, running), max_tokens=4096, device=DEVICE)
         await engine.install(weights, VersionRef(1, 0))
         requests = [
             GenerateRequest([5 + n % 7] * 64, Sampling(), 4000, seed=n, ignore_eos=True) for n in range(running)

@@ -61,7 +61,7 @@ async def measure(repeats: int, seed: int) -> tuple[list[float], list[float], in
     """(longest gaps while installing, median gaps while not, parameters), in ms."""
     model = model_of_16m_parameters(seed)
     num_steps = (repeats + 2) * 6 * CALM_STEPS
-    engine = NativeEngine(model, None, slots=SLOTS, max_tokens=PROMPT_TOKENS + num_steps, num_threads=1)
+    engine = NativeEngine(model, None, max_num_seqs=SLOTS, max_tokens=PROMPT_TOKENS + num_steps, num_threads=1)
     weights = {name: tensors[0].detach().clone() for name, tensors in checkpoint_tensors(model).items()}
     await engine.install(weights, VersionRef(1, 0))
     clock = StepClock(engine)

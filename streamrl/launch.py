@@ -158,7 +158,7 @@ class Launcher:
     def _start_actor(self, index: int) -> Child:
         return self._start(f"actor-{index}", [
             sys.executable, "-m", "actors", f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
-            f"actors.engine={self.config.actors.engine.name}",  # what HELLO says of this actor
+            f"actors.engine={self.config.actors.engine}",  # what HELLO says of this actor
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
         ])

@@ -1,17 +1,54 @@
-"""What the actor asks of an inference engine, and nothing more: token ids in, token ids out.
+"""The protocol of an inference engine: token ids in, token ids out.
 
-An engine runs its own thread or process and keeps it full by itself: every `generate` call that arrives is admitted at
+An engine runs a thread or process of its own and batches by itself: every `generate` call that arrives is admitted at
 the next step, whatever else is running. Weights are exchanged between two forward passes; running sequences live on
 with their KV cache, and their later tokens carry the new version.
+
+One of your own needs `Engine`, and a factory that takes an `EngineSpec`; `ScoresTokens` and `ExposesWeights` are
+optional. `actors.engine=package.module:factory` uses it; for one of ours add an entry to `actors.engines.registry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from streamrl.messages import Sampling, VersionRef
+
+INSTALL_POLICIES = ("continue", "recompute", "drain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What a factory builds an engine from.
+
+    Args:
+        model_dir: the model's configuration and tokenizer files, deleted after the build; weights come by `install`.
+        tokenizer: of transformers.
+        max_num_seqs: sequences that run at once (`actors.num_concurrent`).
+        max_tokens: prompt and new tokens of one sequence together.
+        max_new_tokens: of one turn in training.
+        device, dtype: where and in what type it computes.
+        num_threads: on a CPU; None leaves the choice to torch.
+        install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it again with
+            the new weights, "drain" admits nothing, lets them finish, then installs.
+        options: the engine's own arguments (`actors.vllm.*`).
+    """
+
+    model_dir: Path
+    tokenizer: Any
+    max_num_seqs: int
+    max_tokens: int
+    max_new_tokens: int
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    num_threads: int | None = None
+    install_policy: str = "continue"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +95,8 @@ class Generation:
 class EngineStats:
     """Counters since the start, and the present load.
 
-    `blocked`: whatever is asked now rightly waits, for sequences that must end first or for a core that is being
-    started. The engine promises that this ends by itself; otherwise a counter that moves is its sign of life.
+    `blocked`: requests wait for a known reason that ends by itself, as sequences that must end first or a core that is
+    starting. Otherwise the watchdog takes a counter that moves as progress. `extra["dead"]` is 1.0 for a dead engine.
     """
 
     tokens_total: int = 0
@@ -84,18 +121,27 @@ class Engine(Protocol):
     """One copy of the policy. Methods are called from one asyncio loop; `close` may be called twice."""
 
     name: str
-    slots: int  # sequences that run at once
+    max_num_seqs: int  # sequences that run at once
 
     @property
     def installed(self) -> VersionRef | None: ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Run one sequence to its end. Cancelling the awaiting task aborts the sequence. Raises EngineError."""
+        """Run one sequence to its end; waits for the first install. Cancelling the awaiting task aborts the sequence.
+
+        Raises:
+            EngineError: the request cannot be served, or the engine failed.
+        """
         ...
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         """Load a complete verified document (checkpoint names to torch tensors, tied copies left out) between two
-        forward passes. The names must equal the model's; else WeightsError and the old version goes on serving."""
+        forward passes.
+
+        Raises:
+            WeightsError: the names are not the model's; the old version goes on serving.
+            EngineError: the engine is dead. Any other exception means a mixed model: the old document is loaded again.
+        """
         ...
 
     def stats(self) -> EngineStats: ...
@@ -105,10 +151,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ScoresTokens(Protocol):
-    """An engine that can also say how likely given tokens are; the probe of the weight plane asks it.
+    """An engine that scores given tokens, for the weight probe; without it only digests are checked.
 
-    Optional: an engine without this method is checked by its digests only. The weights must not change between the
-    first and the last token of one call; the installer never calls it while an install is under way.
+    The installer never calls it while an install is under way.
     """
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
@@ -123,15 +168,11 @@ class ScoresTokens(Protocol):
 
 @runtime_checkable
 class ExposesWeights(Protocol):
-    """An engine that can show the tensors it computes with, for a comparison with the document they came from.
-
-    Optional: engines that fuse or pack their weights cannot.
-    """
+    """An engine that shows the tensors it computes with, for a bitwise comparison with the document."""
 
     def live_tensors(self) -> Mapping[str, Any]:
-        """Checkpoint name to the live torch tensor that the document's tensor of that name filled, in the engine's own
-        type and on its own device. Read them, never write them; they are what they are until the next install."""
+        """Checkpoint name to the live tensor it filled, in the engine's own type and on its own device; read only."""
         ...
 
 
-EngineFactory = Callable[..., Engine]
+EngineFactory = Callable[[EngineSpec], Engine]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
+from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 
@@ -26,15 +26,15 @@ def scripted_tokens(prompt_ids: Sequence[int], seed: int, num_tokens: int, vocab
 
 
 class ScriptedEngine:
-    """For tests: says what it is told to say. No tensor library, no thread; time passes only where the test lets it.
+    """Generates what a function says. No tensor library, no thread; time passes only where the test lets it.
 
     Args:
-        reply: (prompt_ids, seed, version) -> the tokens that this version would say. A sequence that lives through an
-            install goes on with the new version's reply, from the place it had reached. None: `scripted_tokens`.
-        slots: sequences that run at once; more wait.
+        reply: (prompt_ids, seed, version) -> the tokens of this version. A sequence that lives through an install
+            continues with the new version's reply, from the place it had reached. None: `scripted_tokens`.
+        max_num_seqs: sequences that run at once; more wait.
         num_tokens: length of the default reply, a number or a function of (prompt_ids, seed).
         vocab_size: of the default reply.
-        tokens_per_step: after so many tokens a sequence lets others run and passes `gate`; None says all at once.
+        tokens_per_step: after so many tokens a sequence yields to others and passes `gate`; None: all in one step.
         gate: an event that must be set for a step to happen; the test clears and sets it. None: always open.
         logprob: the log-prob reported for every token.
         names: the checkpoint names that an install must bring; None accepts any.
@@ -48,18 +48,12 @@ class ScriptedEngine:
     name = "scripted"
 
     def __init__(
-        self,
-        reply: Reply | None = None,
-        *,
-        slots: int = 64,
-        num_tokens: int | Callable[[Sequence[int], int], int] = 8,
-        vocab_size: int = 256,
-        tokens_per_step: int | None = None,
-        gate: asyncio.Event | None = None,
-        logprob: float = -1.0,
+        self, reply: Reply | None = None, *, max_num_seqs: int = 64,
+        num_tokens: int | Callable[[Sequence[int], int], int] = 8, vocab_size: int = 256,
+        tokens_per_step: int | None = None, gate: asyncio.Event | None = None, logprob: float = -1.0,
         names: Iterable[str] | None = None,
     ) -> None:
-        self.slots = slots
+        self.max_num_seqs = max_num_seqs
         self.tensors: Mapping[str, Any] = {}
         self.installs: list[VersionRef] = []
         self.requests: list[GenerateRequest] = []
@@ -67,10 +61,16 @@ class ScriptedEngine:
         self._num_tokens, self._vocab_size = num_tokens, vocab_size
         self._tokens_per_step, self._gate, self._logprob = tokens_per_step, gate, logprob
         self._names = None if names is None else frozenset(names)
-        self._free = asyncio.Semaphore(slots)
+        self._free = asyncio.Semaphore(max_num_seqs)
         self._ready = asyncio.Event()
         self._closed = False
         self._running = self._waiting = self._tokens_total = self._steps_total = 0
+
+    @classmethod
+    def from_spec(cls, spec: EngineSpec) -> ScriptedEngine:
+        return cls(
+            max_num_seqs=spec.max_num_seqs, num_tokens=min(8, spec.max_new_tokens), vocab_size=len(spec.tokenizer)
+        )
 
     def _default_reply(self, prompt_ids: Sequence[int], seed: int, version: VersionRef) -> list[int]:
         count = self._num_tokens
@@ -82,7 +82,7 @@ class ScriptedEngine:
         return self.installs[-1] if self.installs else None
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See `Engine.generate`; waits for the first install and for a free slot."""
+        """See `Engine.generate`; waits for the first install and for a free place."""
         self._waiting += 1
         try:
             await self._ready.wait()
@@ -92,12 +92,12 @@ class ScriptedEngine:
         self._running += 1
         try:
             self.requests.append(request)
-            return await self._speak(request)
+            return await self._run(request)
         finally:
             self._running -= 1
             self._free.release()
 
-    async def _speak(self, request: GenerateRequest) -> Generation:
+    async def _run(self, request: GenerateRequest) -> Generation:
         tokens: list[int] = []
         spans: list[VersionSpan] = []
         while True:
@@ -135,15 +135,13 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            tokens_total=self._tokens_total,
-            steps_total=self._steps_total,
-            running=self._running,
-            waiting=self._waiting,
+            tokens_total=self._tokens_total, steps_total=self._steps_total,
+            running=self._running, waiting=self._waiting,
             extra={"dead": float(self._closed), "installs": float(len(self.installs))},
         )
 
     async def close(self) -> None:
-        """Whoever still waits gets an EngineError; opens the gate for that."""
+        """Every waiting request gets an EngineError; opens the gate for that."""
         self._closed = True
         self._ready.set()
         if self._gate is not None:

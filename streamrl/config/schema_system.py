@@ -23,12 +23,6 @@ class LearnerConfig:
     """Actors are connected but no group arrives for this long: exit with the reason; 0 never."""
 
 
-class Engine(Enum):
-    native = "native"
-    vllm = "vllm"
-    scripted = "scripted"
-
-
 class OnInstall(Enum):
     keep = "keep"
     recompute = "recompute"
@@ -37,8 +31,8 @@ class OnInstall(Enum):
 
 @dataclass
 class ActorsConfig:
-    engine: Engine = Engine.native
-    """Inference engine of the actors."""
+    engine: str = "native"
+    """Inference engine of the actors: native, vllm, scripted or your own `package.module:factory`."""
     num_concurrent: int = ranged(64, gt=0)
     """Trajectories that one actor runs at once."""
     device: str = "auto"

@@ -17,8 +17,7 @@ import pytest
 import torch
 import zmq
 
-from actors.construction import ActorRuntime
-from actors.runtime import RuntimeBuilder
+from actors.runtime import ActorRuntime, build_runtime, weight_source
 from actors.weights.device import DeviceWeights
 from actors.worker import Worker
 from learner.broadcaster.service import BroadcasterService
@@ -93,23 +92,23 @@ class ActorThread:
                 memory=lambda device: FakeDeviceMemory(folder, gpu),
             )
 
-        builder = RuntimeBuilder(words, self._local, zmq.Context(), make_device_weights=make)
+        source, device_weights = weight_source(self._local, zmq.Context(), make)
         link = ActorSession(
-            self.name, 7, engine="native", slots=2, transports=builder.transports, software="test",
-            device=builder.device_weights.device_id,
+            self.name, 7, engine="native", slots=2, transports=tuple(source.factories), software="test",
+            device=device_weights.device_id,
         )
         client = HubClient(endpoint, link)
-        builder.device_weights.report = client.report_nccl
+        device_weights.report = client.report_nccl
         report = client.report_installed
         client.report_installed = lambda message: (self.reports.append(message), report(message))
-        self._worker = Worker(client, lambda welcome: self._build(builder, welcome))
+
+        def build(welcome: Welcome) -> ActorRuntime:
+            with ONE_AT_A_TIME:
+                return build_runtime(welcome, words, source, device_weights)
+
+        self._worker = Worker(client, build)
         self._ready.set()
         await self._worker.run()
-
-    @staticmethod
-    def _build(builder: RuntimeBuilder, welcome: Welcome) -> ActorRuntime:
-        with ONE_AT_A_TIME:
-            return builder(welcome)
 
     def leave(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -208,7 +207,7 @@ def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused
     membership = run.hub.server.devices.membership
     assert (membership.num_formed, membership.num_broadcasts, membership.num_given_up) == (1, 3, 0)
     live = {name: tensor for name, tensor in run.hub._publisher._parameters}
-    engine = one._worker._plant.engine
+    engine = one._worker._runtime.engine
     for name, tensor in engine.live_tensors().items():
         assert torch.equal(tensor, live[name]), name
     run.hub.link.refresh_status()
@@ -312,7 +311,7 @@ def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(
         assert run.everywhere(near, far) == ["ipc", "nccl"]
 
     assert set(run.hub.server.devices.membership.members) == {"far"}
-    reader = near._worker._plant.device_weights._reader
+    reader = near._worker._runtime.device_weights._reader
     assert reader.memory.num_opened == 2  # once each, not once a version
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes
+from actors.engines.base import INSTALL_POLICIES, EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
 from actors.engines.native.attention import ATTENTION_NAME, slot_attention
 from actors.engines.native.forward import Forward
 from actors.engines.native.sampling import check_sampling
@@ -33,7 +33,6 @@ log = logging.getLogger("streamrl.actor")
 
 CLOSE_DEADLINE_S = 10.0
 """For the pass that runs when the engine is closed."""
-INSTALL_POLICIES = ("continue", "recompute", "drain")
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
@@ -60,16 +59,11 @@ def end_of_sequence_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int
 
 
 class NativeEngine:
-    """One model, `slots` sequences at a time.
+    """One model, `max_num_seqs` sequences at a time; arguments as in `EngineSpec`, and:
 
     Args:
         model: a transformers causal LM (see `build_model`); the engine owns it from here on.
         tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
-        slots: sequences that run at once.
-        max_tokens: prompt and new tokens of one sequence together; the cache is allocated for slots * max_tokens.
-        num_threads: torch threads of the engine's thread; None leaves torch's choice.
-        install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it anew with
-            the new weights, "drain" admits nothing, lets them finish, then installs.
         prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
         eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
     """
@@ -77,28 +71,20 @@ class NativeEngine:
     name = "native"
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        tokenizer: Any,
-        *,
-        slots: int,
-        max_tokens: int,
-        device: torch.device | str = "cpu",
-        num_threads: int | None = None,
-        install_policy: str = "continue",
-        prefill_tokens: int = 2048,
-        eos_ids: Collection[int] | None = None,
+        self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
+        device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
+        prefill_tokens: int = 2048, eos_ids: Collection[int] | None = None,
     ) -> None:
         if install_policy not in INSTALL_POLICIES:
             raise EngineError(f"install_policy={install_policy!r} is unknown: choose one of {INSTALL_POLICIES}")
-        _check_sizes(model, slots, max_tokens)
-        self.slots, self.max_tokens = slots, max_tokens
+        _check_sizes(model, max_num_seqs, max_tokens)
+        self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads
         self._eos_ids = frozenset(eos_ids) if eos_ids is not None else end_of_sequence_ids(model, tokenizer)
         self._decode = decoder(tokenizer) if tokenizer is not None else None
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
         self._weights = WeightSets(model)
-        self._scheduler = Scheduler(Forward(model, slots, max_tokens), slots, prefill_tokens)
+        self._scheduler = Scheduler(Forward(model, max_num_seqs, max_tokens), max_num_seqs, prefill_tokens)
 
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # work for the engine's thread, done between two steps
@@ -111,6 +97,14 @@ class NativeEngine:
         self._installing = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_spec(cls, spec: EngineSpec) -> NativeEngine:
+        model = build_model(spec.model_dir, dtype=spec.dtype, device=spec.device)
+        return cls(
+            model, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens, device=spec.device,
+            num_threads=spec.num_threads, install_policy=spec.install_policy,
+        )
 
     # --- the asyncio side --------------------------------------------------------------------------------------
 
@@ -310,9 +304,11 @@ class NativeEngine:
         return error
 
 
-def _check_sizes(model: torch.nn.Module, slots: int, max_tokens: int) -> None:
-    if slots < 1 or max_tokens < 2:
-        raise EngineError(f"an engine needs slots >= 1 and max_tokens >= 2, got {slots} and {max_tokens}")
+def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> None:
+    if max_num_seqs < 1 or max_tokens < 2:
+        raise EngineError(
+            f"an engine needs max_num_seqs >= 1 and max_tokens >= 2, got {max_num_seqs} and {max_tokens}"
+        )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")

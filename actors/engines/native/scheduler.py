@@ -34,24 +34,24 @@ class _SharedPrompt:
 class Scheduler:
     """All state of the running batch. Belongs to one thread; `step` runs one forward pass."""
 
-    def __init__(self, forward: Forward, slots: int, prefill_tokens: int) -> None:
+    def __init__(self, forward: Forward, max_num_seqs: int, prefill_tokens: int) -> None:
         self.forward = forward
-        self.slots = slots
+        self.max_num_seqs = max_num_seqs
         self.ref: VersionRef | None = None
         self.admitting = True  # False while an install waits for the running sequences to end
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.tokens_total = self.prefill_tokens_total = self.steps_total = self.nonfinite_total = 0
         self._prefill_tokens = prefill_tokens
-        self._cached = np.zeros(slots, dtype=np.int64)  # tokens in the cache, per row
-        self._last = np.zeros(slots, dtype=np.int64)  # the token that is sampled but not yet in the cache
-        self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._cached = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in the cache, per row
+        self._last = np.zeros(max_num_seqs, dtype=np.int64)  # the token that is sampled but not yet in the cache
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._plan: SamplingPlan | None = None  # None: the rows have changed since it was made
         self._shared: dict[tuple[int, ...], _SharedPrompt] = {}
 
     @property
     def can_admit(self) -> bool:
-        return bool(self.waiting) and len(self.running) < self.slots and self.admitting and self.ref is not None
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self.admitting and self.ref is not None
 
     @property
     def has_work(self) -> bool:
@@ -83,7 +83,7 @@ class Scheduler:
         joined: list[Sequence] = []
         fresh: dict[tuple[int, ...], None] = {}
         num_tokens = 0
-        while self.can_admit and len(self.running) + len(joined) < self.slots:
+        while self.can_admit and len(self.running) + len(joined) < self.max_num_seqs:
             prompt = self.waiting[0].prompt
             if prompt not in self._shared and prompt not in fresh:
                 num_tokens += len(prompt)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes
-from actors.engines.native.engine import INSTALL_POLICIES, build_model, end_of_sequence_ids
+from actors.engines.base import INSTALL_POLICIES, EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
+from actors.engines.native.engine import build_model, end_of_sequence_ids
 from actors.engines.native.weight_sets import check_document, checkpoint_tensors
 from actors.engines.vllm.client import CoreDied, RequestTracker
 from actors.engines.vllm.core import Core
@@ -56,17 +56,14 @@ _PAUSES = {"continue": ("keep", False), "recompute": ("keep", True), "drain": ("
 
 
 class VllmEngine:
-    """One vLLM engine, `slots` sequences at a time.
+    """One vLLM engine; arguments as in `EngineSpec`, and:
 
     Args:
-        model_dir: configuration and tokenizer files; copied, so the folder may go. Weights come by `install`.
         tokenizer: for its end-of-sequence id only.
-        slots: sequences that run at once; more wait here, so that none begins with an older version's prompt cache.
-        max_tokens: prompt and new tokens of one sequence together.
-        num_threads: of the engine's workers on a CPU; None leaves vLLM's choice.
-        install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it anew with
-            the new weights, "drain" admits nothing, lets them finish, then installs.
+        max_num_seqs: sequences that run at once; more wait here, so that none begins with an older version's prompt
+            cache.
         arguments: vLLM's own engine arguments, over our defaults.
+        eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
     Raises:
         EngineError: vLLM is not installed, moved its names, or does not start with these arguments.
     """
@@ -74,13 +71,15 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(
-        self, model_dir: str | Path, tokenizer: Any, *, slots: int, max_tokens: int, device: str = "cpu",
-        dtype: torch.dtype = torch.float32, num_threads: int | None = None, install_policy: str = "continue",
-        arguments: Mapping[str, Any] | None = None, eos_ids: Collection[int] | None = None,
+        self, model_dir: str | Path, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
+        device: str = "cpu", dtype: torch.dtype = torch.float32, num_threads: int | None = None,
+        install_policy: str = "continue", arguments: Mapping[str, Any] | None = None,
+        eos_ids: Collection[int] | None = None,
     ) -> None:
         if install_policy not in INSTALL_POLICIES:
             raise EngineError(f"install_policy={install_policy!r} is unknown: choose one of {INSTALL_POLICIES}")
-        self.slots, self.max_tokens, self.device, self._policy = slots, max_tokens, device, install_policy
+        self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
+        self.device, self._policy = device, install_policy
         with torch.device("meta"):
             model = build_model(model_dir, dtype=dtype, device="meta")
         self._expected = {name: tensors[0] for name, tensors in checkpoint_tensors(model).items()}
@@ -90,7 +89,7 @@ class VllmEngine:
         # One more than asked for: to score tokens, vLLM must be let sample one that nobody wants.
         self._context = min(max_tokens + 1, getattr(config, "max_position_embeddings", None) or max_tokens + 1)
         self._arguments = engine_arguments(
-            slots=slots, max_tokens=self._context, device=device, dtype=str(dtype).removeprefix("torch."),
+            max_num_seqs=max_num_seqs, max_tokens=self._context, device=device, dtype=str(dtype).removeprefix("torch."),
             extra=arguments or {}, kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
         )
         check_model(model.config, device)
@@ -104,7 +103,7 @@ class VllmEngine:
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a revived core gets back
         self._exchange = asyncio.Lock()  # an install or a revival
         self._open = asyncio.Event()  # set while sequences may begin
-        self._free = asyncio.Semaphore(slots)
+        self._free = asyncio.Semaphore(max_num_seqs)
         self._asking = RequestTracker(self._core, on_death=self._revive_soon)
         self._revival: asyncio.Task[None] | None = None
         self._death: EngineError | None = None
@@ -112,6 +111,14 @@ class VllmEngine:
         self._deaths_in_a_row = 0
         self._running = self._waiting = self._tokens = self._installs = self._revivals = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
+
+    @classmethod
+    def from_spec(cls, spec: EngineSpec) -> VllmEngine:
+        return cls(
+            spec.model_dir, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens,
+            device=spec.device, dtype=spec.dtype, num_threads=spec.num_threads, install_policy=spec.install_policy,
+            arguments=spec.options,
+        )
 
     # --- sequences ----------------------------------------------------------------------------------------------
 

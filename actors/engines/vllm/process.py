@@ -34,7 +34,7 @@ _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
 
 def engine_arguments(
-    *, slots: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any],
+    *, max_num_seqs: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any],
     kv_bytes_per_token: int,
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs but the model: ours, our defaults, and `actors.vllm.*` over the defaults.
@@ -55,10 +55,10 @@ def engine_arguments(
         if extra.get("tensor_parallel_size", 1) == extra.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process: one process less
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            defaults["kv_cache_memory_bytes"] = cache_bytes(slots, max_tokens, kv_bytes_per_token)
+            defaults["kv_cache_memory_bytes"] = cache_bytes(max_num_seqs, max_tokens, kv_bytes_per_token)
     ours = {
         "dtype": dtype, "max_model_len": max_tokens,
-        "max_num_seqs": slots + 1,  # the probe's place: it must not wait for sequences to end
+        "max_num_seqs": max_num_seqs + 1,  # the probe's place: it must not wait for sequences to end
         # Random until the first install; a model's own sampling defaults must not change what was asked for.
         "load_format": "dummy", "generation_config": "vllm", "trust_remote_code": False,
         "logprobs_mode": "processed_logprobs", "worker_extension_cls": WORKER_EXTENSION, "disable_log_stats": True,
@@ -83,9 +83,9 @@ def check_model(config: Any, device: str) -> None:
         )
 
 
-def cache_bytes(slots: int, max_tokens: int, bytes_per_token: int) -> int:
-    """Room for every slot's longest sequence, and as much again for prompts that may be asked for once more."""
-    blocks = -(-max_tokens // _BLOCK_TOKENS) * slots
+def cache_bytes(max_num_seqs: int, max_tokens: int, bytes_per_token: int) -> int:
+    """Room for the longest sequence in every place, and as much again for prompts that may be asked for once more."""
+    blocks = -(-max_tokens // _BLOCK_TOKENS) * max_num_seqs
     return (2 * blocks + 8) * _BLOCK_TOKENS * bytes_per_token
 
 

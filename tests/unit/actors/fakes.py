@@ -13,12 +13,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from actors.construction import ActorRuntime
 from actors.engines.base import Engine
 from actors.engines.native.weight_sets import checkpoint_tensors
 from actors.engines.scripted import ScriptedEngine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer
+from actors.runtime import ActorRuntime
 from actors.weights.installer import Installer
 from actors.worker import Worker
 from streamrl.environment import ChatMessage, Record, Step
@@ -267,20 +267,22 @@ class Actor:
 
     def __init__(
         self, engine: Engine, task: Any, *, weights: Weights | None = None, limits: Limits | None = None,
-        slots: int = 8, num_threads: int = 4, clock: Callable[[], float] | None = None, **rules: Any,
+        max_leases: int = 8, num_threads: int = 4, clock: Callable[[], float] | None = None, **rules: Any,
     ) -> None:
         self.engine, self.client, self.weights = engine, FakeClient(), weights or Weights()
         self.limits = limits or Limits(vocab_size=VOCAB)
         self.runners = [make_runner(task, engine, num_threads=num_threads, **rules) for _ in range(2)]
-        self.worker = Worker(self.client, self._plant, **({"clock": clock} if clock else {}))  # type: ignore[arg-type]
-        self._slots = slots
+        self.worker = Worker(self.client, self._build, **({"clock": clock} if clock else {}))  # type: ignore[arg-type]
+        self._max_leases = max_leases
         self.fits: Callable[[Welcome], bool] = lambda welcome: True
         self.life: asyncio.Future[LinkClosed] = asyncio.get_running_loop().create_future()
 
-    def _plant(self, welcome: Welcome) -> ActorRuntime:
+    def _build(self, welcome: Welcome) -> ActorRuntime:
         installer = Installer(self.engine, self.weights.fetch)
-        return ActorRuntime(self.engine, installer, *self.runners, set_welcome=lambda welcome: None, slots=self._slots,
-                     fits=lambda later: self.fits(later))
+        return ActorRuntime(
+            self.engine, installer, *self.runners, set_welcome=lambda welcome: None, max_leases=self._max_leases,
+            fits=lambda later: self.fits(later),
+        )
 
     def welcome(self, ref: VersionRef = V1) -> Welcome:
         return Welcome(

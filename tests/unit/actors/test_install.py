@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actors.__main__
-from actors import construction
+from actors import runtime
 from actors.engines.base import EngineStats, GenerateRequest
 from actors.engines.native import engine as native
 from actors.engines.native.engine import NativeEngine
@@ -130,8 +130,8 @@ def test_a_fetch_that_failed_by_itself_has_had_its_chance():
         await line.announced(installer, 3)
         await line.begins(3)
         newest = await line.announced(installer, 4)
-        await line.begins(4)  # 3 made room for it
-        assert line.abandoned == [1, 3]
+        await line.begins(4)
+        await until(lambda: line.abandoned == [1, 3])  # 3 made room for it; its thread notices a moment later
         line.lets(4)
         assert (await newest).ok
         installer.close()
@@ -200,7 +200,7 @@ def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
     run(work, loop_factory=JumpingLoop)
 
 
-def test_an_engine_that_falls_silent_while_it_is_to_install_is_wedged():
+def test_an_engine_that_falls_silent_while_it_is_to_install_is_hung():
     async def work():
         line, engine = Line(), Held()
         installer = Installer(engine, line, install_deadline_s=120.0)
@@ -213,7 +213,7 @@ def test_an_engine_that_falls_silent_while_it_is_to_install_is_wedged():
         await jump(100.0)
         assert not install.done(), "100 s after its last step"
         await jump(50.0)
-        with pytest.raises(EngineError, match="did not install version 1:1 and gave no sign of life within 120 s"):
+        with pytest.raises(EngineError, match="did not install version 1:1 and made no progress for 120 s"):
             await install
         assert engine.installs == [], "nor is anything loaded in its place"
         installer.close()
@@ -235,7 +235,7 @@ def test_with_finish_an_install_waits_for_sequences_that_take_longer_than_its_de
         plain, model = tiny_engine()
         await plain.close()  # only its model is wanted
         metronome, weights = Metronome(), Weights(model)
-        engine = NativeEngine(model, metronome, slots=1, max_tokens=64, num_threads=1, install_policy="drain")
+        engine = NativeEngine(model, metronome, max_num_seqs=1, max_tokens=64, num_threads=1, install_policy="drain")
         installer = Installer(engine, weights.fetch)
         assert (await installer.install(weights.manifest(ref(1)), (), weights.layout)).ok
         weights.body[0] ^= 1
@@ -271,7 +271,7 @@ def test_an_engine_that_hangs_while_it_is_probed_keeps_no_later_install_waiting(
         installer._install_deadline_s = 0.1
         look = asyncio.ensure_future(installer.check())
         later = asyncio.ensure_future(installer.install(weights.manifest(ref(2)), (), weights.layout))
-        with pytest.raises(EngineError, match="did not score the probe of version 1:1.*no sign of life within 0.1 s"):
+        with pytest.raises(EngineError, match="did not score the probe of version 1:1.*made no progress for 0.1 s"):
             await look
         with pytest.raises(EngineError, match="did not install version 1:2"):
             await later
@@ -299,10 +299,10 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
             model.register_forward_pre_hook(hang)
             one.client.grants(lease(1))
             await until(entered.is_set)
-            one.worker._plant.installer._install_deadline_s = 0.1
-            await one.worker._upkeep.look()
+            one.worker._runtime.installer._install_deadline_s = 0.1
+            await one.worker._updater.look()
             gone = await one.life
-            assert gone.exit_code == EXIT_ENGINE_HUNG and "presumed wedged" in gone.detail
+            assert gone.exit_code == EXIT_ENGINE_HUNG and "presumed hung" in gone.detail
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR} and one.client.closed
 
     try:
@@ -312,7 +312,7 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
 
 
 def test_a_process_is_not_renewed_over_an_engine_that_does_not_close(monkeypatch):
-    monkeypatch.setattr(construction, "CLOSE_DEADLINE_S", 0.05)
+    monkeypatch.setattr(runtime, "CLOSE_DEADLINE_S", 0.05)
 
     class Clings(ScriptedEngine):
         async def close(self):

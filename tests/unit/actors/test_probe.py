@@ -83,9 +83,9 @@ def test_one_flipped_bit_in_memory_is_found_with_its_bucket_and_healed_by_loadin
         installer, _ = await installed(engine, weights)
         flip(engine, "lm_head.weight", 7)
         sent: list[Installed] = []
-        upkeep = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
+        updater = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
 
-        await upkeep.look()
+        await updater.look()
 
         assert [bool(one.probe.failed) for one in sent] == [True, False] and {one.target for one in sent} == {V1}
         offset = 0
@@ -132,12 +132,12 @@ def test_an_engine_that_loads_wrongly_is_reported_twice_and_then_waits_for_a_ver
 
         engine._weights.stage = wrong
         sent: list[Installed] = []
-        upkeep = WeightUpdater(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
-        await upkeep.install(weights.manifest(V1), (), weights.layout)
+        updater = WeightUpdater(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
+        await updater.install(weights.manifest(V1), (), weights.layout)
         assert [(one.ok, bool(one.probe.failed)) for one in sent] == [(True, True), (True, True)]
         engine._weights.stage = right
         weights.body[0] ^= 1  # other weights, so that they are loaded
-        await upkeep.install(msgspec.structs.replace(weights.manifest(V2), probe=None), (), weights.layout)
+        await updater.install(msgspec.structs.replace(weights.manifest(V2), probe=None), (), weights.layout)
         assert sent[-1].target == V2 and sent[-1].probe is None, "not a version with a probe"
         await engine.close()
 
@@ -152,7 +152,7 @@ def test_a_worker_tells_its_hub_of_every_probe_and_works_on():
             await one.finished(1)
             assert one.client.reports[-1].probe.failed == "" and one.client.reports[-1].probe.mean < 1e-5
             flip(engine)
-            await one.worker._upkeep.look()
+            await one.worker._updater.look()
             await until(lambda: len(one.client.reports) == 3)
             assert [bool(r.probe.failed) for r in one.client.reports] == [False, True, False]
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from actors import construction
+from actors import runtime
 from actors.engines.scripted import ScriptedEngine
 from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import EngineError
@@ -19,18 +19,18 @@ WRONG_RUN = LinkClosed(6, "another run")
 
 
 class Site(Actor):
-    """A worker whose plant takes until the test lets it be finished, or fail."""
+    """A worker whose runtime takes until the test lets it be finished, or fail."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngine(says("ok")), always())
         self.entered, self.hold, self.fails = threading.Event(), threading.Event(), False
 
-    def _plant(self, welcome):
+    def _build(self, welcome):
         self.entered.set()
         assert self.hold.wait(DEADLINE_S)
         if self.fails:
             raise EngineError("no such device")
-        return super()._plant(welcome)
+        return super()._build(welcome)
 
 
 async def stopped_while_building(site: Site) -> asyncio.Future[LinkClosed]:
@@ -66,7 +66,7 @@ def test_a_build_that_fails_after_the_stop_changes_nothing():
 
 
 def test_a_build_that_never_ends_ends_the_process_instead_of_renewing_it(monkeypatch):
-    monkeypatch.setattr(construction, "BUILD_DEADLINE_S", 0.05)
+    monkeypatch.setattr(runtime, "BUILD_DEADLINE_S", 0.05)
 
     async def work():
         site = Site()

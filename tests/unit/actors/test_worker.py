@@ -49,7 +49,7 @@ def gated(**options) -> tuple[ScriptedEngine, asyncio.Event]:
 
 def test_leases_become_groups_of_their_members_and_progress_says_so():
     async def work():
-        async with actor(ScriptedEngine(says("ok")), always(), slots=3) as one:
+        async with actor(ScriptedEngine(says("ok")), always(), max_leases=3) as one:
             one.client.grants(lease(1, members=4), lease(2, members=2), lease(3, purpose=Purpose.EVAL))
             groups = await one.finished(3)
             members = {group.group_id: sorted(member.index for member in group.members) for group in groups}
@@ -112,9 +112,9 @@ def test_an_engine_error_that_leaves_the_engine_alive_costs_one_group():
 # --- taken back and given up ------------------------------------------------------------------------------------------
 
 
-def test_a_revoked_lease_is_cancelled_and_its_engine_slots_are_free():
+def test_a_revoked_lease_is_cancelled_and_its_sequences_in_the_engine_end():
     async def work():
-        engine, gate = gated(slots=2)
+        engine, gate = gated(max_num_seqs=2)
         async with actor(engine, always()) as one:
             one.client.grants(lease(1, members=2))
             await until(lambda: engine.stats().running == 2)
@@ -288,7 +288,7 @@ def tiny_engine() -> tuple[NativeEngine, torch.nn.Module]:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).eval()
-    return NativeEngine(model, TOKENIZER, slots=4, max_tokens=64, num_threads=1), model
+    return NativeEngine(model, TOKENIZER, max_num_seqs=4, max_tokens=64, num_threads=1), model
 
 
 def test_a_real_engine_serves_a_worker():
@@ -338,7 +338,7 @@ def test_too_many_hung_environments_end_the_process_after_its_leases_are_handed_
 
     async def work():
         engine = ScriptedEngine(says("ok"))
-        async with actor(engine, TableTask(step), num_threads=count, step_timeout_s=50.0, slots=count) as one:
+        async with actor(engine, TableTask(step), num_threads=count, step_timeout_s=50.0, max_leases=count) as one:
             one.client.grants(*(lease(number) for number in range(count)))
             await until(lambda: len(entered) == count)
             await jump(51.0)

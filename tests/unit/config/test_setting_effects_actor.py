@@ -16,10 +16,9 @@ import torch
 import zmq
 
 from actors.__main__ import work
-from actors.construction import ActorRuntime
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
-from actors.runtime import RuntimeBuilder, default_actor_id, pick_device
+from actors.runtime import ActorRuntime, build_runtime, default_actor_id, pick_device, weight_source
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
@@ -51,7 +50,8 @@ def runtime_of(hub: LiveHub, welcome: Welcome, *words: str, local: tuple[str, ..
     """What an actor builds when the learner's settings are `words` and its own are `local`."""
     told = msgspec.structs.replace(welcome, task=json.dumps(to_plain(config_of(*SIZES, *words))).encode())
     own = from_plain({"policy": {"tiny": {"enabled": True}}}, local)
-    runtime = RuntimeBuilder(local, own, hub.context)(told)
+    source, device_weights = weight_source(own, hub.context)
+    runtime = build_runtime(told, local, source, device_weights)
     try:
         yield runtime
     finally:
@@ -86,16 +86,16 @@ def test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give(hub,
         with runtime_of(hub, welcome, *words, "actors.vllm.max_model_len=9"):
             pass
     given = engine_arguments(
-        slots=2, max_tokens=64, device="cpu", dtype="float32", kv_bytes_per_token=64,
+        max_num_seqs=2, max_tokens=64, device="cpu", dtype="float32", kv_bytes_per_token=64,
         extra={"seed": 7, "tensor_parallel_size": 2},
     )
     assert (given["seed"], given["tensor_parallel_size"], given["enforce_eager"]) == (7, 2, True)
 
 
 @pytest.mark.parametrize(("num", "groups"), [(8, 3), (64, 17)])
-def test_concurrency_is_the_engines_slots_and_sets_how_many_groups_are_held(hub, welcome, num, groups):
+def test_concurrency_is_the_engines_and_sets_how_many_groups_are_held(hub, welcome, num, groups):
     with runtime_of(hub, welcome, SCRIPTED, f"actors.num_concurrent={num}") as runtime:
-        assert (runtime.engine.slots, runtime.slots) == (num, groups)
+        assert (runtime.engine.max_num_seqs, runtime.max_leases) == (num, groups)
 
 
 def test_half_precision_halves_the_cache(hub, welcome):

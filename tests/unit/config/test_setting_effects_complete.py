@@ -216,7 +216,7 @@ SHOWN_BY = {
     "learner.stall_fail_s": f"{HUB}::test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever",
     "actors.engine": f"{ACTOR}::test_the_engine_is_the_one_that_is_named",
     "actors.num_concurrent": (
-        f"{ACTOR}::test_concurrency_is_the_engines_slots_and_sets_how_many_groups_are_held"
+        f"{ACTOR}::test_concurrency_is_the_engines_and_sets_how_many_groups_are_held"
     ),
     "actors.device": f"{ACTOR}::test_the_engine_goes_where_it_is_told",
     "actors.dtype": f"{ACTOR}::test_half_precision_halves_the_cache",

@@ -71,7 +71,7 @@ def test_with_recompute_later_logprobs_are_those_of_the_new_weights_alone():
     crowd = [request(prompt_of(3 + 9 * n, seed=n), 50, seed=n) for n in range(4)]
 
     async def work():
-        async with engine_for(old, gate, slots=5, install_policy="recompute", prefill_tokens=40) as engine:
+        async with engine_for(old, gate, max_num_seqs=5, install_policy="recompute", prefill_tokens=40) as engine:
             generation, _, others = await generate_across_an_install(
                 engine, gate, document(new), prompt=prompt, new=40, crowd=crowd
             )
@@ -92,7 +92,7 @@ def test_with_drain_no_sequence_sees_two_versions():
     gate = GatedTokenizer(stop_at=10)
 
     async def work():
-        async with engine_for(old, gate, slots=3, install_policy="drain") as engine:
+        async with engine_for(old, gate, max_num_seqs=3, install_policy="drain") as engine:
             running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
             await asyncio.to_thread(gate.reached.wait)
             late = [asyncio.create_task(engine.generate(request(prompt_of(4, seed=n), 20))) for n in range(3)]
@@ -264,7 +264,7 @@ def test_weights_that_give_no_finite_number_fail_the_sequence_and_leave_no_trace
     poisoned[name] = torch.full_like(poisoned[name], float("inf"))
 
     async def work():
-        async with engine_for(model, slots=2) as engine:
+        async with engine_for(model, max_num_seqs=2) as engine:
             for version, tensors in ((V2, broken), (V3, poisoned)):
                 await engine.install(tensors, version)
                 results = await asyncio.gather(

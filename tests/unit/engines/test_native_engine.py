@@ -44,7 +44,7 @@ def test_greedy_tokens_equal_generate_for_prompts_admitted_at_different_times(ma
     jobs = [(prompt_of(3 + 7 * n % 19, seed=n), 5 + 9 * n % 31) for n in range(9)]
 
     async def work():
-        async with engine_for(model, slots=3, prefill_tokens=24) as engine:
+        async with engine_for(model, max_num_seqs=3, prefill_tokens=24) as engine:
             first = [asyncio.create_task(engine.generate(request(p, n, sampling=GREEDY))) for p, n in jobs[:5]]
             await first[0]
             late = [engine.generate(request(p, n, sampling=GREEDY)) for p, n in jobs[5:]]
@@ -66,7 +66,7 @@ def test_logprobs_equal_a_direct_forward_pass(make, temperature):
     jobs = [(prompt_of(2 + 3 * n, seed=n), 40 - 5 * n) for n in range(6)]
 
     async def work():
-        async with engine_for(model, slots=4) as engine:
+        async with engine_for(model, max_num_seqs=4) as engine:
             sampling = Sampling(temperature=temperature)
             done = await asyncio.gather(
                 *(engine.generate(request(p, n, seed=i, sampling=sampling)) for i, (p, n) in enumerate(jobs))
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd():
     wanted = request(prompt_of(5), 60, seed=77, sampling=Sampling(0.9, top_p=0.95))
 
     async def work():
-        async with engine_for(model, slots=6) as engine:
+        async with engine_for(model, max_num_seqs=6) as engine:
             alone = await engine.generate(wanted)
             crowd = [request(prompt_of(1 + n, seed=n), 10 + 3 * n, seed=n) for n in range(17)]
             # In the last slot, so that it changes its row whenever another sequence ends; then in the middle of many.
@@ -163,8 +163,8 @@ def test_members_of_a_group_read_their_prompt_once():
     model, prompt = qwen3(), prompt_of(20)
 
     async def work():
-        async with engine_for(model, slots=4, install=False) as engine:
-            # Six members and four slots: two come when siblings have left, and copy from one that still runs.
+        async with engine_for(model, max_num_seqs=4, install=False) as engine:
+            # Six members and four places: two come when siblings have left, and copy from one that still runs.
             tasks = [
                 asyncio.create_task(engine.generate(request(prompt, 10 if n < 3 else 60, seed=n))) for n in range(6)
             ]
@@ -221,7 +221,7 @@ def shared_engine():
     """One engine for the property test above, where building one for every example would take most of the time."""
     global SHARED
     model = qwen3()
-    SHARED = NativeEngine(copy.deepcopy(model), None, slots=3, max_tokens=30, num_threads=1)
+    SHARED = NativeEngine(copy.deepcopy(model), None, max_num_seqs=3, max_tokens=30, num_threads=1)
     run(lambda: SHARED.install(document(model), V1))
     yield
     run(SHARED.close)
@@ -232,7 +232,7 @@ def test_cancelling_the_waiting_task_frees_the_slot():
     gate = GatedTokenizer(stop_at=3)
 
     async def work():
-        async with engine_for(model, gate, slots=1) as engine:
+        async with engine_for(model, gate, max_num_seqs=1) as engine:
             running = asyncio.create_task(engine.generate(request(prompt_of(4), 200, stop=("never",))))
             await asyncio.to_thread(gate.reached.wait)
             queued = asyncio.create_task(engine.generate(request(prompt_of(5), 5)))
@@ -285,7 +285,7 @@ def test_a_failure_inside_the_engine_reaches_everyone_who_waits():
     gate = Broken(stop_at=1)
 
     async def work():
-        async with engine_for(model, gate, slots=1) as engine:
+        async with engine_for(model, gate, max_num_seqs=1) as engine:
             running = asyncio.create_task(engine.generate(request(prompt_of(4), 9, stop=("never",))))
             await asyncio.to_thread(gate.reached.wait)
             waiting = asyncio.create_task(engine.generate(request(prompt_of(4), 9)))
@@ -331,4 +331,4 @@ def test_a_model_built_from_its_folder_takes_weights_by_install(tmp_path):
 
 def test_a_model_whose_positions_do_not_reach_max_tokens_is_refused():
     with pytest.raises(EngineError, match="max_position_embeddings=512"):
-        NativeEngine(qwen3(), None, slots=1, max_tokens=513)
+        NativeEngine(qwen3(), None, max_num_seqs=1, max_tokens=513)

@@ -78,7 +78,7 @@ def test_a_sequence_that_lives_through_an_install_has_two_spans():
 def test_a_cancelled_sequence_gives_its_slot_back():
     async def work():
         gate = asyncio.Event()
-        engine = ScriptedEngine(slots=1, gate=gate)
+        engine = ScriptedEngine(max_num_seqs=1, gate=gate)
         await engine.install({}, V1)
         first = asyncio.create_task(engine.generate(request([1], 4)))
         second = asyncio.create_task(engine.generate(request([2], 4)))

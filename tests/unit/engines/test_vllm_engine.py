@@ -95,7 +95,7 @@ def test_greedy_tokens_are_the_native_engines(theatre):
 
     async def whole() -> None:
         ref = await serve(theatre, 3)
-        native = NativeEngine(model(0), None, slots=SLOTS, max_tokens=MAX_TOKENS, num_threads=1)
+        native = NativeEngine(model(0), None, max_num_seqs=SLOTS, max_tokens=MAX_TOKENS, num_threads=1)
         try:
             await native.install(document(model(3)), ref)
             for ours, theirs in zip(

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def arguments(device: str = "cpu", **extra) -> dict:
     return engine_arguments(
-        slots=4, max_tokens=100, device=device, dtype="float32", extra=extra, kv_bytes_per_token=1000
+        max_num_seqs=4, max_tokens=100, device=device, dtype="float32", extra=extra, kv_bytes_per_token=1000
     )
 
 
@@ -49,7 +49,7 @@ def test_the_users_engine_arguments_win_over_defaults_and_never_over_ours():
             arguments(**{name: 1})
 
 
-def test_the_cache_on_a_cpu_holds_every_slots_longest_sequence_unless_the_user_says_how_much(monkeypatch):
+def test_the_cache_on_a_cpu_holds_the_longest_sequence_in_every_place_unless_told_how_much(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     assert arguments()["kv_cache_memory_bytes"] == cache_bytes(4, 100, 1000) >= 4 * 100 * 1000
     assert "kv_cache_memory_bytes" not in arguments("cuda") and "enforce_eager" not in arguments("cuda")

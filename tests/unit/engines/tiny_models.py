@@ -98,9 +98,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def engine_for(model: torch.nn.Module, tokenizer=None, *, install: bool = True, slots: int = 4, **more):
+async def engine_for(model: torch.nn.Module, tokenizer=None, *, install: bool = True, max_num_seqs: int = 4, **more):
     more.setdefault("max_tokens", 256)
-    engine = NativeEngine(copy.deepcopy(model), tokenizer, slots=slots, num_threads=1, **more)
+    engine = NativeEngine(copy.deepcopy(model), tokenizer, max_num_seqs=max_num_seqs, num_threads=1, **more)
     try:
         if install:
             await engine.install(document(model), V1)

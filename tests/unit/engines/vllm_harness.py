@@ -68,7 +68,7 @@ class Theatre:
     def __init__(self, path: Path) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-tests", daemon=True).start()
-        self.engine = VllmEngine(path, character_tokenizer(), slots=SLOTS, max_tokens=MAX_TOKENS, num_threads=1)
+        self.engine = VllmEngine(path, character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS, num_threads=1)
 
     def run(self, work: Awaitable) -> Any:
         async def within() -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from actors.runtime import RuntimeBuilder
+from actors.runtime import build_runtime, weight_source
 from actors.worker import Worker
 from learner.model.policy import load_policy
 from learner.publish.probe import Prober, probe_tokens
@@ -41,18 +41,19 @@ class LiveActor:
         context, local = zmq.Context(), from_plain({"policy": {"tiny": {"enabled": True}}}, [])
         link = ActorSession("a1", 11, engine="native", slots=2, transports=("shm", "zmq"), software="test")
         self.loop = asyncio.get_running_loop()
-        self.worker = Worker(HubClient(self._endpoint, link), RuntimeBuilder([], local, context))
+        source, _ = weight_source(local, context)
+        self.worker = Worker(HubClient(self._endpoint, link), lambda welcome: build_runtime(welcome, [], source))
         self._up.set()
         await self.worker.run()
         context.destroy(linger=0)
 
     @property
     def model(self):
-        return self.worker._plant.engine._scheduler.forward._model
+        return self.worker._runtime.engine._scheduler.forward._model
 
     def look(self) -> None:
         """What happens by itself once a minute."""
-        asyncio.run_coroutine_threadsafe(self.worker._upkeep.look(), self.loop).result(200)
+        asyncio.run_coroutine_threadsafe(self.worker._updater.look(), self.loop).result(200)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.worker.client.events.put_nowait, LinkClosed(0, "the test is over"))
@@ -135,7 +136,7 @@ def test_an_engine_that_computes_something_else_gets_no_leases_until_a_version_p
 def test_a_bit_that_flipped_in_memory_is_found_named_and_healed(stage, caplog):
     hub, _, actor = stage
     with torch.inference_mode():
-        live = actor.worker._plant.engine.live_tensors()["model.norm.weight"]
+        live = actor.worker._runtime.engine.live_tensors()["model.norm.weight"]
         live.view(torch.int32)[3] ^= 1 << 28
 
     actor.look()

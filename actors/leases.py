@@ -1,0 +1,89 @@
+"""The leases that an actor works on: progress of each, cancellation, and handing back what is of no use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actors.rollout import returned
+from streamrl.messages import Group, Lease, Purpose, ReturnReason, VersionRef
+
+log = logging.getLogger("streamrl.actor")
+
+Ref = tuple[int, int]
+"""Group id and attempt."""
+
+
+@dataclass(slots=True)
+class RunningLease:
+    lease: Lease
+    task: asyncio.Task[None]
+    since: VersionRef  # the version installed when it began
+    moved_at: float  # when one of its members last got a generation or an environment's answer
+
+
+class RunningLeases:
+    """Every lease with a task; what is handed back is sent as a RETURNED group.
+
+    Args:
+        clock: monotonic seconds; tells which leases make progress.
+    """
+
+    def __init__(self, send: Callable[[Group], None], clock: Callable[[], float]) -> None:
+        self._send, self._clock = send, clock
+        self._running: dict[Ref, RunningLease] = {}
+
+    @property
+    def held(self) -> tuple[Ref, ...]:
+        return tuple(self._running)
+
+    @property
+    def num_train(self) -> int:
+        return sum(running.lease.purpose == Purpose.TRAIN for running in self._running.values())
+
+    def stuck(self, longer_than_s: float) -> tuple[Ref, ...]:
+        return tuple(ref for ref, running in self._running.items() if self._idle_s(running) > longer_than_s)
+
+    def add(self, lease: Lease, task: asyncio.Task[None], since: VersionRef) -> None:
+        self._running[lease.ref] = RunningLease(lease, task, since, self._clock())
+
+    def moved(self, lease: Lease) -> None:
+        if (running := self._running.get(lease.ref)) is not None:
+            running.moved_at = self._clock()
+
+    def finish(self, lease: Lease) -> None:
+        self._running.pop(lease.ref, None)
+
+    def cancel(self, ref: Ref) -> None:
+        if (running := self._running.pop(ref, None)) is not None:
+            running.task.cancel()
+
+    def hand_back(
+        self, reason: ReturnReason, detail: str, which: Callable[[RunningLease], bool] = lambda running: True
+    ) -> int:
+        """Cancel and return those chosen; how many there were."""
+        chosen = [running for running in self._running.values() if which(running)]
+        for running in chosen:
+            self.cancel(running.lease.ref)
+            self._send(returned(running.lease, reason, detail))
+        return len(chosen)
+
+    def drop_useless(self, oldest: VersionRef) -> None:
+        """L3: groups begun with a version beyond max_lag can only be refused; handing them back saves the compute."""
+        count = self.hand_back(
+            ReturnReason.STALE, f"older than {oldest}, the oldest useful version",
+            lambda running: running.lease.purpose == Purpose.TRAIN and running.since < oldest,
+        )
+        if count:
+            log.info("handed back %d groups that began before version %s", count, oldest)
+
+    def drop_stuck(self, longer_than_s: float) -> None:
+        detail = f"no generation and no environment step ended in {longer_than_s:g} s"
+        count = self.hand_back(ReturnReason.TIMEOUT, detail, lambda running: self._idle_s(running) > longer_than_s)
+        if count:
+            log.warning("handed back %d groups: %s", count, detail)
+
+    def _idle_s(self, running: RunningLease) -> float:
+        return self._clock() - running.moved_at
