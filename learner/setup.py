@@ -23,7 +23,7 @@ from learner.hub_client.process import HubProcess, private_rank_endpoint
 from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.build import load_networks
-from learner.model.optimizer import make_schedule
+from learner.model.optimizer import check_optimizer, make_schedule
 from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.model.policy import Policy
 from learner.objective.loss_weights import LossWeights
@@ -76,6 +76,8 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
     run_dry(config)
+    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
+        check_optimizer(optimizer, setting=f"{section}.optimizer")
     claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))

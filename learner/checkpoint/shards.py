@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from learner.mesh import local_part
 from streamrl.errors import CheckpointError
 
 
@@ -60,10 +61,6 @@ def local_box(tensor: Tensor) -> Box:
     return Box((first, *(0,) * (tensor.dim() - 1)), tuple(tensor.to_local().shape))
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def reshard(module: nn.Module) -> None:
     """Free what FSDP2 has gathered of the root: its gathered copy would hide a change of the shards."""
     if isinstance(module, FSDPModule):
@@ -76,10 +73,20 @@ def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Ite
     for name, parameter in policy.named_parameters():
         yield f"model/{name}", parameter.detach()
         for state, value in sorted(optimizer.state.get(parameter, {}).items()):
-            yield f"optim/{state}/{name}", value
+            yield f"optim/{state}/{name}", _checked_state(state, torch.as_tensor(value), parameter)
     for name, buffer in policy.named_buffers():
         if name in persistent:
             yield f"model/{name}", buffer
+
+
+def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """A block that only this rank holds cannot be told apart from the other ranks' in the files."""
+    split = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    if split and value.dim() and not isinstance(value, DTensor):
+        raise CheckpointError(
+            f"the optimizer's {state!r} is not sharded as its parameter: it can be saved by one learner rank only"
+        )
+    return value
 
 
 def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -142,8 +149,16 @@ class ShardReader:
         if filled < local.numel():
             raise CheckpointError(f"{key!r}: the files hold {filled} of the {local.numel()} numbers needed here")
 
-    def read_scalar(self, key: str) -> Tensor:
+    def read_whole(self, key: str) -> Tensor:
+        """A tensor that every rank wrote in full."""
         return self._parts[key][0][0].get_tensor(key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._whole[key]
+
+    def dtype(self, key: str) -> torch.dtype:
+        file, box = self._parts[key][0]
+        return (file.get_slice(key)[:0] if box.shape else file.get_tensor(key)).dtype
 
     def generator_states(self, rank: int) -> Mapping[str, Tensor]:
         """States of the rank with that number, or of rank 0 if there were fewer ranks."""
@@ -183,9 +198,9 @@ def read_training_tensors(
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
-    scalar = "optim/step/" in key
-    if scalar:
-        return reader.read_scalar(key).to(parameter.device)
-    moment = torch.zeros_like(parameter)
+    """A moment is placed as its parameter; what has another shape (a count, a scale) is read whole."""
+    if reader.shape(key) != tuple(parameter.shape):
+        return reader.read_whole(key).to(parameter.device)
+    moment = torch.zeros_like(parameter, dtype=reader.dtype(key))
     reader.read_into(key, moment)
     return moment

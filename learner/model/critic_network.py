@@ -34,6 +34,10 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.outer.bias)
 
+    @property
+    def output_layer(self) -> nn.Module:
+        return self.outer
+
     def forward(self, states: Tensor) -> Tensor:
         """[K, H] to [K, num_outputs]."""
         return self.outer(nn.functional.silu(self.inner(self.norm(states.to(self.inner.weight.dtype)))))
@@ -85,7 +89,8 @@ def build_critic(
         network = CriticModel(start.model.get_decoder(), ValueHead(start.hidden_size, outputs))
         module = shard(network, decoder_layers(start.model), ranks, dtype)
     return Critic(
-        module, make_optimizer(module, config.optimizer), Schedule("constant", config.optimizer.lr, num_steps),
+        module, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
+        Schedule("constant", config.optimizer.lr, num_steps),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from learner.mesh import Ranks
+from learner.mesh import Ranks, local_part
 from learner.model.optimizer import Schedule
 
 
@@ -47,7 +47,7 @@ def optimizer_step(
     skipped = not math.isfinite(norm)
     if not skipped and not frozen:
         if 0 < max_grad_norm < norm:
-            torch._foreach_mul_([_local(g) for g in gradients], max_grad_norm / (norm + 1e-6))
+            torch._foreach_mul_([local_part(g) for g in gradients], max_grad_norm / (norm + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -64,12 +64,8 @@ def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
 
 def sum_of_squares(tensors: list[Tensor]) -> float:
     """Sum of squares of the local parts, accumulated in float64 over tensors."""
-    parts = [_local(t) for t in tensors]
+    parts = [local_part(t) for t in tensors]
     parts = [p for p in parts if p.numel()]
     if not parts:
         return 0.0
     return float(torch.stack(torch._foreach_norm(parts)).double().square().sum())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,16 +1,28 @@
-"""AdamW and the learning rate as a pure function of the step: nothing about the schedule needs saving."""
+"""Optimizers by name, and the learning rate as a pure function of the step: nothing about the schedule needs saving.
+
+A builder takes the network and, as keywords, exactly the settings that it reads: `lr`, `beta1`, `beta2`, `eps` and
+`weight_decay` stand beside the name, every other keyword is a constant of its own in `options`. A setting that it does
+not read is refused. An entry of `OPTIMIZERS` adds a builder; a user's own needs none.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from learner.mesh import local_part
 from streamrl.config.schema import OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
+from streamrl.extension import resolve
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -59,14 +71,178 @@ def make_schedule(optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, num
     )
 
 
-def make_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay spares vectors (norms and biases)."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
+def adamw(
+    module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019)."""
+    groups = _decay_groups(_trained(module), weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
+
+
+def sgd(
+    module: nn.Module, *, lr: float, weight_decay: float, momentum: float = 0.0, nesterov: bool = False
+) -> Optimizer:
+    """Gradient descent; its weight decay is part of the gradient."""
+    return torch.optim.SGD(_decay_groups(_trained(module), weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+def muon(
+    module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5,
+) -> Optimizer:
+    """Muon (Jordan et al. 2024) for the matrices of hidden layers; AdamW for embeddings, head, norms and biases."""
+    hidden = _hidden_matrices(module)
+    matrices = {id(parameter) for parameter in hidden}
+    others = [parameter for parameter in _trained(module) if id(parameter) not in matrices]
+    # Updates are scaled to the root mean square of AdamW's (Liu et al. 2025), so that one rate serves both.
+    members: list[Optimizer] = [torch.optim.Muon(
+        hidden, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )]
+    if others:
+        groups = _decay_groups(others, weight_decay)
+        members.append(torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True))
+    return CombinedOptimizer(members)
+
+
+def adam8bit(
+    module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> Optimizer:
+    """AdamW with moments in 8 bits (Dettmers et al. 2022), of bitsandbytes; small tensors keep float32 moments."""
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("optimizer adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]'.")
+    import bitsandbytes
+
+    parameters = _trained(module)
+    if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters):
+        raise ConfigError(
+            "optimizer adam8bit quantizes moments in blocks that several ranks cannot share: train with one learner "
+            "rank, or take adamw, whose moments are sharded over the ranks."
+        )
+    return LocalOptimizer(
+        _decay_groups(parameters, weight_decay),
+        lambda groups: bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=(beta1, beta2), eps=eps),
     )
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "sgd": sgd, "muon": muon, "adam8bit": adam8bit}
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig, *, setting: str = "policy.optimizer") -> Optimizer:
+    """The optimizer that the settings name, over all trained parameters of `module`.
+
+    Args:
+        setting: the section that `config` is, for messages.
+    Raises:
+        ConfigError: an unknown name, a missing package, a value out of range, or a setting that would do nothing.
+    """
+    build = resolve(config.name, OPTIMIZERS, setting=f"{setting}.name")
+    arguments = _arguments(build, config, setting)
+    try:
+        return build(module, **arguments)
+    except ValueError as error:
+        raise ConfigError(f"{setting}.name={config.name} refuses these settings: {error}") from error
+
+
+def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
+    """Refuse what `make_optimizer` would refuse, before any network is loaded: our own are tried on a small layer."""
+    _arguments(resolve(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
+    if config.name in OPTIMIZERS:
+        make_optimizer(nn.Linear(2, 2), config, setting=setting)
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers over disjoint parameters, stepped as one; groups and state are shared with the members."""
+
+    def __init__(self, members: Iterable[Optimizer]) -> None:
+        self._members = list(members)
+        super().__init__([group for member in self._members for group in member.param_groups], {})
+        for member in self._members:
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for member in self._members:
+            member.step(closure)
+
+
+class LocalOptimizer(Optimizer):
+    """An optimizer that knows no DTensor, run over each parameter's local part.
+
+    Args:
+        groups: parameter groups of the network.
+        build: makes the inner optimizer from groups of plain tensors.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+        super().__init__(groups, {})
+        self._inner = build([
+            {**group, "params": [nn.Parameter(local_part(p.detach())) for p in group["params"]]}
+            for group in self.param_groups
+        ])
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group["lr"] = inner["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner["lr"] = group["lr"]
+            for parameter, local in zip(group["params"], inner["params"], strict=True):
+                local.data = local_part(parameter.detach())
+                local.grad = None if parameter.grad is None else local_part(parameter.grad)
+                if self.state[parameter]:
+                    self._inner.state[local] = _plain_state(self.state[parameter])
+        self._inner.step(closure)
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for parameter, local in zip(group["params"], inner["params"], strict=True):
+                self.state[parameter] = self._inner.state[local]
+
+
+def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:
+    """Keywords for a builder, from the settings that its signature names."""
+    shared = {
+        "lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    _, *keywords = inspect.signature(build).parameters.values()
+    if any(keyword.kind is keyword.VAR_KEYWORD for keyword in keywords):
+        return {**shared, **config.options}
+    read, usual = {keyword.name for keyword in keywords}, OptimizerConfig()
+    for name, value in shared.items():
+        if name not in read and name != "lr" and value != getattr(usual, name):
+            raise ConfigError(f"{setting}.{name}={value} does nothing with {setting}.name={config.name}.")
+    unknown = sorted(set(config.options) - (read - shared.keys()))
+    if unknown:
+        known = ", ".join(sorted(read - shared.keys())) or "none"
+        raise ConfigError(f"{setting}.options holds {unknown}, which {config.name} does not have; it has: {known}.")
+    return {**{name: value for name, value in shared.items() if name in read}, **config.options}
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay spares vectors (norms and biases)."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Matrices that are neither an embedding's nor an output layer's (a network names its own as `output_layer`)."""
+    outside: set[int] = set()
+    for part in module.modules():
+        ends = [part] if isinstance(part, nn.Embedding) else [getattr(part, "output_layer", None)]
+        outside |= {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return [parameter for parameter in _trained(module) if parameter.dim() == 2 and id(parameter) not in outside]
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint may give it back: moments as the parameter is placed, counts as tensors."""
+    return {
+        name: value if not isinstance(value, Tensor) else local_part(value) if value.dim() else int(value)
+        for name, value in state.items()
+    }

@@ -77,7 +77,7 @@ class Policy(nn.Module):
         hidden = self.model.get_decoder()(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
+        head = self.output_layer
         read, bias = hidden.index_select(0, score_index), getattr(head, "bias", None)
         logprobs, entropy = score_tokens(
             read, head.weight, targets, temperatures, bias=bias, chunk_tokens=self.chunk_tokens
@@ -91,6 +91,10 @@ class Policy(nn.Module):
                 keep_all=inspect.all_logprobs,
             )
         return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything)
+
+    @property
+    def output_layer(self) -> nn.Module:
+        return self.model.get_output_embeddings()
 
     @property
     def hidden_size(self) -> int:
@@ -185,7 +189,7 @@ def _check_scoring(policy: Policy, where: str) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None):
             raise ConfigError(f"{where}: {name}={getattr(config, name)}, but packed scoring has no soft cap.")
-    vocabulary = policy.model.get_output_embeddings().weight.shape[0]
+    vocabulary = policy.output_layer.weight.shape[0]
     rows = [torch.arange(7), torch.arange(5) * 3 + 1]
     rows = [row.remainder(vocabulary) for row in rows]
     index, targets, expected, start = [], [], [], 0

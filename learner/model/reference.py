@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from learner.checkpoint.shards import ShardReader, local_part, reshard
+from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
-from learner.mesh import Ranks
+from learner.mesh import Ranks, local_part
 from learner.model.policy import Policy, load_policy
 from learner.objective.kl_options import needs_reference
 from streamrl.config.schema import Config

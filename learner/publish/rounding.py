@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from learner.checkpoint.shards import local_part, reshard
+from learner.checkpoint.shards import reshard
+from learner.mesh import local_part
 
 
 @contextmanager

@@ -138,16 +138,20 @@ class EvalConfig:
 
 @dataclass
 class OptimizerConfig:
+    name: str = "adamw"
+    """adamw, sgd, muon (its vectors, embeddings and head by adamw), adam8bit, or your own `package.module:function`."""
     lr: float = ranged(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     beta1: float = 0.9
-    """AdamW's first moment decay."""
+    """Decay of Adam's first moment."""
     beta2: float = 0.95
-    """AdamW's second moment decay."""
+    """Decay of Adam's second moment."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """Adam's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Weight decay of matrices: decoupled, but for sgd."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The optimizer's own constants: momentum and nesterov of sgd and muon, ns_steps of muon."""
     max_grad_norm: float = ranged(1.0, gt=0)
     """Clip the global gradient norm to this."""
 

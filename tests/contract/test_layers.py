@@ -23,6 +23,7 @@ FLOOR_0 = ("streamrl/errors.py", "streamrl/messages/codec.py", "streamrl/message
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ONE_DOOR = {
     "wandb": {"streamrl/metrics/trackers/wandb.py"},
+    "bitsandbytes": {"learner/model/optimizer.py"},
     "hydra": {"streamrl/config/load.py"},
     "omegaconf": {"streamrl/config/load.py"},
 }

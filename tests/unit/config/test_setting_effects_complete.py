@@ -21,6 +21,7 @@ KL, KL_CONTROL = "learner/objective/test_kl_training.py", "learner/objective/tes
 SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
 SPLIT_LIMITS = f"{ACTOR}::test_the_limits_of_a_turn_are_those_of_its_split"
 OPTIMIZER = f"{LEARNER}::test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights"
+OPTIMIZERS = "learner/test_optimizers.py"
 SIZES = f"{LEARNER}::test_a_tiny_model_has_the_sizes_that_are_set"
 WARM = f"{LEARNER}::test_warm_start_and_seed_change_the_weights_that_a_run_starts_from"
 LEAD = f"{LEDGER}::test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run"
@@ -127,6 +128,8 @@ SHOWN_BY = {
     ),
     "critic.clip": "learner/test_critic.py::test_the_clip_bounds_how_far_a_value_is_pulled",
     **{f"critic.optimizer.{name}": CRITIC for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")},
+    "critic.optimizer.name": CRITIC,
+    "critic.optimizer.options": CRITIC,
     "loss.options": f"{GUARDS}::test_a_surrogates_own_constants_reach_it",
     "loss.anchor": f"{GUARDS}::test_an_averaged_anchor_clips_against_the_average_and_not_against_mu",
     "loss.ewma_decay": f"{GUARDS}::test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it",
@@ -184,6 +187,8 @@ SHOWN_BY = {
     ),
     "policy.dtype": f"{LEARNER}::test_half_precision_changes_the_scores_and_not_the_master_weights",
     "policy.gradient_checkpointing": "learner/test_packed_scoring.py::test_gradient_checkpointing_changes_no_gradient",
+    "policy.optimizer.name": f"{OPTIMIZERS}::test_every_optimizer_moves_the_weights_in_its_own_way",
+    "policy.optimizer.options": f"{OPTIMIZERS}::test_the_constants_of_an_optimizer_reach_it",
     "policy.optimizer.lr": OPTIMIZER,
     "policy.optimizer.beta1": OPTIMIZER,
     "policy.optimizer.beta2": OPTIMIZER,

@@ -37,10 +37,10 @@ SCHEDULE = Schedule("cosine_with_min_lr", 1e-3, 8, num_warmup_steps=2)
 class Training:
     """A policy, its optimizer, and steps on batches that depend on the version and on torch's generator."""
 
-    def __init__(self, model_dir, seed=1):
+    def __init__(self, model_dir, seed=1, **optimizer):
         torch.manual_seed(seed)
         self.policy = load_policy(model_dir)
-        self.optimizer = make_optimizer(self.policy, OptimizerConfig(lr=1e-3))
+        self.optimizer = make_optimizer(self.policy, OptimizerConfig(lr=1e-3, **optimizer))
         self.objective = Objective(AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=ALONE)
         self.version = 0
 
@@ -68,7 +68,8 @@ class Training:
     def state(self):
         named = {name: p.detach().clone() for name, p in self.policy.named_parameters()}
         for name, parameter in self.policy.named_parameters():
-            named |= {f"{name} {key}": v.clone() for key, v in self.optimizer.state.get(parameter, {}).items()}
+            state = self.optimizer.state.get(parameter, {})
+            named |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
         return named
 
 

@@ -118,6 +118,8 @@ def test_each_setting_of_the_critic_moves_its_values(checkpoints):
         {"optimizer": replace(FAST.optimizer, eps=1e-1)},
         {"optimizer": replace(FAST.optimizer, weight_decay=10.0)},
         {"optimizer": replace(FAST.optimizer, max_grad_norm=1e-9)},
+        {"optimizer": replace(FAST.optimizer, name="sgd")},
+        {"optimizer": replace(FAST.optimizer, name="muon", options={"momentum": 0.5})},
     ]
     for change in changes:
         other = moved(path, replace(FAST, **change), rounds=3)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.checkpoint.shards import local_part
 from learner.data.packing import empty_micro_batch, pack
-from learner.mesh import Ranks
+from learner.mesh import Ranks, local_part
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy

@@ -2,6 +2,7 @@
 
     train(work, folder)     three optimizer steps, a checkpoint before the last, the result, the exported model
     resume(work, folder)    from a checkpoint, the last step; the result
+    muon(work, folder)      two steps with another optimizer, the result
     fail(work, folder)      rank 1 cannot write its shard
 """
 
@@ -90,10 +91,10 @@ def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
         (folder / "result.json").write_text(json.dumps({"loss": loss, "norm": norm, "stats": stats}))
 
 
-def start(work: Path, ranks: Ranks) -> Kit:
+def start(work: Path, ranks: Ranks, name: str = "adamw") -> Kit:
     # Two ranks also recompute activations: the results must not know.
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.world > 1)
-    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
     reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
     return Kit(policy, optimizer, reference, LossWeights(KL, EntropyConfig(), CONSTRAINT, LOSS))
 
@@ -121,6 +122,14 @@ def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path) -> None:
     write(folder, kit.policy, ranks, train_step(kit, ranks, step=2))
 
 
+def muon(work: Path, folder: Path, ranks: Ranks) -> None:
+    """Two steps of the optimizer that needs whole matrices, which are sharded by rows here."""
+    kit = start(work, ranks, "muon")
+    first = train_step(kit, ranks, step=0)
+    train_step(kit, ranks, step=1)
+    write(folder, kit.policy, ranks, first)
+
+
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     """A full disk under one rank must be every rank's error, and leave nothing that looks like a checkpoint."""
     import learner.checkpoint.checkpoint as module
@@ -141,11 +150,12 @@ def fail(work: Path, folder: Path, ranks: Ranks) -> None:
 
 
 def main(work: Path, folder: Path, other_run: Path) -> None:
-    """All of it, in one gang."""
+    """All of it, in one process group."""
     torch.set_num_threads(1)
     ranks = Ranks.start("cpu", timeout_s=60)
     train(work, folder, ranks)
     resume(work, folder / "resumed", ranks, run=other_run)
+    muon(work, folder / "muon", ranks)
     fail(work, folder, ranks)
     ranks.close()
 

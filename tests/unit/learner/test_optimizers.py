@@ -1,0 +1,200 @@
+"""Optimizers by name: what each does to the weights, what it reads, and that a run resumes with it exactly."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from itertools import combinations
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from learner.mesh import Ranks
+from learner.model import optimizer as optimizers
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import OPTIMIZERS, Schedule, check_optimizer, make_optimizer
+from learner.model.policy import load_policy
+from streamrl.config.schema import OptimizerConfig
+from streamrl.errors import ConfigError
+from tests.unit.learner.test_checkpoint import Training, equal
+
+OWN = "tests.unit.learner.test_optimizers:sign_descent"
+NAMES = (*OPTIMIZERS, OWN)
+
+
+class SignDescent(torch.optim.Optimizer):
+    """A user's own optimizer, which counts with a Python integer."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = int(state.get("count", 0)) + 1
+                parameter -= group["lr"] / state["count"] ** group["power"] * parameter.grad.sign()
+
+
+def sign_descent(module, *, lr, power=0.5):
+    return SignDescent(list(module.parameters()), {"lr": lr, "power": power})
+
+
+class EightBitDouble(torch.optim.Optimizer):
+    """Keeps its state as bitsandbytes does: codes of the parameter's shape, a scale a block, an integer count."""
+
+    def __init__(self, groups, *, lr, betas, eps):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert type(parameter.data) is torch.Tensor, "quantized kernels take plain tensors"
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, state1=torch.full_like(parameter, 128, dtype=torch.uint8),
+                                 absmax1=torch.zeros(3))
+                state["step"] += 1
+                moment = (state["state1"].float() - 128) / 127 * state["absmax1"][0]
+                moment.lerp_(parameter.grad, 1 - group["betas"][0])
+                state["absmax1"] = moment.abs().max().repeat(3)
+                state["state1"] = (moment / state["absmax1"][0] * 127 + 128).round().to(torch.uint8)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(moment, alpha=group["lr"])
+
+
+@pytest.fixture(autouse=True)
+def eight_bit_library(monkeypatch):
+    """A double of its interface: the library itself quantizes no tensor as small as those of these tests."""
+    double = ModuleType("bitsandbytes")
+    double.__spec__ = ModuleSpec("bitsandbytes", None)
+    double.optim = SimpleNamespace(AdamW8bit=EightBitDouble)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", double)
+
+
+def trained(checkpoint, name, **settings):
+    """The policy's weights after three steps on random gradients, the same for every optimizer."""
+    policy = load_policy(checkpoint)
+    optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, **settings))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        for parameter in policy.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer_step(
+            policy, optimizer, Schedule("constant", 1e-3, 3), step=step, max_grad_norm=1e9, ranks=Ranks()
+        )
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def test_every_optimizer_moves_the_weights_in_its_own_way(checkpoints):
+    start = torch.cat([p.detach().flatten() for p in load_policy(checkpoints["qwen3"]).parameters()])
+    ends = {name: trained(checkpoints["qwen3"], name) for name in NAMES}
+
+    for name, end in ends.items():
+        assert float((end - start).abs().max()) > 1e-5, name
+    for one, other in combinations(NAMES, 2):
+        assert not torch.allclose(ends[one], ends[other], rtol=0, atol=1e-6), (one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True}), ("muon", {"momentum": 0.5}),
+     ("muon", {"ns_steps": 2}), ("muon", {"nesterov": False}), (OWN, {"power": 2.0})],
+)
+def test_the_constants_of_an_optimizer_reach_it(checkpoints, name, options):
+    fewer = dict(list(options.items())[:-1])
+
+    assert not torch.equal(trained(checkpoints["qwen3"], name, options=options),
+                           trained(checkpoints["qwen3"], name, options=fewer))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_weight_decay_is_read_by_every_optimizer_of_ours(checkpoints, name):
+    plain, decayed = (trained(checkpoints["qwen3"], name, weight_decay=decay) for decay in (0.0, 10.0))
+
+    assert not torch.equal(plain, decayed)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "gpt2"])
+def test_muon_takes_the_matrices_of_hidden_layers_and_adamw_the_rest(checkpoints, kind):
+    policy = load_policy(checkpoints[kind])
+    optimizer = make_optimizer(policy, OptimizerConfig(name="muon"))
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+    by_muon = {name for name, p in policy.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    layers = {name for name, p in policy.named_parameters() if p.dim() == 2 and (".layers." in name or ".h." in name)}
+    assert by_muon == layers
+    assert all("exp_avg" in optimizer.state[p] for name, p in policy.named_parameters() if name not in by_muon)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "sgd with momentum"])
+def test_a_run_resumes_exactly_with_every_optimizer(checkpoints, tmp_path, name, sharded, monkeypatch):
+    settings = {"name": name.partition(" ")[0], "options": {"momentum": 0.9} if "momentum" in name else {}}
+    ranks = Ranks.start("cpu", sharded=True) if sharded else Ranks()
+    monkeypatch.setattr("tests.unit.learner.test_checkpoint.ALONE", ranks)
+    monkeypatch.setattr("tests.unit.learner.test_checkpoint.load_policy", lambda path: load_policy(path, ranks=ranks))
+    try:
+        training = Training(checkpoints["qwen3"], **settings)
+        training.step(2).save(tmp_path)
+        uninterrupted = training.step(2).state()
+
+        resumed = Training(checkpoints["qwen3"], seed=99, **settings)
+        resumed.load(tmp_path)
+        assert equal(resumed.step(2).state(), uninterrupted)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "sgd", "beta1": 0.5}, r"policy.optimizer.beta1=0.5 does nothing with policy.optimizer.name=sgd"),
+        ({"name": OWN, "weight_decay": 0.1}, r"policy.optimizer.weight_decay=0.1 does nothing"),
+        ({"name": "adamw", "options": {"momentum": 0.9}}, r"holds \['momentum'\], which adamw does not have; .* none"),
+        ({"name": "muon", "options": {"speed": 1}}, r"it has: momentum, nesterov, ns_steps"),
+        ({"name": "sgd", "options": {"nesterov": True}}, r"sgd refuses these settings: Nesterov"),
+        ({"name": "adam"}, r"policy.optimizer.name=adam is unknown. Did you mean"),
+        ({"name": "tests.unit.learner.test_optimizers:sign"}, r"has no 'sign'"),
+    ],
+)
+def test_a_setting_that_does_nothing_and_an_unknown_name_are_refused_before_loading(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(OptimizerConfig(**settings), setting="policy.optimizer")
+
+
+def test_adam8bit_without_its_library_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[adam8bit\]'"):
+        check_optimizer(OptimizerConfig(name="adam8bit"), setting="policy.optimizer")
+
+
+def test_adam8bit_keeps_its_moments_in_bytes_and_moves_as_adamw_does(monkeypatch):
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    pytest.importorskip("bitsandbytes")
+    layers = {name: torch.nn.Linear(128, 64, bias=False) for name in ("adamw", "adam8bit")}
+    start = layers["adamw"].weight.detach().clone()
+    for name, layer in layers.items():
+        layer.weight.data = start.clone()
+        layer.weight.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+        optimizer = make_optimizer(layer, OptimizerConfig(name=name, lr=1e-3))
+        optimizer.step()
+
+    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
+    moves = [(layer.weight.detach() - start).flatten() for layer in layers.values()]
+    assert float(torch.nn.functional.cosine_similarity(*moves, dim=0)) > 0.95
+
+
+def test_a_function_that_takes_any_keyword_is_given_every_setting():
+    given = {}
+
+    def build(module, **settings):
+        given.update(settings)
+        return torch.optim.SGD(module.parameters(), lr=settings["lr"])
+
+    sys.modules[__name__].build = build
+    make_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(name=f"{__name__}:build", lr=0.5, options={"extra": 7}))
+
+    assert (given["lr"], given["beta2"], given["extra"]) == (0.5, 0.95, 7)
