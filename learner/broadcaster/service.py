@@ -23,7 +23,7 @@ import zmq
 
 from streamrl.errors import StreamrlError, WeightsError
 from streamrl.messages import (
-    HUB_TO_SENDER,
+    HUB_TO_BROADCASTER,
     BroadcastAbort,
     BroadcastDocument,
     BroadcastForm,
@@ -74,7 +74,7 @@ class BroadcasterService:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.connect(endpoint)
-        self._decoder = Decoder(HUB_TO_SENDER, max_bytes=1 << 30)
+        self._decoder = Decoder(HUB_TO_BROADCASTER, max_bytes=1 << 30)
         self._documents: dict[VersionRef, Document] = {}
         self._bounces: dict[str, torch.Tensor | None] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

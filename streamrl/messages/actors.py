@@ -8,6 +8,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from streamrl.messages.base import (
+    TO_ACTOR,
+    TO_HUB,
     U16,
     U32,
     U64,
@@ -21,12 +23,13 @@ from streamrl.messages.base import (
     Text,
     VersionRef,
     Word,
+    message,
 )
 from streamrl.messages.weights import Layout, Manifest, NcclState, Offer
 
 
 class Limits(Message):
-    """Numbers of the hub that an actor must respect."""
+    """Time limits, sizes and bounds that the hub sets for every actor."""
 
     heartbeat_s: float = 1.0
     hub_silent_s: float = 3.0
@@ -47,8 +50,9 @@ class Limits(Message):
     max_lag: U32 = 1 << 31
 
 
+@message(1, TO_HUB)
 class Hello(Message):
-    """Kind 1, actor -> hub: who I am, what I hold, what I can do. First message of every link."""
+    """First message of every session: identity, abilities, and what the actor still holds."""
 
     protocol_min: U16
     protocol_max: U16
@@ -67,8 +71,9 @@ class Hello(Message):
     """UUID of the GPU that the engine is on; empty on a CPU."""
 
 
+@message(2, TO_ACTOR)
 class Welcome(Message):
-    """Kind 2, hub -> actor: run, limits, task, layout, current manifest, and what is already settled."""
+    """Answer to HELLO: run, limits, task, layout, current manifest, and what is already settled."""
 
     protocol: U16
     run_id: Id
@@ -97,11 +102,12 @@ class ActorState(IntEnum):
     DISCONNECTED = 3
     DRAINING = 4
     LEAVING = 5
-    GONE = 6
+    CLOSED = 6
 
 
+@message(6, TO_HUB)
 class ActorHeartbeat(Message):
-    """Kind 6, actor -> hub: alive, and making progress."""
+    """Liveness, load and progress of one actor."""
 
     incarnation: U64
     beat: U64
@@ -116,17 +122,18 @@ class ActorHeartbeat(Message):
     free_eval: U16 = 0
     stats: Annotated[dict[Word, float], Meta(max_length=64)] = {}
     slots: U16 = 0
-    """Training leases it holds at most, once it knows the run's sizes; 0 leaves what HELLO said."""
+    """Most training leases at once, known with the run's sizes; 0 leaves the number in HELLO."""
     root: Annotated[bytes, Meta(max_length=16)] = b""
-    """Of the version in `installed`; empty without one."""
+    """Root of the version in `installed`; empty without one."""
     nccl: NcclState | None = None
-    """Where it is with the communicators that it was invited to; None if it takes no part in any."""
+    """Progress with the communicators that it was invited to; None without any."""
     held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] | None = None
-    """Leases at work here; None does not say."""
+    """Leases in progress here; None if they are too many to list."""
 
 
+@message(6, TO_ACTOR)
 class HubHeartbeat(Message):
-    """Kind 6, hub -> actor: alive; what the learner waits for; the oldest version that is still useful."""
+    """Liveness of the hub, what the learner waits for, and the oldest version that is still useful."""
 
     beat: U64
     learner_epoch: U32
@@ -135,8 +142,9 @@ class HubHeartbeat(Message):
     waiting_for: Annotated[str, Meta(max_length=128)]
 
 
+@message(7, TO_ACTOR)
 class Announce(Message):
-    """Kind 7, hub -> actor: a new version and the ways to get it, best first."""
+    """A new version, and offers of it, best first."""
 
     manifest: Manifest
     offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
@@ -149,13 +157,15 @@ class InstallSource(IntEnum):
     ZMQ_DELTA = 3
     NCCL = 4
     IPC = 5
+    OTHER = 6
+    """A user's own transport."""
 
 
 class Probed(Message):
-    """How an actor's engine compares with what it should serve; `failed` is "" for a healthy one.
+    """How an engine's log-probs compare with the learner's; `failed` is "" for a healthy one.
 
-    `mean` and `largest` are absolute differences from the learner's log-probs, in nats; None where the manifest has no
-    probe or the engine cannot score tokens.
+    `mean` and `largest` are absolute differences in nats; None without a probe in the manifest, or where the engine
+    cannot score tokens.
     """
 
     mean: float | None
@@ -164,8 +174,9 @@ class Probed(Message):
     probe_s: float
 
 
+@message(10, TO_HUB)
 class Installed(Message):
-    """Kind 10, actor -> hub: this version is live here, or why not."""
+    """Report of one install: the version is live, or the reason why not."""
 
     target: VersionRef
     root: Digest
@@ -180,16 +191,18 @@ class Installed(Message):
     probe: Probed | None = None
 
 
+@message(11, TO_HUB, TO_ACTOR)
 class Drain(Message):
-    """Kind 11, both ways: finish what you hold, take no more."""
+    """Finish the leases in progress, take no more."""
 
     reason: Id
     deadline_s: float
     until: Annotated[int, Meta(ge=0, le=1)] = 1
 
 
+@message(12, TO_HUB, TO_ACTOR)
 class Bye(Message):
-    """Kind 12, both ways: all settled, closing."""
+    """Everything is settled; the session closes."""
 
     last_seq: U64
     note: Annotated[str, Meta(max_length=256)]
@@ -208,8 +221,9 @@ class StopReason(IntEnum):
     AUTH = 10
 
 
+@message(13, TO_ACTOR)
 class Stop(Message):
-    """Kind 13, hub -> actor: refused, fenced, finished, or "say HELLO again"."""
+    """End of a session: refused, fenced or finished; with `rejoin`, HELLO is expected again."""
 
     reason: StopReason
     rejoin: bool

@@ -1,8 +1,9 @@
-"""What all messages share: the base class, bounded field types, and the name of a version."""
+"""What all messages share: the base class, the directions, bounded field types, and the name of a version."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, ClassVar, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -25,6 +26,37 @@ LeaseRef = tuple[U64, U16]
 
 class Message(Struct, array_like=True, frozen=True, gc=False):
     """Base of everything on the wire."""
+
+    KIND: ClassVar[int]
+    """The number in the preamble; only what `@message` marks travels alone and has one."""
+
+
+M = TypeVar("M", bound=Message)
+Direction = dict[int, type[Message]]
+"""The kinds that are legal from one side to another; filled by `@message`, given to a `Decoder`."""
+
+TO_HUB: Direction = {}
+TO_ACTOR: Direction = {}
+TO_WEIGHTS: Direction = {}
+FROM_WEIGHTS: Direction = {}
+RANK_TO_HUB: Direction = {}
+HUB_TO_RANK: Direction = {}
+HUB_TO_BROADCASTER: Direction = {}
+ACTOR_TO_IPC: Direction = {}
+IPC_TO_ACTOR: Direction = {}
+
+
+def message(kind: int, *directions: Direction) -> Callable[[type[M]], type[M]]:
+    """Class decorator: this struct travels alone, as `kind`, in these directions."""
+
+    def register(cls: type[M]) -> type[M]:
+        cls.KIND = kind
+        for direction in directions:
+            assert kind not in direction, f"kind {kind} is {direction[kind].__name__} already, not {cls.__name__}"
+            direction[kind] = cls
+        return cls
+
+    return register
 
 
 class VersionRef(Message, order=True):

@@ -1,4 +1,4 @@
-"""The process that moves weights from GPU to GPU: with the hub, and over slots with actors of the same GPU."""
+"""The broadcaster, which moves weights from GPU to GPU: with the hub, and with actors that share its GPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,35 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.messages.base import U16, U32, Id, LongText, Message, Text, VersionRef
+from streamrl.messages.base import (
+    ACTOR_TO_IPC,
+    HUB_TO_BROADCASTER,
+    IPC_TO_ACTOR,
+    RANK_TO_HUB,
+    U16,
+    U32,
+    Id,
+    LongText,
+    Message,
+    Text,
+    VersionRef,
+    message,
+)
 from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest
 
 
+@message(46, RANK_TO_HUB)
 class BroadcastUp(Message):
-    """Kind 46, sender -> hub: ready for commands; its slots and local socket, if there is `ipc`."""
+    """Ready for commands; its buffers and local socket, if `ipc` is used."""
 
     device: Id
     socket: Annotated[str, Meta(max_length=256)]
     slots: IpcBufferTicket | None
 
 
+@message(47, HUB_TO_BROADCASTER)
 class BroadcastDocument(Message):
-    """Kind 47, hub -> sender: the newest version, a host document in `path`."""
+    """The newest version: a host document in `path`."""
 
     manifest: Manifest
     device_manifest: Manifest
@@ -28,22 +43,25 @@ class BroadcastDocument(Message):
     layout: Layout
 
 
+@message(48, HUB_TO_BROADCASTER)
 class BroadcastForm(Message):
-    """Kind 48, hub -> sender: as rank 0 of `world`, make a unique id, then form this epoch's communicator."""
+    """Make a unique id, then form this epoch's communicator as rank 0 of `world`."""
 
     epoch: U32
     world: U16
 
 
+@message(49, HUB_TO_BROADCASTER)
 class BroadcastSend(Message):
-    """Kind 49, hub -> sender: broadcast this version by this epoch's communicator."""
+    """Broadcast this version over this epoch's communicator."""
 
     epoch: U32
     ref: VersionRef
 
 
+@message(50, HUB_TO_BROADCASTER)
 class BroadcastAbort(Message):
-    """Kind 50, hub -> sender: this epoch is over."""
+    """Abort this epoch's communicator."""
 
     epoch: U32
 
@@ -57,10 +75,11 @@ class BroadcastStage(IntEnum):
     ALIVE = 5
 
 
+@message(51, RANK_TO_HUB)
 class BroadcastReport(Message):
-    """Kind 51, sender -> hub: how far the epoch is. NAMED carries the unique id, FAILED the reason.
+    """Progress of an epoch; NAMED carries the unique id, FAILED the reason.
 
-    ALIVE is of no epoch: it comes every second, for as long as no thread of the sender hangs.
+    ALIVE is the broadcaster's heartbeat and of no epoch: once a second, for as long as no thread of it hangs.
     """
 
     epoch: U32
@@ -70,29 +89,33 @@ class BroadcastReport(Message):
     seconds: float = 0.0
 
 
+@message(56, ACTOR_TO_IPC)
 class IpcBufferOpen(Message):
-    """Kind 56, actor -> sender: I want this version, bucket by bucket."""
+    """A request for this version, bucket by bucket."""
 
     ref: VersionRef
 
 
+@message(57, IPC_TO_ACTOR)
 class IpcBufferFilled(Message):
-    """Kind 57, sender -> actor: bucket `bucket` lies in slot `slot`; copy it and say so."""
+    """Bucket `bucket` is in buffer `slot`, to be copied and freed."""
 
     ref: VersionRef
     bucket: U32
     slot: U16
 
 
+@message(58, ACTOR_TO_IPC)
 class IpcBufferFree(Message):
-    """Kind 58, actor -> sender: I have this bucket."""
+    """This bucket was copied; its buffer is free."""
 
     ref: VersionRef
     bucket: U32
 
 
+@message(59, ACTOR_TO_IPC, IPC_TO_ACTOR)
 class IpcBufferEnd(Message):
-    """Kind 59, both ways: no more of this version, and why. A slot that was not freed may be written again."""
+    """No more of this version, and why; a buffer that was not freed may be written again."""
 
     ref: VersionRef
     reason: Text

@@ -3,44 +3,33 @@
     offset  size  field
     0       4     magic "SRLM"
     4       2     protocol, u16 little-endian
-    6       1     kind, u8 (the tables at the end of `streamrl.messages`)
+    6       1     kind, u8 (`streamrl.messages.base.message`)
     7       1     flags, 0 in protocol 1
     8       8     xxh3-64 of the body, u64 little-endian
     16      -     body
 
-Decoding goes from cheap to dear, each failure with an exception class of its own (`streamrl.errors`): size, magic,
-protocol, flags, kind legal in this direction, digest, typed decode. What a message *means* is checked elsewhere
+Decoding checks size, magic, protocol, flags, kind legal in this direction, digest and types, the cheapest first, each
+with an exception class of its own (`streamrl.errors`). What a message *means* is checked elsewhere
 (`streamrl.messages.validate`, the ledger).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 import numpy as np
 import xxhash
 
-from streamrl import messages
 from streamrl.errors import BodyError, ContentError, DigestError, FrameError, KindError, ProtocolVersionError
-from streamrl.messages import PROTOCOL, Message
+from streamrl.messages import PROTOCOL, Direction, Message
 
 MAGIC: Final = b"SRLM"
 PREAMBLE: Final = struct.Struct("<4sHBBQ")
 assert PREAMBLE.size == 16
 
 _ENCODER = msgspec.msgpack.Encoder()
-_KINDS: dict[type[Message], int] = {
-    cls: kind
-    for table in (
-        messages.TO_HUB, messages.TO_ACTOR, messages.TO_WEIGHTS, messages.FROM_WEIGHTS,
-        messages.RANK_TO_HUB, messages.HUB_TO_RANK, messages.HUB_TO_SENDER,
-        messages.SLOT_TO_SENDER, messages.SLOT_TO_ACTOR,
-    )
-    for kind, cls in table.items()
-}
 
 
 def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
@@ -50,7 +39,7 @@ def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
     body = memoryview(frame)[PREAMBLE.size :]
     digest = xxhash.xxh3_64_intdigest(body)
     body.release()
-    PREAMBLE.pack_into(frame, 0, MAGIC, protocol, _KINDS[type(message)], 0, digest)
+    PREAMBLE.pack_into(frame, 0, MAGIC, protocol, message.KIND, 0, digest)
     return frame
 
 
@@ -62,14 +51,14 @@ def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
 
 
 class Decoder:
-    """Typed decoding for one direction; made once, used for ever.
+    """Typed decoding for one direction; made once, because making one is slow.
 
     Args:
         kinds: which kinds are legal here, e.g. `messages.TO_HUB`.
         max_bytes: frames over this size are refused before anything is read.
     """
 
-    def __init__(self, kinds: Mapping[int, type[Message]], max_bytes: int = 64 << 20) -> None:
+    def __init__(self, kinds: Direction, max_bytes: int = 64 << 20) -> None:
         self._decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in kinds.items()}
         self._names = ", ".join(f"{kind} {cls.__name__}" for kind, cls in kinds.items())
         self._max_bytes = max_bytes
@@ -77,8 +66,7 @@ class Decoder:
     def decode(self, frame: bytes | bytearray | memoryview) -> Message:
         """The message in `frame`.
 
-        Raises:
-            FrameError, ProtocolVersionError, KindError, DigestError, BodyError: see `streamrl.errors`.
+        Raises FrameError, ProtocolVersionError, KindError, DigestError or BodyError.
         """
         view = memoryview(frame)
         if len(view) > self._max_bytes:
@@ -116,20 +104,20 @@ def pack_logprobs(logprobs: np.ndarray | list[float]) -> bytes:
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
-def unpack_ids(raw: bytes, *, vocab_size: int | None = None) -> np.ndarray:
+def unpack_ids(raw: bytes, *, vocab_size: int | None = None, what: str = "token") -> np.ndarray:
     """Raw `<i4` to an int32 array [T] (a read-only view of `raw`).
 
     Raises:
         ContentError: `length` if the bytes are no whole number of ids, `vocabulary` if an id is not in 0..vocab_size-1.
     """
     if len(raw) % 4:
-        raise ContentError("length", f"token ids are {len(raw)} bytes, which is no multiple of 4")
+        raise ContentError("length", f"{what} ids are {len(raw)} bytes, which is no multiple of 4")
     ids = np.frombuffer(raw, dtype="<i4")
     if vocab_size is not None and len(ids):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise ContentError("vocabulary", f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}")
+            raise ContentError("vocabulary", f"{what} id {bad} is outside the vocabulary 0..{vocab_size - 1}")
     return ids
 
 
@@ -143,7 +131,9 @@ def unpack_logprobs(raw: bytes, *, num_tokens: int | None = None) -> np.ndarray:
         wanted = "a multiple of 4" if num_tokens is None else f"{4 * num_tokens} for {num_tokens} tokens"
         raise ContentError("length", f"log-probs are {len(raw)} bytes, expected {wanted}")
     logprobs = np.frombuffer(raw, dtype="<f4")
-    if not np.isfinite(logprobs).all():
-        num_bad = int((~np.isfinite(logprobs)).sum())
-        raise ContentError("finite", f"{num_bad} of {len(logprobs)} log-probs are not finite")
+    bad = np.flatnonzero(~np.isfinite(logprobs))
+    if len(bad):
+        raise ContentError(
+            "finite", f"{len(bad)} of {len(logprobs)} log-probs are not finite, the first is token {bad[0]}'s"
+        )
     return logprobs

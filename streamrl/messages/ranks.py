@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from streamrl.messages.base import U16, U32, U64, Message, Text, Word
+from streamrl.messages.base import (
+    HUB_TO_BROADCASTER,
+    HUB_TO_RANK,
+    RANK_TO_HUB,
+    U16,
+    U32,
+    U64,
+    Message,
+    Text,
+    Word,
+    message,
+)
 from streamrl.messages.weights import Layout, Manifest
 
 
+@message(32, RANK_TO_HUB)
 class RankReady(Message):
-    """Kind 32, rank -> hub: this rank is up. All ranks of a gang before the first Take."""
+    """This rank is up; sent by every rank of the process group before its first BatchRequest."""
 
     rank: U16
     world: U16
     version: U64
 
 
+@message(33, RANK_TO_HUB)
 class BatchRequest(Message):
-    """Kind 33, rank -> hub: my share of the batch trained at this version. The first Take cuts for all ranks."""
+    """This rank's share of the batch trained at this version; the first request cuts for all ranks."""
 
     rank: U16
     version: U64
 
 
 class PlanRow(Message):
-    """What every rank must know about one member of the batch, wherever it is trained."""
+    """What every rank knows about one member of the batch, wherever it is trained."""
 
     group_id: U64
     index: U16
@@ -33,8 +46,9 @@ class PlanRow(Message):
     head_lag: int
 
 
+@message(34, HUB_TO_RANK)
 class BatchShare(Message):
-    """Kind 34, hub -> rank: the GROUP frames (preamble included) of this rank's groups, and the global plan."""
+    """The GROUP frames (preamble included) of this rank's groups, and the global plan."""
 
     version: U64
     plan: tuple[PlanRow, ...]
@@ -43,8 +57,9 @@ class BatchShare(Message):
     stats: dict[str, float] = {}
 
 
+@message(35, RANK_TO_HUB)
 class StepDone(Message):
-    """Kind 35, rank 0 -> hub: the optimizer step is done (or skipped: the batch is quarantined, no new version).
+    """The optimizer step is done (or skipped: the batch is quarantined, no new version).
 
     `bounds` are the eta and the max_lag that hold from now on; None leaves them.
     """
@@ -55,27 +70,31 @@ class StepDone(Message):
     bounds: tuple[U32, U32] | None = None
 
 
+@message(36, RANK_TO_HUB)
 class SnapshotRequest(Message):
-    """Kind 36, rank 0 -> hub: give me the ledger as of this version; answered by `Snapshot`."""
+    """The ledger as of this version, please; answered by `Snapshot`."""
 
     version: U64
 
 
+@message(37, HUB_TO_RANK)
 class Snapshot(Message):
-    """Kind 37, hub -> rank 0."""
+    """The ledger as of this version, encoded."""
 
     version: U64
     state: bytes
 
 
+@message(38, RANK_TO_HUB)
 class Saved(Message):
-    """Kind 38, rank 0 -> hub: the checkpoint of this version is published; send DURABLE."""
+    """The checkpoint of this version is published: its groups are DURABLE."""
 
     version: U64
 
 
+@message(39, RANK_TO_HUB)
 class Publish(Message):
-    """Kind 39, rank 0 -> hub: becomes ANNOUNCE."""
+    """A version is complete on disk; the hub announces it."""
 
     manifest: Manifest
     path: str
@@ -84,26 +103,29 @@ class Publish(Message):
     """With the first publication of a process only, together with the model's asset files."""
     assets_path: str = ""
     device_manifest: Manifest | None = None
-    """The same document in digest_kind 1, for ways from GPU to GPU."""
+    """The same document in digest_kind 1, for transports from GPU to GPU."""
 
 
+@message(40, RANK_TO_HUB, HUB_TO_RANK)
 class StopRequest(Message):
-    """Kind 40, both ways: cut no further batch. A rank asks for it; the hub answers every later Take with it, so that
-    all ranks stop after the same version."""
+    """Cut no further batch: asked by a rank, then the answer to every later BatchRequest, so that all ranks stop after
+    the same version."""
 
     reason: Text
 
 
+@message(41, RANK_TO_HUB)
 class EvalRequest(Message):
-    """Kind 41, rank 0 -> hub: score these evaluation prompts with at least this version."""
+    """Score these evaluation prompts with at least this version."""
 
     eval_id: U32
     version: U64
     num_prompts: U32
 
 
+@message(42, HUB_TO_RANK)
 class EvalResult(Message):
-    """Kind 42, hub -> rank 0."""
+    """Means over the prompts of one evaluation."""
 
     eval_id: U32
     version: U64
@@ -115,8 +137,9 @@ class EvalResult(Message):
     scores: dict[Word, float] = {}  # means of the task's named scores
 
 
+@message(43, HUB_TO_RANK)
 class BatchPending(Message):
-    """Kind 43, hub -> rank: still no batch; for whom the hub waits. Also proof of life while a rank waits."""
+    """Still no batch, and why; also the heartbeat of a hub whose rank waits."""
 
     version: U64
     waiting_for: Text
@@ -124,17 +147,18 @@ class BatchPending(Message):
     num_actors: U32
 
 
+@message(44, HUB_TO_RANK)
 class HubStatus(Message):
-    """Kind 44, hub -> rank 0, once a second: counters for metrics and the live view."""
+    """Counters for metrics and the live view, once a second."""
 
     version: U64
     counters: dict[str, float]
     actors: tuple[tuple[str, str, float, float], ...]
 
 
+@message(45, RANK_TO_HUB, HUB_TO_BROADCASTER)
 class Shutdown(Message):
-    """Kind 45, rank 0 -> hub: the last word. `finished`: the run is over, actors exit 0; else they wait for a
-    successor at this address."""
+    """The learner ends. `finished`: the run is over and actors exit 0; else they retry this address."""
 
     reason: Text
     finished: bool

@@ -1,7 +1,7 @@
-"""Is this group possible at all? The rules a GROUP must satisfy before anyone looks at leases.
+"""The rules that a GROUP must satisfy before leases are looked at.
 
-The hub asks before it believes an actor, and an actor asks before it sends, with the same code: a group that fails at
-the hub is therefore a bug or an attack. Every rule has a name of its own (`ContentError.check`):
+Hub and actor check with the same code, so a group that fails at the hub is a bug or an attack. Every rule has a name of
+its own (`ContentError.check`):
 
     empty               no members, and not handed back
     sampling            the distribution is not a distribution
@@ -24,7 +24,8 @@ the hub is therefore a bug or an attack. Every rule has a name of its own (`Cont
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ from msgspec import Struct
 
 from streamrl.errors import ContentError
 from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling, VersionRef
+from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
@@ -39,17 +41,12 @@ MAX_LOGPROB = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class GroupBounds:
-    """What the hub allows.
-
-    Args:
-        vocab_size: ids are in 0 .. vocab_size - 1.
-        max_prompt_tokens: tokens before the first action.
-        max_new_tokens: action tokens of one member over its whole episode, all turns together.
-    """
+    """Sizes that the hub allows."""
 
     vocab_size: int = 1 << 31
     max_prompt_tokens: int = 1 << 20
     max_new_tokens: int = 1 << 20
+    """Action tokens of one member over its whole episode, all turns together."""
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
@@ -81,7 +78,7 @@ class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
 
 
 def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> tuple[MemberSummary, ...]:
-    """Check every rule above; the facts of each member, in message order.
+    """Check every rule above; a summary of each member, in message order.
 
     Args:
         leased: member indices that this lease may fill.
@@ -92,7 +89,7 @@ def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> t
     if not group.members and group.outcome != Outcome.RETURNED:
         raise ContentError("empty", f"group {group.group_id} has no members but outcome {group.outcome}, not RETURNED")
     seen: set[int] = set()
-    facts = []
+    summaries = []
     for member in group.members:
         where = f"group {group.group_id} member {member.index}"
         if member.index in seen:
@@ -100,8 +97,8 @@ def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> t
         if member.index not in leased:
             raise ContentError("member_not_leased", f"{where} is not in the lease, which has {sorted(leased)}")
         seen.add(member.index)
-        facts.append(_check_member(member, group.members[0].prompt_ids, bounds, where))
-    return tuple(facts)
+        summaries.append(_check_member(member, group.members[0].prompt_ids, bounds, where))
+    return tuple(summaries)
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -151,17 +148,17 @@ def _check_prompt(prompt: bytes, aborted: bool, bounds: GroupBounds, where: str)
 
 
 def _check_ids(raw: bytes, vocab_size: int, what: str, where: str) -> int:
-    if len(raw) % 4:
-        raise ContentError(f"{what}_length", f"{where}: {what} ids are {len(raw)} bytes, which is no multiple of 4")
-    ids = np.frombuffer(raw, dtype="<i4")
-    if len(ids):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise ContentError(
-                f"{what}_vocabulary", f"{where}: {what} id {bad} is outside the vocabulary 0..{vocab_size - 1}"
-            )
-    return len(ids)
+    with _named(what, where):
+        return len(unpack_ids(raw, vocab_size=vocab_size, what=what))
+
+
+@contextmanager
+def _named(what: str, where: str) -> Iterator[None]:
+    """A rule of the codec under its name here."""
+    try:
+        yield
+    except ContentError as error:
+        raise ContentError(f"{what}_{error.check}", f"{where}: {error}") from None
 
 
 def _mask(member: Member, num_tokens: int, where: str) -> np.ndarray:
@@ -174,14 +171,8 @@ def _mask(member: Member, num_tokens: int, where: str) -> np.ndarray:
 
 
 def _check_logprobs(raw: bytes, mask: np.ndarray, where: str) -> None:
-    if len(raw) != 4 * len(mask):
-        raise ContentError(
-            "logprob_length", f"{where}: log-probs are {len(raw)} bytes, not {4 * len(mask)} for {len(mask)} tokens"
-        )
-    logprobs = np.frombuffer(raw, dtype="<f4")
-    if not np.isfinite(logprobs).all():
-        at = int(np.argmin(np.isfinite(logprobs)))
-        raise ContentError("logprob_finite", f"{where}: the log-prob of token {at} is {logprobs[at]}")
+    with _named("logprob", where):
+        logprobs = unpack_logprobs(raw, num_tokens=len(mask))
     if len(logprobs) and float(logprobs.max()) > MAX_LOGPROB:
         at = int(logprobs.argmax())
         raise ContentError("logprob_positive", f"{where}: the log-prob of token {at} is {logprobs[at]}, above 0")

@@ -1,4 +1,4 @@
-"""Weights: layout, manifest, the ways by which a version travels, and pulling it."""
+"""Weights: layout, manifest, the transports that a version is offered by, and pulling it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.messages.base import U16, U32, U64, Digest, Id, Message, VersionRef, Word
+from streamrl.messages.base import (
+    FROM_WEIGHTS,
+    TO_WEIGHTS,
+    U16,
+    U32,
+    U64,
+    Digest,
+    Id,
+    Message,
+    VersionRef,
+    Word,
+    message,
+)
 
 
 class TensorSpec(Message):
@@ -26,8 +38,10 @@ class Layout(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probs of them: digests prove that bytes arrived, this that an engine uses
-    them. `token_ids` are `<i4`; `logprobs` are `<f4`, natural, of token_ids[start:] at this temperature."""
+    """Fixed tokens and the learner's log-probs of them; they prove that an engine uses the bytes that arrived.
+
+    `token_ids` are `<i4`; `logprobs` are `<f4`, natural, of token_ids[start:] at this temperature.
+    """
 
     token_ids: Annotated[bytes, Meta(max_length=1 << 16)]
     start: U32
@@ -47,7 +61,7 @@ class Manifest(Message):
     digests: Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
     root: Digest
     probe: Probe | None = None
-    """Not covered by the root; there every so many versions, and at the first of a learner process."""
+    """Not covered by the root; present every so many versions, and with the first of a learner process."""
 
 
 class NcclTicket(Message):
@@ -62,7 +76,7 @@ class NcclTicket(Message):
 
 
 class IpcBufferTicket(Message):
-    """Staging slots on a GPU: who has the same device opens `handles` (CUDA IPC), each `slot_bytes` long."""
+    """Staging buffers on a GPU: a process on the same device opens `handles` (CUDA IPC), each `slot_bytes` long."""
 
     device: Id
     handles: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=8)]
@@ -71,8 +85,11 @@ class IpcBufferTicket(Message):
 
 
 class NcclState(Message):
-    """An actor's place in the membership epochs: the epoch whose communicator it builds, the one that is formed and
-    tested, and the last one that failed here; 0 is none. `broken`: nothing more can be formed in this process."""
+    """An actor's place in the membership epochs; 0 is none.
+
+    `joining`: its communicator is being built here. `formed`: built and tested. `failed`: the last one that failed
+    here. `broken`: nothing more can be formed in this process.
+    """
 
     joining: U32 = 0
     formed: U32 = 0
@@ -81,15 +98,19 @@ class NcclState(Message):
 
 
 class Offer(Message):
-    """One way to get a document. shm: a file to map, proven by `probe`, its first bytes. zmq: an endpoint to pull.
-    nccl: a broadcast. ipc: slots on the same GPU, and the sender's local socket in `name`."""
+    """One transport by which a document can be had, and where.
 
-    transport: Annotated[str, Meta(max_length=8)]
+    shm: `name` is a file to map, proven by `probe`, its first bytes. zmq: `name` is an endpoint to pull from. nccl: a
+    broadcast. ipc: buffers on the same GPU, `name` is the broadcaster's local socket. A user's own transport puts into
+    `name` and `probe` what its receiver needs.
+    """
+
+    transport: Annotated[str, Meta(max_length=128)]
     name: Annotated[str, Meta(max_length=256)]
     nbytes: U64
     probe: bytes = b""
     parent: VersionRef | None = None
-    """zmq: who holds this version may pull what changed since (`PullMode.DELTA`)."""
+    """zmq: a receiver that holds this version may pull what changed since (`PullMode.DELTA`)."""
     manifest: Manifest | None = None
     """nccl, ipc: the same document in digest_kind 1, which a GPU can check."""
     nccl: NcclTicket | None = None
@@ -97,7 +118,7 @@ class Offer(Message):
 
 
 class DeltaIndex(Message):
-    """What there is to pull of a delta: its base, and the encoded form of every bucket."""
+    """What a delta consists of: its base, and the encoded form of every bucket."""
 
     parent: VersionRef
     parent_root: Digest
@@ -111,8 +132,9 @@ class PullMode(IntEnum):
     ASSETS = 2
 
 
+@message(8, TO_WEIGHTS)
 class Pull(Message):
-    """Kind 8, actor -> weight socket: give me this byte range of this bucket (or of the model's asset files)."""
+    """A request for a byte range of one bucket, or of the model's asset files."""
 
     pull_token: Digest
     target: VersionRef
@@ -129,8 +151,9 @@ class ChunkStatus(IntEnum):
     DENIED = 3
 
 
+@message(9, FROM_WEIGHTS)
 class Chunk(Message):
-    """Kind 9, weight socket -> actor: the range, its payload in frame 1, or why not."""
+    """The range, its payload in frame 1, or why not."""
 
     target: VersionRef
     mode: PullMode

@@ -1,4 +1,4 @@
-"""Between actors and the hub, about the work: leases, groups, verdicts."""
+"""Between actors and the hub, about the work: leases, groups, accept results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.messages.base import U16, U32, U64, LeaseRef, Message, Range, Sampling, SeqRange, Text, VersionRef, Word
+from streamrl.messages.base import (
+    TO_ACTOR,
+    TO_HUB,
+    U16,
+    U32,
+    U64,
+    LeaseRef,
+    Message,
+    Range,
+    Sampling,
+    SeqRange,
+    Text,
+    VersionRef,
+    Word,
+    message,
+)
 
 
 class Purpose(IntEnum):
@@ -16,7 +31,7 @@ class Purpose(IntEnum):
 
 
 class Lease(Message):
-    """Generate these members of this group with these seeds. A repeated attempt is the same draw: same seeds."""
+    """The order to generate these members of a group; a repeated attempt has the same seeds, so it is the same draw."""
 
     group_id: U64
     attempt: U16
@@ -35,8 +50,9 @@ class Lease(Message):
         return (self.group_id, self.attempt)
 
 
+@message(3, TO_ACTOR)
 class Leases(Message):
-    """Kind 3, hub -> actor: grants and revocations."""
+    """Grants and revocations."""
 
     grants: Annotated[tuple[Lease, ...], Meta(max_length=64)] = ()
     revoked: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] = ()
@@ -105,8 +121,9 @@ class Member(Message):
     finish: Word
 
 
+@message(4, TO_HUB)
 class Group(Message):
-    """Kind 4, actor -> hub: finished trajectories of a lease, or the lease handed back."""
+    """Finished trajectories of a lease, or the lease handed back."""
 
     incarnation: U64
     seq: U64
@@ -140,8 +157,9 @@ class Rejection(Message):
     detail: Annotated[str, Meta(max_length=256)]
 
 
+@message(5, TO_ACTOR)
 class Ack(Message):
-    """Kind 5, hub -> actor, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
+    """What became of sent groups, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
 
     incarnation: U64
     settled_upto: U64

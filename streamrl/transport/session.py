@@ -166,7 +166,7 @@ class ActorSession:
         """Leave politely: finish or hand back, settle the outbox, BYE."""
         if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
             return self._gone(0, "left without a hub")
-        if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.GONE):
+        if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.CLOSED):
             return []
         seconds = self.limits.drain_deadline_s if deadline_s is None else deadline_s
         self.state = ActorState.DRAINING
@@ -175,7 +175,7 @@ class ActorSession:
 
     def tick(self, now: float) -> list[Effect]:
         """Whatever time asks for; call it at least every 50 ms."""
-        if self.state is ActorState.GONE:
+        if self.state is ActorState.CLOSED:
             return []
         if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
             return self._retry(now)
@@ -262,12 +262,12 @@ class ActorSession:
         if stop.reason == StopReason.EVICTED:
             self.num_evictions += 1
             if self.num_evictions >= 3:
-                self.state = ActorState.GONE
+                self.state = ActorState.CLOSED
                 return [Deliver(stop), LinkClosed(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
             return self._rejoin(now)
         if stop.rejoin:
             return self._part(now) if self.linked else []
-        self.state = ActorState.GONE
+        self.state = ActorState.CLOSED
         return [Deliver(stop), LinkClosed(stop.exit_code, stop.detail)]
 
     def _rejoin(self, now: float) -> list[Effect]:
@@ -279,7 +279,7 @@ class ActorSession:
         return self._hello(now)
 
     def _gone(self, exit_code: int, detail: str) -> list[Effect]:
-        self.state = ActorState.GONE
+        self.state = ActorState.CLOSED
         return [LinkClosed(exit_code, detail)]
 
     def _leave_if_done(self, now: float) -> list[Effect]:

@@ -19,8 +19,8 @@ import zmq
 
 from streamrl.errors import WeightsError, WireError
 from streamrl.messages import (
-    SLOT_TO_ACTOR,
-    SLOT_TO_SENDER,
+    ACTOR_TO_IPC,
+    IPC_TO_ACTOR,
     InstallSource,
     IpcBufferEnd,
     IpcBufferFilled,
@@ -69,7 +69,7 @@ class IpcBufferServer:
         self._ring = IpcBufferRing(deadline_s=deadline_s)
         self._sources: dict[VersionRef, BucketSource] = {}
         self._inbox: deque[tuple[VersionRef, BucketSource]] = deque()
-        self._decoder = Decoder(SLOT_TO_SENDER, max_bytes=_MAX_MESSAGE_BYTES)
+        self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=_MAX_MESSAGE_BYTES)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -214,7 +214,7 @@ class IpcBufferReceiver:
 
     def __init__(self, offer: Offer, reader: IpcBufferReader) -> None:
         self._offer, self._reader = offer, reader
-        self._decoder = Decoder(SLOT_TO_ACTOR, max_bytes=_MAX_MESSAGE_BYTES)
+        self._decoder = Decoder(IPC_TO_ACTOR, max_bytes=_MAX_MESSAGE_BYTES)
 
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float

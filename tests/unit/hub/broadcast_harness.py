@@ -12,7 +12,7 @@ import zmq
 from learner.hub.handlers.broadcaster import Broadcaster
 from learner.hub.settings import HubSettings
 from streamrl.messages import (
-    HUB_TO_SENDER,
+    HUB_TO_BROADCASTER,
     ActorHeartbeat,
     ActorState,
     BroadcastReport,
@@ -41,7 +41,7 @@ class SpokenSender:
 
     def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
         self.settings, self.killed = settings, threading.Event()
-        self._decoder = Decoder(HUB_TO_SENDER)
+        self._decoder = Decoder(HUB_TO_BROADCASTER)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(settings.rank_endpoint)
         self._socket.send(encode(BroadcastUp(slots.device if slots else "", "ipc:///nowhere", slots)))

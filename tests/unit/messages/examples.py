@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import inspect
 
-from streamrl.messages import DeltaIndex, Message, codec
+from streamrl.messages import DeltaIndex, Message
 from streamrl.messages.codec import encode
 from streamrl.messages.validate import MemberSummary, VersionTokens
 
@@ -48,7 +48,7 @@ def _value(kind: inspect.Type, numbers: count) -> object:
 
 def messages() -> dict[str, type[Message]]:
     """Every message under the name of its golden frame, `<kind> <class>`."""
-    return {f"{kind} {cls.__name__}": cls for cls, kind in codec._KINDS.items()}
+    return {f"{cls.KIND} {cls.__name__}": cls for cls in _descendants(Message) if hasattr(cls, "KIND")}
 
 
 def structs() -> list[type[msgspec.Struct]]:
