@@ -1,21 +1,42 @@
 """streamrl: asynchronous off-policy reinforcement learning for language models.
 
-The public face for users' own tasks. Everything else is imported from its own module.
+The public face: `train` and `load_run`, and what a user's own task implements. Everything else is imported from its own
+module.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from streamrl.environment import ChatMessage, Env, Record, RewardFunction, SingleTurnTask, Step, Task
 from streamrl.messages import Group, Member
 from streamrl.version import __version__
+
+if TYPE_CHECKING:
+    from streamrl.api import Metrics, Run, load_run, train
 
 __all__ = [
     "ChatMessage",
     "Env",
     "Group",
     "Member",
+    "Metrics",
     "Record",
     "RewardFunction",
+    "Run",
     "SingleTurnTask",
     "Step",
     "Task",
     "__version__",
+    "load_run",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of `streamrl.api` are imported on first use: a task file needs neither hydra nor the launcher."""
+    if name in ("Metrics", "Run", "load_run", "train"):
+        from streamrl import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The `streamrl` command. It starts rooms as processes and imports none of them."""
+"""The `streamrl` command. It starts learner and actors as processes and imports neither."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
 
-  streamrl launch experiment=quickstart           a learner and its actors, watched over, stopped together
+  streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
   streamrl settings [WORD]                        every setting with type, default and meaning
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
@@ -35,7 +35,7 @@ def main() -> int:
         print(__version__)
         return 0
     if command not in commands:
-        print(f"streamrl knows no command `{command}`.\n\n{USAGE}", file=sys.stderr)
+        print(f"Unknown command `{command}`.\n\n{USAGE}", file=sys.stderr)
         return 2
     try:
         return commands[command](words)
@@ -46,21 +46,14 @@ def main() -> int:
 
 def launch(words: list[str]) -> int:
     """One run, or with -m / --multirun one for each combination of comma-separated values."""
-    from streamrl.config.load import check_overrides, load_config
-    from streamrl.launch import Launcher, print_result
-    from streamrl.run_dirs import choose_run_dir
+    from streamrl.config.load import check_overrides
+    from streamrl.launch import launch_run
 
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
     if not {"-m", "--multirun"} & set(words):
-        config = load_config(words)
-        run_dir = choose_run_dir(config)
-        print(f"run directory: {run_dir}", flush=True)
-        code = Launcher(config, words, run_dir).run()
-        if code == 0:
-            print_result(run_dir)
-        return code
+        return launch_run(words)[1]
     swept = [word for word in words if word not in ("-m", "--multirun")]
     check_overrides(swept)
     return _sweep(swept)

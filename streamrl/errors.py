@@ -5,7 +5,7 @@
     ├── TaskError                a task or environment file cannot be loaded or broke its protocol
     ├── WireError                bytes from a peer were refused; `.counter` names the statistic
     │   ├── FrameError               wrong magic, flags, frame count or size
-    │   ├── ProtocolVersionError     the peer speaks another protocol number
+    │   ├── ProtocolVersionError     the peer uses another protocol number
     │   ├── KindError                unknown kind, or a kind that is illegal in this direction
     │   ├── DigestError              the body does not match its digest
     │   ├── BodyError                the body is not the struct that its kind promises
@@ -18,7 +18,7 @@
     ├── EngineError              the inference engine failed or was asked for something impossible
     ├── CheckpointError          a checkpoint is damaged or belongs to another run
     ├── RunLockedError           another learner owns the run directory, or this one was fenced by a newer
-    └── StoppedError             the hub told this process to stop; `.exit_code` says with which status
+    └── RunFailedError           a launched run ended with a failure; `.exit_code` is its status
 
 Peers' mistakes are `WireError`s: they are counted and never end the process that found them.
 """
@@ -51,7 +51,7 @@ class FrameError(WireError):
 
 
 class ProtocolVersionError(WireError):
-    """The peer speaks a protocol number that this build does not."""
+    """The peer uses a protocol number that this build does not support."""
 
     counter = "protocol"
 
@@ -100,8 +100,8 @@ class RunLockedError(StreamrlError):
     """Another learner owns the run directory, or a newer one has fenced this one."""
 
 
-class StoppedError(StreamrlError):
-    """The hub told this process to stop."""
+class RunFailedError(StreamrlError):
+    """A launched run ended with a failure; `exit_code` is its status."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

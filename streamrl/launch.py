@@ -1,7 +1,7 @@
-"""Start a learner and its actors as processes, watch over them, stop all of them: `streamrl launch`.
+"""Process supervisor of a run: starts a learner and its actors, restarts actors, stops all: `streamrl launch`.
 
-Nothing here knows how they work inside: the learner writes `hub.json` when actors may connect, and `summary.json` at
-the end. Every child holds the read end of a pipe from this process, so none outlives it, not even after kill -9.
+Its view of them is their files: the learner writes `hub.json` when actors may connect, and `summary.json` at
+the end. Every child holds the read end of a pipe from this process, so none outlives it, even after kill -9.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import child_environment
 from streamrl.report.live_view import LiveView
+from streamrl.run_dirs import choose_run_dir
 
 log = logging.getLogger("streamrl.launch")
 
@@ -36,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(slots=True)
 class Child:
-    """One process and what we know of it."""
+    """One supervised process."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -54,13 +56,17 @@ class Child:
 
 @dataclass(slots=True)
 class Interrupts:
-    """SIGINT and SIGTERM of this process: the first asks for an orderly stop, the second ends it at once."""
+    """Count of SIGINT and SIGTERM: the first asks for a graceful stop, the second ends the run at once.
+
+    Python delivers signals to the main thread only: in any other thread nothing is installed.
+    """
 
     count: int = 0
     old: dict[int, object] = field(default_factory=dict)
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        in_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM) if in_main else ():
             self.old[number] = signal.signal(number, self._received)
         return self
 
@@ -84,7 +90,7 @@ class Launcher:
         self._seen: float = 0.0
 
     def run(self) -> int:
-        """Until the learner ends; the exit status is its own, or 130 after Ctrl-C."""
+        """Run until the learner ends; returns its exit status, or 130 after Ctrl-C."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         done = threading.Event()
         view = LiveView(self.run_dir)
@@ -109,22 +115,21 @@ class Launcher:
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
-        asked = False
-        deadline = 0.0
+        stopping, deadline = False, 0.0
         while True:
             code = self._learner.process.poll()
             if code is not None:
                 return code
             now = time.monotonic()
-            if interrupts.count and not asked:
-                asked, deadline = True, now + 3 * self.config.run.shutdown_s
+            if interrupts.count and not stopping:
+                stopping, deadline = True, now + 3 * self.config.run.shutdown_s
                 self._learner.process.send_signal(signal.SIGTERM)
-            if interrupts.count > 1 or (asked and now > deadline):
+            if interrupts.count > 1 or (stopping and now > deadline):
                 self._learner.process.kill()
             if self._endpoint is None:
                 self._look_for_hub()
-            elif not asked:
-                self._revive_actors(now)
+            elif not stopping:
+                self._restart_actors(now)
                 if self._actors and all(actor.given_up for actor in self._actors):
                     print("No actor can be kept alive: the run is stopped.", file=sys.stderr)
                     self._learner.process.send_signal(signal.SIGTERM)
@@ -158,7 +163,7 @@ class Launcher:
     def _start_actor(self, index: int) -> Child:
         return self._start(f"actor-{index}", [
             sys.executable, "-m", "actors", f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
-            f"actors.engine={self.config.actors.engine}",  # what HELLO says of this actor
+            f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
         ])
@@ -174,7 +179,7 @@ class Launcher:
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
 
-    def _revive_actors(self, now: float) -> None:
+    def _restart_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):
             code = actor.process.poll()
             if code is None or code == 0 or actor.given_up:
@@ -199,10 +204,9 @@ class Launcher:
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def _stop_everything(self, interrupts: Interrupts) -> None:
-        """The hub has told the actors to stop; whoever is still there is asked, then made to."""
+        """Terminate, then kill, what the hub's own stop message has not ended."""
         children = [child for child in [self._learner, *self._actors] if child is not None]
-        patience = 0.5 if interrupts.count else 2.0
-        self._wait(children, patience)
+        self._wait(children, 0.5 if interrupts.count else 2.0)
         for child in children:
             if child.process.poll() is None:
                 child.process.terminate()
@@ -234,8 +238,23 @@ class Launcher:
         print(self._learner.tail(20), file=sys.stderr)
 
 
+def launch_run(words: Sequence[str]) -> tuple[Path, int]:
+    """Do the run that `key=value` words describe; returns its directory and exit status.
+
+    Raises:
+        ConfigError: an impossible setting, or a run directory that is taken.
+    """
+    config = load_config(words)
+    run_dir = choose_run_dir(config)
+    print(f"run directory: {run_dir}", flush=True)
+    code = Launcher(config, words, run_dir).run()
+    if code == 0:
+        print_result(run_dir)
+    return run_dir, code
+
+
 def print_result(run_dir: Path) -> None:
-    """The table and the path of the report, at the end of a good run."""
+    """Print the summary's table and the path of the report."""
     summary = run_dir / "summary.json"
     if summary.exists():
         print("\n" + Summary.load(summary).table(), end="")

@@ -188,7 +188,7 @@ class LiveView:
 
     Args:
         run_dir: need not exist yet.
-        console: where to draw; None is a rich console on standard error.
+        console: where to draw; None is standard error, in a notebook too.
         log_files: gives the log files to show the last lines of; None takes `*.log` of the directory and its `logs/`.
     """
 
@@ -196,7 +196,7 @@ class LiveView:
                  log_files: Callable[[], Iterable[Path]] | None = None) -> None:
         self.root = Path(run_dir)
         self.state = ViewState(run_id=self.root.name)
-        self._console = console if console is not None else Console(stderr=True)
+        self._console = console if console is not None else Console(stderr=True, force_jupyter=False)
         self._log_files = log_files or self._default_log_files
         self._metrics = Tail(self.root / "metrics.jsonl")
         self._logs: dict[Path, Tail] = {}

@@ -20,7 +20,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),
     ("envs",),
     ("actors", "learner"),
-    ("streamrl.launch", "streamrl.api"),
+    ("streamrl.launch",),
+    ("streamrl.api",),
     ("streamrl.cli", "streamrl"),
 )
 """Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""

@@ -12,6 +12,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.sinks import JsonlSink
 from streamrl.metrics.summary import summarize
+from tests.fakes.programs import write_programs
 
 
 def _step(meter, step, lag):
@@ -61,3 +62,11 @@ def python_env() -> dict[str, str]:
     """Environment for child processes: this repository importable, one thread, no network."""
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The current directory of the test, with stand-ins for learner and actors."""
+    write_programs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

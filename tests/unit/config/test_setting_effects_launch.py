@@ -1,8 +1,4 @@
-"""Settings of `streamrl launch`: the real launcher, with small programs in place of learner and actors.
-
-The launcher starts `python -m learner` and `python -m actors`; Python looks in the current directory first, so a test
-that stands in a directory with programs of these names has them started.
-"""
+"""Settings of `streamrl launch`: the real launcher, with small programs in place of learner and actors."""
 
 from __future__ import annotations
 
@@ -15,53 +11,7 @@ from tests.unit.config.setting_harness import config_of
 
 pytestmark = pytest.mark.timeout(60)
 
-LEARNER = """
-import os, signal, sys, time
-from pathlib import Path
-
-here = Path.cwd()
-rank = int(os.environ.get("RANK", "0"))
-(here / f"learner-{rank}").write_text(" ".join(sys.argv[1:]))
-if (here / "stubborn").exists():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(6)  # ended by force long before, or not at all
-    (here / "survived").touch()
-if (here / "hub-please").exists() and rank == 0:
-    run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
-    draft = here / "hub.draft"
-    draft.write_text('{"connect": "tcp://127.0.0.1:1"}')
-    draft.rename(run / "hub.json")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    wanted = int((here / "hub-please").read_text())
-    deadline = time.monotonic() + 30
-    while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
-        time.sleep(0.02)
-"""
-ACTORS = """
-import os, sys
-from pathlib import Path
-
-here = Path.cwd()
-draft = here / f"draft-{os.getpid()}"
-draft.write_text(" ".join(sys.argv[1:]))
-draft.rename(here / f"actor-{os.getpid()}")
-if (here / "mortal").exists():
-    sys.exit(1)
-sys.stdin.read()
-"""
 NEVER = 999
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """A directory with stand-ins for the two programs; the test stands in it."""
-    for name, program in (("learner", LEARNER), ("actors", ACTORS)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()  # a package without it yields to the real one on PYTHONPATH
-        (tmp_path / name / "__main__.py").write_text(program)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def launch(here: Path, *words: str) -> int:
