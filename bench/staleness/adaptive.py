@@ -93,11 +93,13 @@ class LagControl:
         """Largest lag to train on now: halved when the breaker is cautious, 1 while it drains."""
         return {"normal": self._bound.value, "cautious": max(1, self._bound.value // 2), "drain": 1}[self.breaker.mode]
 
-    def observe(self, ell: Tensor, lags: Tensor, *, ess: float, step_scale: float, norm: float, lag: int) -> None:
+    def observe(
+        self, log_ratios: Tensor, lags: Tensor, *, ess: float, step_scale: float, norm: float, lag: int
+    ) -> None:
         """One update has been made on log-ratios [R, L] of those lags; take the bound one step further."""
-        mask = torch.ones_like(ell, dtype=torch.bool)
-        self._drift = update_drift(self._drift, drift_bins(ell, lags, mask, edges=LAG_EDGES))
-        tokens = self._effective_tokens(float(ell.square().mean()), ess, ell.shape[1])
+        mask = torch.ones_like(log_ratios, dtype=torch.bool)
+        self._drift = update_drift(self._drift, drift_bins(log_ratios, lags, mask, edges=LAG_EDGES))
+        tokens = self._effective_tokens(float(log_ratios.square().mean()), ess, log_ratios.shape[1])
         target = lag_for_ess(fit_drift(self._drift), ess_target=ESS_TARGET, num_effective_tokens=tokens)
         self._bound = step_lag_bound(self._bound, min(target, float(LARGEST_BOUND)), high=LARGEST_BOUND)
         # As in the learner: a drift that swings back within its budget is no trouble.

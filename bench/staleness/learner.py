@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bench.staleness.arms import Arm
 from bench.staleness.loss import ESS_FIELDS, Rows, ess_by_member, estimate, filtered, keep, row_weights, surrogate
 from bench.staleness.optimizer import MemberAdam
 from bench.staleness.policy import Shape, features, forward, initial_parameters, shifted, split
 from bench.staleness.task import Task, scores
 from streamrl.algorithms import (
     DriftModel,
-    Preset,
     aggregate,
     drift_bins,
-    log_ratios,
     lr_scale,
     predict_m2,
+    token_log_ratios,
     token_logprobs,
     update_drift,
     value_loss,
@@ -64,7 +64,7 @@ class Learner:
     """
 
     def __init__(
-        self, arm: Preset, task: Task, shape: Shape, seeds: Sequence[int], lrs: Sequence[float],
+        self, arm: Arm, task: Task, shape: Shape, seeds: Sequence[int], lrs: Sequence[float],
         scaled: Sequence[bool] | None = None,
     ) -> None:
         self.arm, self.task, self.shape = arm, task, shape
@@ -98,25 +98,25 @@ class Learner:
         values = self._values(inputs) if self.arm.critic else None
         returns = estimate(self.arm, rows, policy.detach(), values.detach() if values is not None else None)
         token_loss = surrogate(self.arm, rows, policy, returns.advantages)
-        ell = log_ratios(rows.behavior_logprobs, policy, self._mask)
-        kept = keep(self.arm, rows, ell, returns.advantages, self._over_budget(rows, ell))
+        log_ratios = token_log_ratios(rows.behavior_logprobs, policy, self._mask)
+        kept = keep(self.arm, rows, log_ratios, returns.advantages, self._drift_exceeded(rows, log_ratios))
         weights = row_weights(self.arm, rows)
         # The sum over members: their parameters are apart, and so are their gradients.
         loss = aggregate(token_loss.losses, rows.mask, keep=kept, row_weights=weights)
         (gradient,) = torch.autograd.grad(loss, [self.parameters])
-        scale = self._step_scale(ess_by_member(rows, ell, rows.mask, kept))
+        scale = self._step_scale(ess_by_member(rows, log_ratios, rows.mask, kept))
         trainable = rows.by_member(rows.mask).flatten(1).any(1)
         active = trainable if active is None else active & trainable
         norms = self._adam.step(self.parameters, gradient, self._lrs * scale, active)
         if values is not None:
             self._fit_critic(values, inputs, returns.targets, rows, weights, active)
         return Facts(
-            ess=ess_by_member(rows, ell, self._mask, self._mask),
-            m2=rows.by_member(ell).square().flatten(1).mean(1),
+            ess=ess_by_member(rows, log_ratios, self._mask, self._mask),
+            m2=rows.by_member(log_ratios).square().flatten(1).mean(1),
             clipped=rows.by_member(token_loss.clipped & rows.mask).float().flatten(1).mean(1),
             norms=norms,
             step_scale=scale,
-            log_ratios=rows.by_member(ell),
+            log_ratios=rows.by_member(log_ratios),
         )
 
     def _rows(self, experience: Experience) -> Rows:
@@ -143,12 +143,12 @@ class Learner:
             (gradient,) = torch.autograd.grad(aggregate(losses, rows.mask, row_weights=weights), [self._critic])
             self._critic_adam.step(self._critic, gradient, self._lrs, active)
 
-    def _over_budget(self, rows: Rows, ell: Tensor) -> Tensor:
+    def _drift_exceeded(self, rows: Rows, log_ratios: Tensor) -> Tensor:
         """Whether the drift model puts m2 at this batch's mean lag above its target, bool [E]."""
         if self.arm.opsm_delta is None:
             return torch.zeros(rows.num_members, dtype=torch.bool)
         over = []
-        columns = (rows.by_member(tensor).unbind(0) for tensor in (ell, rows.lags, rows.mask))
+        columns = (rows.by_member(tensor).unbind(0) for tensor in (log_ratios, rows.lags, rows.mask))
         for member, (ratios, lags, mask) in enumerate(zip(*columns, strict=True)):
             bins = drift_bins(ratios, lags, mask, edges=LAG_EDGES)
             model = update_drift(self._drift[member], bins)

@@ -70,13 +70,13 @@ def goal_lines(records: Sequence[Run]) -> list[str]:
 
 
 def comparison(here: Parts, committed: Parts) -> list[str]:
-    """How this run's tables differ from the committed ones; the last line is the verdict."""
+    """How this run's tables differ from the committed ones; the last line sums up."""
     found = compare(here, committed)
     equal = sum(d.here.values == d.committed.values for d in found)
     outside = [d for d in found if not d.within]
     lines = [f"  {d.cell}: {d.here} here, {d.committed} committed" for d in outside]
-    verdict = "reproduced" if not outside else f"{len(outside)} cells differ by more than their spread"
-    return [*lines, f"{len(found)} cells compared with the committed results: {equal} bit-identical, {verdict}"]
+    result = "reproduced" if not outside else f"{len(outside)} cells differ by more than their spread"
+    return [*lines, f"{len(found)} cells compared with the committed results: {equal} bit-identical, {result}"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

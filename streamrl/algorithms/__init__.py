@@ -18,7 +18,6 @@ from streamrl.algorithms.estimators.retrace import *
 from streamrl.algorithms.estimators.returns import *
 from streamrl.algorithms.estimators.vtrace import *
 from streamrl.algorithms.filters import *
-from streamrl.algorithms.presets import *
 from streamrl.algorithms.staleness.control import *
 from streamrl.algorithms.staleness.drift import *
 from streamrl.algorithms.staleness.lag import *

@@ -15,12 +15,14 @@ from learner.hub_client.settings import answer_limit
 from learner.objective.kl_options import CONTROLLERS, MODES, check_regularizers
 from learner.objective.loss_options import AVG_LEVELS, BASELINES, SCALES, check_settings
 from learner.objective.rewards import METHODS, RewardRules
-from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, PRESETS, SURROGATES
+from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, SURROGATES
 from streamrl.config.load import load_config, open_mappings, setting_names, to_config
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import AdaptiveRule, Config, ConstraintMethod, EntropyAdapt, StalenessMode
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
 SPANS = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
 SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=\S+( [a-z_]+(\.[a-z_0-9]+)*=\S+)*", span)
             and span not in ("algorithm=NAME", "trace=geometric")]
@@ -78,7 +80,7 @@ def test_the_combinations_that_it_calls_refused_are_refused():
 
 NAMES = {
     "estimators": ESTIMATORS, "surrogates": SURROGATES, "corrections": CORRECTION_PRESETS,
-    "anchors": algorithms.ANCHORS, "presets": [*PRESETS, "uncorrected"], "KL modes": set(MODES) - {"off"},
+    "anchors": algorithms.ANCHORS, "presets": RECIPES, "KL modes": set(MODES) - {"off"},
     "KL controllers": [*CONTROLLERS, "schedule"], "objectives": set(METHODS) - {"reward"},
 }
 
@@ -103,7 +105,7 @@ def test_every_choice_is_used_in_a_setting_on_the_page():
     assert [f"{key}={name}" for key, names in choices.items() for name in names if f"{key}={name}" not in said] == []
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "uncorrected"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_table_of_presets_says_what_the_files_say(name):
     row = re.search(rf"^\| `{name}` \| `(\w+)`, ([^|]+?) \| `(\w+)` \| (\d+) \|", PAGE, re.M)
     assert row is not None

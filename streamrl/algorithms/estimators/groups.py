@@ -234,7 +234,7 @@ def group_advantages(
     square_norms: Tensor | None = None,
     moments: Moments | None = None,
 ) -> Tensor:
-    """`(score - baseline) / scale` per row, [B]: the estimator `group` of the presets.
+    """`(score - baseline) / scale` per row, [B]: the estimator `group`.
 
     Args:
         baseline: "none", "group_mean", "leave_one_out" (importance-weighted if `weights` is given) or "opob" (needs

@@ -237,7 +237,7 @@ def test_states_and_results_are_frozen():
     with pytest.raises(AttributeError):
         state.coef = 1.0
     with pytest.raises(AttributeError):
-        alg.preset("grpo").eta = 3
+        alg.CORRECTION_PRESETS["disabled"].cap = 3.0
 
 
 def test_everything_exported_is_importable_and_documented():

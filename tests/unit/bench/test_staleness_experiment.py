@@ -19,7 +19,7 @@ from bench.staleness.policy import Shape, features, forward, generate, initial_p
 from bench.staleness.report import comparison
 from bench.staleness.simulate import Member, Plan, sample, sampling_ticks, train
 from bench.staleness.task import Luck, Task, scores
-from streamrl.algorithms import preset, token_logprobs
+from streamrl.algorithms import token_logprobs
 
 SMALL = Task(num_tokens=4, num_prompts=3, group_size=4, num_eval_prompts=8)
 SHAPE = Shape(SMALL.num_tokens, hidden=32)
@@ -50,9 +50,15 @@ def test_every_arm_carries_exactly_one_ratio_and_only_the_negative_control_carri
         arms.check(doubled, max_lag=64)
 
 
-def test_stream_default_and_impala_are_the_presets_themselves():
-    assert arms.ARMS["stream_default"] is preset("stream_default")
-    assert arms.ARMS["impala"] is preset("impala")
+def test_stream_default_and_impala_are_the_recipes_of_the_config_group():
+    impala = arms.Arm("impala", "vtrace", "none", rho_bar_pg=1.0, critic=True, num_critic_steps=2,
+                      surrogate="reinforce", anchor="none")
+    default = arms.Arm(
+        "stream_default", knobs={"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}, veto_low=1e-4, veto_high=100.0,
+        opsm_delta=0.5, opsm_drift_only=True, filter_zero_std=True, lr_rule="sqrt",
+    )
+    assert arms.ARMS["impala"] == impala == arms.recipe("impala")
+    assert arms.ARMS["stream_default"] == default == arms.recipe("stream_default")
     assert set(arms.MEANING) == set(arms.ARMS)
 
 
@@ -162,7 +168,7 @@ def test_on_fresh_data_the_corrections_of_the_token_change_nothing():
 
 
 def test_a_batch_whose_groups_teach_nothing_makes_no_step():
-    learner = Learner(preset("stream_default"), SMALL, SHAPE, [0, 1], [1e-2, 1e-2])
+    learner = Learner(arms.ARMS["stream_default"], SMALL, SHAPE, [0, 1], [1e-2, 1e-2])
     before = learner.parameters.detach().clone()
     history = History(1, before)
     history.push(before, torch.tensor([0, 0]))

@@ -1,68 +1,104 @@
-"""configs/algorithm/*.yaml and `streamrl.algorithms.PRESETS` are two spellings of the same recipes."""
+"""configs/algorithm/*.yaml, cell by cell: what each recipe sets, and that every one is accepted."""
 
 from __future__ import annotations
 
-from math import inf
+import math
+from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import configs
-from learner.objective.advantages import CRITIC_FREE
 from learner.objective.loss_options import check_settings
-from learner.objective.surrogate import anchor_of
-from streamrl.algorithms import PRESETS
-from streamrl.algorithms.presets import Preset
 from streamrl.config.load import load_config
 from streamrl.config.rules import max_lag
-from streamrl.config.schema import Config, OpsmWhen
 from streamrl.errors import ConfigError
 
 LOCAL = ("policy.model_path=somewhere",)  # composing reads no model
 
+RECIPES = [
+    "stream_default", "impala", "areal", "prime", "scalerl", "low_bias", "extreme_lag", "dr_grpo", "grpo", "dapo",
+    "ppo", "rloo", "reinforce_pp",
+]
 
-def as_preset(name: str, config: Config) -> Preset:
-    """The recipe that a composed config describes, in the words of a Preset."""
-    advantage, loss, scheduler = config.advantage, config.loss, config.policy.scheduler
-    critic = advantage.estimator not in CRITIC_FREE
-    names = {"dppo_tv": ("bound_low", "bound_high"), "m2po": ("floor_low", "floor_high")}
-    low, high = names.get(loss.surrogate, ("eps_low", "eps_high"))
-    clipped = loss.surrogate in ("ppo_clip", "decoupled_ppo", *names)
-    known = PRESETS[name]
-    return Preset(
-        name=name, estimator=advantage.estimator, baseline=advantage.baseline, scale=advantage.scale, critic=critic,
-        num_critic_steps=config.critic.num_steps, critic_clip=config.critic.clip,
-        # what a recipe does when it is given a critic, and inner constants, have no setting of their own
-        estimator_with_critic=known.estimator_with_critic, whiten_with_critic=known.whiten_with_critic,
-        gamma=advantage.gamma, lam=advantage.lam, rho_bar=advantage.rho_bar, c_bar=advantage.c_bar,
-        rho_bar_pg=advantage.rho_bar_pg,
-        whiten="batch" if advantage.estimator == "reinforce_pp" else advantage.whiten,
-        surrogate=loss.surrogate, anchor=anchor_of(loss.surrogate, loss.anchor),
-        **({low: loss.clip_low, high: loss.clip_high} if clipped else {}),
-        dual_clip=loss.dual_clip, cap=None if loss.cap == inf else loss.cap, budget=loss.options.get("budget"),
-        behavior_penalty=loss.behavior_penalty, aggregation=loss.avg_level, correction=loss.correction,
-        veto_low=loss.veto_low, veto_high=loss.veto_high, opsm_delta=loss.opsm_delta,
-        opsm_over_budget_only=loss.opsm_when is OpsmWhen.over_budget,
-        kl_mode=config.kl.mode, kl_beta=config.kl.coef or 0.0, entropy_coef=loss.entropy_coef,
-        filters=("zero_std",) * config.filter.zero_std + ("accuracy",) * (config.filter.accuracy_range is not None),
-        overlong_penalty=config.overlong.cache_ratio > 0, overlong_filter=config.filter.truncated,
-        lr_rule=scheduler.ess_rule.value, lr_floor=scheduler.ess_floor, eta=config.staleness.eta,
-        window=config.staleness.num_lookahead_groups,
-    )
+# Each column of the specification's two tables, in the order of the recipes above; "-" is unset.
+COLUMNS = {
+    "advantage.estimator": "group vtrace group group group group group group group group gae group reinforce_pp",
+    "advantage.baseline": "leave_one_out none group_mean group_mean group_mean opob leave_one_out group_mean "
+    "group_mean group_mean none leave_one_out none",
+    "advantage.scale": "none none std none batch_std none none none std std none none none",
+    "advantage.whiten": "none none none none none none none none none none batch none none",
+    "advantage.gamma": " ".join(["1.0"] * 13),
+    "advantage.lam": "1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 0.95 1.0 1.0",
+    "advantage.rho_bar": " ".join(["1.0"] * 13),
+    "advantage.c_bar": " ".join(["1.0"] * 13),
+    "advantage.rho_bar_pg": "- 1.0 - - - - - - - - - - -",
+    "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1",
+    "critic.clip": "- - - - - - - - - - 0.5 - -",
+    "loss.surrogate": "ppo_clip reinforce decoupled_ppo dppo_tv cispo seq_tis m2po ppo_clip ppo_clip ppo_clip ppo_clip "
+    "tis ppo_clip",
+    "loss.anchor": "- - recomputed - - - - - - - - - -",
+    "loss.dual_clip": "3.0 - - - - - - - - - - - -",
+    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 -",
+    "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
+    "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - -",
+    "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - -",
+    "loss.opsm_delta": "0.5 - - - - - - - - - - - -",
+    "loss.avg_level": "token-mean token-mean token-mean token-mean prompt-mean seq-mean-token-sum-norm token-mean "
+    "seq-mean-token-sum-norm seq-mean-token-mean token-mean token-mean seq-mean-token-sum token-mean",
+    "loss.correction": " ".join(["disabled"] * 13),
+    "loss.entropy_coef": " ".join(["0.0"] * 13),
+    "kl.mode": "off off off off off off off off k3_is off reward_k1 reward_k1 reward_k1",
+    "kl.coef": "- - - - - - - - 0.01 - 0.001 0.001 0.001",
+    "filter.zero_std": "True False False True True True True True False True False False False",
+    "filter.truncated": "False False False False False False False False False True False False False",
+    "overlong.cache_ratio": "0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.2 0.0 0.0 0.0",
+    "policy.scheduler.ess_rule": "sqrt none none none none sqrt none none none none none none none",
+    "policy.scheduler.ess_floor": " ".join(["0.1"] * 13),
+    "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1",
+    "staleness.num_lookahead_groups": "- - - - - - - - - - - - -",
+}
+CLIPS = {  # of the recipes whose surrogate reads them
+    "stream_default": (0.2, 0.28), "areal": (0.2, 0.2), "prime": (0.2, 0.2), "extreme_lag": (0.3, 0.5),
+    "dr_grpo": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "ppo": (0.2, 0.2), "reinforce_pp": (0.2, 0.2),
+}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_config_group_says_what_the_preset_says_and_is_accepted(name):
-    config = load_config([f"algorithm={name}", *LOCAL])
+def shown(value: object) -> str:
+    value = value.value if isinstance(value, Enum) else value
+    return "-" if value is None else str(value)
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    return {name: load_config([f"algorithm={name}", *LOCAL]) for name in RECIPES}
+
+
+@pytest.mark.parametrize("setting", COLUMNS)
+def test_each_row_of_the_preset_tables(recipes, setting):
+    assert [shown(attrgetter(setting)(config)) for config in recipes.values()] == COLUMNS[setting].split()
+
+
+def test_the_remaining_cells_of_the_preset_tables(recipes):
+    assert {name: (recipes[name].loss.clip_low, recipes[name].loss.clip_high) for name in CLIPS} == CLIPS
+    assert recipes["stream_default"].loss.opsm_when.value == "over_budget"
+    assert dict(recipes["extreme_lag"].loss.options) == {"budget": 0.04}
+    assert recipes["dapo"].filter.accuracy_range == [0.01, 0.99]
+    assert math.isinf(recipes["prime"].loss.cap)  # its DPPO ratio is explicitly uncapped
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_passes_the_pairing_at_its_own_lag(recipes, name):
+    config = recipes[name]
+    assert max_lag(config) == config.staleness.eta + 1
+
     check_settings(config.advantage, config.loss, max_lag=max_lag(config))
 
-    assert as_preset(name, config) == PRESETS[name]
-    assert max_lag(config) == PRESETS[name].max_lag
 
-
-def test_there_is_a_config_group_for_every_preset_and_only_one_more():
+def test_the_config_group_holds_the_recipes_and_the_negative_control():
     files = {path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml")}
-    assert files == {*PRESETS, "uncorrected"}  # the negative control is no recipe
+    assert files == {*RECIPES, "uncorrected"}
 
 
 def test_a_misspelt_recipe_is_refused_with_the_names_that_exist():
