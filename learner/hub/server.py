@@ -1,13 +1,12 @@
-"""The hub process: sockets around the ledger, and nothing that decides.
+"""The hub process: sockets around the ledger.
 
-    actors --HELLO, GROUP, HEARTBEAT, INSTALLED--> ROUTER "control" --> Ledger --WELCOME, LEASE, ACK, ANNOUNCE--> actors
-    ranks  --TAKE, TRAINED, FREEZE, PUBLISH------> ROUTER "ranks" ----> Ledger --BATCH, STATE-------------------> ranks
-    actors --PULL--------------------------------> ROUTER "weights" (a thread of its own: bulk must not delay a beat)
+    actors --HELLO, GROUP, HEARTBEAT, INSTALLED--> ROUTER "actors" --> Ledger --WELCOME, LEASES, ACK, ANNOUNCE--> actors
+    ranks  --BATCH_REQUEST, STEP_DONE, PUBLISH---> ROUTER "ranks" ---> Ledger --BATCH_SHARE, SNAPSHOT, STATUS---> ranks
+    actors --PULL--------------------------------> ROUTER "weights" (in its own thread: bulk must not delay a heartbeat)
 
-One thread, one poll loop. What wakes whom: a rank that TAKEs waits until `Ledger.cut_batch` has B groups; that becomes
-possible when a GROUP is accepted; that needs a lease, which `Ledger.grant` gives when capacity (a finished step), an
-installed version (INSTALLED) and a free slot (GROUP or HEARTBEAT) meet. So after every event the loop tries to grant
-and to cut. Sends never block: a full or vanished peer is dropped and comes back with HELLO.
+One thread, one poll loop, three handlers that share a `HubContext`. What waits for what: a rank's request needs B
+groups from `Ledger.cut_batch`; a group needs a lease; `Ledger.grant` needs capacity (a finished step), an installed
+version (INSTALLED) and a free slot (GROUP or HEARTBEAT). So after every event the loop tries to cut and to grant.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from collections.abc import Callable
 import zmq
 
 from learner.hub.broadcaster_process import BroadcasterProcess
+from learner.hub.context import HubContext, Outbound
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import DEVICE_TRANSPORTS, Broadcaster, BroadcastHandler
+from learner.hub.handlers.connections import Connections
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
@@ -33,6 +34,9 @@ log = logging.getLogger("streamrl.hub")
 
 POLL_MS = 20
 TICK_S = 0.1
+MAX_DRAINED = 256
+UNREAD_PER_ACTOR = 4096
+"""Receive limit in messages; an actor's outbox and leases bound them long before."""
 
 
 class HubServer:
@@ -41,102 +45,83 @@ class HubServer:
     def __init__(
         self, settings: HubSettings, *, start_sender: Callable[[HubSettings], Broadcaster] = BroadcasterProcess
     ) -> None:
-        self.settings = settings
-        self.counters: Counter[str] = Counter()
-        self.ledger = build_ledger(settings)
-        self._context = zmq.Context()
-        hwm = 4096  # messages of one actor that wait unread; its outbox and leases bound them long before
-        self._control = hub_router(
-            self._context, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=hwm
+        ledger = build_ledger(settings)
+        self._zmq = zmq.Context()
+        self._actor_socket = hub_router(
+            self._zmq, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=UNREAD_PER_ACTOR
         )
-        bind(self._control, settings.bind, "hub.bind")
-        self.endpoint = bound_endpoint(self._control)
+        bind(self._actor_socket, settings.bind, "hub.bind")
+        self.endpoint = bound_endpoint(self._actor_socket)
         host = settings.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
-        self.weights = WeightServer(self._context, settings, host)
-        self._ranks = self._context.socket(zmq.ROUTER)
-        self._ranks.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._ranks.setsockopt(zmq.LINGER, 1000)
-        self._ranks.bind(settings.rank_endpoint)
+        weights = WeightServer(self._zmq, settings, host)
+        self._rank_socket = self._zmq.socket(zmq.ROUTER)
+        self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._rank_socket.setsockopt(zmq.LINGER, 1000)
+        self._rank_socket.bind(settings.rank_endpoint)
+        counters = Counter(num_actor_restarts=0, tokens_generated=0)
+        send = Outbound(self._actor_socket, self._rank_socket, counters)
+        self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
         uses_device = set(settings.transports) & set(DEVICE_TRANSPORTS)
-        self.devices = BroadcastHandler(self, (lambda: start_sender(settings)) if uses_device else None)
-        self.control = ActorHandler(self)
-        self.ranks = RankHandler(self)
-        self.stopped = False
-        write_hub_json(settings, self.endpoint, self.weights.endpoint)
+        self.broadcast = BroadcastHandler(self.context, (lambda: start_sender(settings)) if uses_device else None)
+        self._actors = ActorHandler(self.context, self.broadcast)
+        self._ranks = RankHandler(
+            self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)
+        )
+        self._stopped = False
+        write_hub_json(settings, self.endpoint, weights.endpoint)
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
-        """Serve until the learner's `Shutdown`, or until the learner is gone without a word."""
+        """Serve until the learner's `Shutdown`, or until its process is gone without one."""
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
-        poller.register(self._ranks, zmq.POLLIN)
-        self.weights.start()
+        poller.register(self._actor_socket, zmq.POLLIN)
+        poller.register(self._rank_socket, zmq.POLLIN)
+        self.context.weights.socket.start()
         next_tick = next_second = 0.0
-        while not self.stopped:
+        while not self._stopped:
             if parent_gone():
-                log.error("the learner is gone without a word: actors wait for its successor")
-                self.stop("the learner is gone", finished=False)
+                log.error("learner exited without a shutdown message; actors will reconnect to its successor")
+                self._stop("the learner is gone", finished=False)
                 break
             ready = dict(poller.poll(POLL_MS))
             now = time.monotonic()
-            busy = False
-            if self._control in ready:
-                busy |= self._drain(self._control, self.control.received, now)
-            if self._ranks in ready:
-                busy |= self._drain(self._ranks, self.ranks.received, now)
-            if now >= next_tick:
-                self.control.tick(now)
-                self.devices.tick(now)
+            tick = now >= next_tick
+            if self._actor_socket in ready:
+                self._drain(self._actor_socket, self._actors.received, now)
+            if self._rank_socket in ready:
+                self._drain(self._rank_socket, self._ranks.received, now)
+            if tick:
+                self._actors.tick(now)
+                self.broadcast.tick(now)
                 next_tick = now + TICK_S
-                busy = True
-            if busy:
-                self.ranks.serve(now)
-                self.control.grant(now)
-            self.control.flush_acks(now)
-            if now >= next_second:
+            if ready or tick:
+                self._ranks.serve(now)
+                self._actors.grant(now)
+            self._actors.flush_acks(now)
+            if now >= next_second and not self._stopped:  # the final status must stay
                 next_second = now + 1.0
-                self.ranks.report(now)
-                write_status(self, now)
+                self._ranks.report(now)
+                write_status(self.context, now)
 
-    def _drain(
-        self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float
-    ) -> bool:
-        for _ in range(256):
+    def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float) -> None:
+        """Handle what is queued, but not so much that the other socket starves."""
+        for _ in range(MAX_DRAINED):
             try:
                 routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                break
+                return
             handle(routing_id, frames, now)
-        return True
 
-    def send_control(self, routing_id: bytes, frame: bytes | bytearray) -> bool:
-        return self._send(self._control, routing_id, frame)
-
-    def send_rank(self, routing_id: bytes, frame: bytes | bytearray) -> bool:
-        return self._send(self._ranks, routing_id, frame)
-
-    def _send(self, socket: zmq.Socket, routing_id: bytes, frame: bytes | bytearray) -> bool:
-        try:
-            socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
-            return True
-        except zmq.Again:
-            self.counters["num_sends_refused"] += 1
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self.counters["num_sends_unreachable"] += 1
-        return False
-
-    def stop(self, reason: str, *, finished: bool) -> None:
-        """Tell every actor, flush, end the loop."""
-        if self.stopped:
+    def _stop(self, reason: str, *, finished: bool) -> None:
+        """Stop every actor and end the loop."""
+        if self._stopped:
             return
-        self.stopped = True
-        write_status(self, time.monotonic(), state="finished" if finished else "stopped")
-        self.control.stop_all(reason, finished=finished)
+        self._stopped = True
+        write_status(self.context, time.monotonic(), state="finished" if finished else "stopped")
+        self._actors.stop_all(reason, finished=finished)
 
     def close(self) -> None:
-        self.devices.close()
-        self.weights.close()
-        self._control.close(linger=1000)
-        self._ranks.close(linger=1000)
-        self._context.term()
+        self.broadcast.close()
+        self.context.weights.socket.close()
+        self._actor_socket.close(linger=1000)
+        self._rank_socket.close(linger=1000)
+        self._zmq.term()

@@ -1,24 +1,128 @@
-"""The hub's weight socket: which documents it serves, what is offered to actors, and how their installs go."""
+"""The hub's side of weights: which versions it serves, how installs go, and which actors' weights can be trusted.
+
+    root     in INSTALLED, HELLO and every heartbeat; if it is not what was published for that version: no leases
+    probe    an engine that does not compute with what was published is in quarantine: no leases until it passes one
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 import zmq
 
 from learner.hub.settings import HubSettings
-from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Publish, VersionRef
+from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.chunk_socket import MAX_PULL_BYTES, ChunkSocket
 from streamrl.weights.shm.transport import shm_offer
 
+log = logging.getLogger("streamrl.hub")
+
+NUM_KNOWN_ROOTS = 64
+TIMES = ("transfer_s", "verify_s", "pause_s", "install_s")
+
+
+@dataclass(slots=True)
+class WeightHealth:
+    """What is known of one incarnation of an actor."""
+
+    incarnation: int
+    wrong: VersionRef | None = None  # it named another root for this version
+    failed: str = ""  # why it is in quarantine
+    needs_score: bool = False  # only log-probs within the tolerance end it
+    mean: float = 0.0
+    largest: float = 0.0
+
+
+class WeightHealthTable:
+    """The health of all actors.
+
+    Args:
+        root_of: the root published for a version; None if the hub does not know it (any more).
+        tolerance: largest mean absolute difference of the probe's log-probs, in nats.
+    """
+
+    def __init__(self, root_of: Callable[[VersionRef], bytes | None], tolerance: float) -> None:
+        self._root_of, self._tolerance = root_of, tolerance
+        self._health: dict[str, WeightHealth] = {}
+        self._num_probes = self._num_failures = 0
+
+    def _of(self, actor_id: str, incarnation: int) -> WeightHealth:
+        found = self._health.get(actor_id)
+        if found is None or found.incarnation != incarnation:  # a new process starts with no record
+            found = self._health[actor_id] = WeightHealth(incarnation)
+        return found
+
+    def forget(self, actor_id: str) -> None:
+        """It left the run."""
+        self._health.pop(actor_id, None)
+
+    def quarantined(self, actor_id: str, incarnation: int) -> bool:
+        return bool(self._of(actor_id, incarnation).failed)
+
+    def wrong_root(self, actor_id: str, incarnation: int, ref: VersionRef, root: bytes) -> bool:
+        """Whether it serves other bytes under this version than were published; logged the first time.
+
+        Args:
+            root: b"" if the message had none: its last one holds.
+        """
+        health, published = self._of(actor_id, incarnation), self._root_of(ref)
+        if not root or published is None:
+            return health.wrong == ref
+        if root == published:
+            health.wrong = None if health.wrong == ref else health.wrong
+            return False
+        if health.wrong != ref:
+            health.wrong = ref
+            log.error("%s serves %s with root %s, published was %s: it gets no leases until it installs again",
+                      actor_id, ref, root.hex()[:8], published.hex()[:8])
+        return True
+
+    def usable(self, actor_id: str, incarnation: int, ref: VersionRef, root: bytes) -> bool:
+        """Whether leases may rely on what this actor reports to serve."""
+        wrong = self.wrong_root(actor_id, incarnation, ref, root)
+        return not wrong and not self.quarantined(actor_id, incarnation)
+
+    def probed(self, actor_id: str, incarnation: int, ref: VersionRef, probe: Probed) -> bool:
+        """Record the outcome of a probe; False if the actor is in quarantine now."""
+        health = self._of(actor_id, incarnation)
+        scored = probe.mean is not None and probe.largest is not None
+        far = scored and not probe.mean <= self._tolerance  # a NaN is far, too
+        self._num_probes += 1
+        if scored:
+            health.mean, health.largest = float(probe.mean), float(probe.largest)
+        if probe.failed or far:
+            health.failed = probe.failed or f"probe differs by {probe.mean:.3g} nats, allowed {self._tolerance:g}"
+            health.needs_score = health.needs_score or far
+            self._num_failures += 1
+            log.error("QUARANTINE: %s does not compute with version %s as published: %s. Its leases are reissued and "
+                      "it gets none until it passes a probe", actor_id, ref, health.failed)
+        elif health.failed and (scored or not health.needs_score):
+            log.warning("%s passes its probe at version %s: it is out of quarantine", actor_id, ref)
+            health.failed, health.needs_score = "", False
+        return not health.failed
+
+    def metrics(self) -> dict[str, float]:
+        """Counters, and the worst of the actors' last probes."""
+        return {
+            "num_probes": float(self._num_probes),
+            "num_probe_failures": float(self._num_failures),
+            "num_quarantined": float(sum(bool(health.failed) for health in self._health.values())),
+            "probe_mean_difference": max((health.mean for health in self._health.values()), default=0.0),
+            "probe_largest_difference": max((health.largest for health in self._health.values()), default=0.0),
+        }
+
 
 class WeightServer:
-    """Serves published documents to whoever holds this hub's token."""
+    """Serves published versions to every process that has this hub's token."""
 
     def __init__(self, context: zmq.Context, settings: HubSettings, host: str) -> None:
         self.pull_token = secrets.token_bytes(16)
@@ -26,12 +130,12 @@ class WeightServer:
         self.manifest: Manifest | None = None
         self.assets = b""
         self.assets_digest = bytes(16)
+        self.health = WeightHealthTable(self.root_of, settings.probe_tolerance)
         self._settings = settings
         self._path = ""
         self._published_at = 0.0
         self._roots: dict[VersionRef, bytes] = {}
-        self._sums: dict[str, float] = {}
-        self._num_installs = 0
+        self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
         router = hub_router(context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=64)
         bind_host = settings.bind.removeprefix("tcp://").rpartition(":")[0]
@@ -39,9 +143,6 @@ class WeightServer:
         port = bound_endpoint(router).rpartition(":")[2]
         self.endpoint = f"tcp://{host}:{port}"
         self.socket = ChunkSocket(router)
-
-    def start(self) -> None:
-        self.socket.start()
 
     def publish(self, message: Publish, now: float) -> None:
         """A new version is complete on disk: serve it; old ones retire."""
@@ -61,18 +162,18 @@ class WeightServer:
             self._chunks.add(
                 message.manifest, message.path, self.layout.bucket_bytes, word_bytes=word_bytes_of(self.layout)
             )
-            self.manifest, self._path, self._published_at = message.manifest, message.path, now
-            self._roots[message.manifest.ref] = message.manifest.root
-            while len(self._roots) > 64:
-                self._roots.pop(next(iter(self._roots)))
         self.socket.serve(self._chunks)
+        self.manifest, self._path, self._published_at = message.manifest, message.path, now
+        self._roots[message.manifest.ref] = message.manifest.root
+        while len(self._roots) > NUM_KNOWN_ROOTS:
+            self._roots.pop(next(iter(self._roots)))
 
     def root_of(self, ref: VersionRef) -> bytes | None:
         """The root published for this version; None if it is too old to be known."""
         return self._roots.get(ref)
 
     def offers(self) -> tuple[Offer, ...]:
-        """Ways to the current version, best first; an actor takes the first that it can prove."""
+        """Transports of the current version, best first; an actor takes the first that it can prove."""
         assert self.layout is not None and self.manifest is not None and self._chunks is not None
         parent = self._chunks.delta_parent(self.manifest.ref)
         zmq_offer = Offer("zmq", self.endpoint, sum(self.layout.bucket_bytes), parent=parent)
@@ -82,24 +183,17 @@ class WeightServer:
             return (zmq_offer,)
 
     def count_install(self, message: Installed, now: float) -> None:
-        self._num_installs += 1
-        names = ("transfer_s", "verify_s", "pause_s", "install_s")
-        for name in names:
-            self._sums[name] = self._sums.get(name, 0.0) + getattr(message, name)
+        self._sums.update({name: getattr(message, name) for name in TIMES}, num_installs=1)
         newest = self.manifest is not None and message.target == self.manifest.ref
         if newest and message.source != InstallSource.SAME:  # SAME may be a second look at it, much later
-            self._sums["visible_s"] = self._sums.get("visible_s", 0.0) + now - self._published_at
-            self._sums["num_visible"] = self._sums.get("num_visible", 0.0) + 1
+            self._sums.update(visible_s=now - self._published_at, num_visible=1)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes that were pulled, and means over all installs of the run so far."""
-        served = {"num_bytes_pulled": float(self.socket.num_bytes_served)}
-        if not self._num_installs:
-            return served
-        sums = dict(self._sums)
-        num_visible, visible_s = sums.pop("num_visible", 0.0), sums.pop("visible_s", 0.0)
-        found = served | {f"mean_{name}": total / self._num_installs for name, total in sums.items()}
-        return {**found, "mean_visible_s": visible_s / num_visible} if num_visible else found
-
-    def close(self) -> None:
-        self.socket.close()
+        """Bytes that were pulled, means over all installs of the run so far, and the probes."""
+        sums = self._sums
+        found = {"num_bytes_pulled": float(self.socket.num_bytes_served), **self.health.metrics()}
+        if sums["num_installs"]:
+            found |= {f"mean_{name}": sums[name] / sums["num_installs"] for name in TIMES}
+        if sums["num_visible"]:
+            found["mean_visible_s"] = sums["visible_s"] / sums["num_visible"]
+        return found

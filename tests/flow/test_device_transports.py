@@ -169,7 +169,7 @@ class TransportHarness:
         return [actor.installed(self.version) for actor in actors]
 
     def ready(self, count: int) -> None:
-        devices = self.hub.server.devices
+        devices = self.hub.server.broadcast
         self.until(lambda: len(devices._candidates()) == count and devices._up is not None, f"{count} candidates")
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused
         run.publish()
         assert run.everywhere(one, other) == ["nccl", "nccl"]
 
-    membership = run.hub.server.devices.membership
+    membership = run.hub.server.broadcast.membership
     assert (membership.num_formed, membership.num_broadcasts, membership.num_given_up) == (1, 3, 0)
     live = {name: tensor for name, tensor in run.hub._publisher._parameters}
     engine = one._worker._runtime.engine
@@ -233,7 +233,7 @@ def test_a_joiner_pulls_and_a_leaver_ends_the_epoch_and_the_rest_form_another(ha
     run.ready(2)
     run.publish()
     assert run.everywhere(one, late) == ["nccl", "nccl"]
-    assert run.hub.server.devices.membership.num_formed == 2
+    assert run.hub.server.broadcast.membership.num_formed == 2
 
 
 def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(harness):
@@ -252,7 +252,7 @@ def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(harnes
     assert ways[0] == "nccl" and ways[1] in ("shm", "zmq")
 
     other.library.damage = lambda data: None
-    run.until(lambda: run.hub.server.devices.membership.epoch > 1 or not run.hub.server.devices.membership.members,
+    run.until(lambda: run.hub.server.broadcast.membership.epoch > 1 or not run.hub.server.broadcast.membership.members,
               "the damaged epoch ends")
     run.publish()
     assert run.everywhere(one)[0] == "nccl"
@@ -270,10 +270,10 @@ def test_a_member_that_hangs_while_forming_costs_one_deadline_and_loses_no_versi
 
     # The sender sat in a call that nothing ends, so it was replaced; `other` has a thread stuck and joins no more.
     run.until(lambda: len(run.senders) >= 2, "a new sender")
-    run.until(lambda: run.hub.server.devices.membership.phase.value == "live", "an epoch without it")
+    run.until(lambda: run.hub.server.broadcast.membership.phase.value == "live", "an epoch without it")
     run.publish()
     assert run.everywhere(one) == ["nccl"] and run.everywhere(other)[0] in ("shm", "zmq")
-    run.until(lambda: run.hub.server.devices.metrics()["num_abandoned_threads"] >= 1, "the stuck thread is counted")
+    run.until(lambda: run.hub.server.broadcast.metrics()["num_abandoned_threads"] >= 1, "the stuck thread is counted")
 
 
 def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(harness):
@@ -310,7 +310,7 @@ def test_an_actor_on_the_learners_gpu_copies_from_slots_and_stays_out_of_epochs(
         run.publish()
         assert run.everywhere(near, far) == ["ipc", "nccl"]
 
-    assert set(run.hub.server.devices.membership.members) == {"far"}
+    assert set(run.hub.server.broadcast.membership.members) == {"far"}
     reader = near._worker._runtime.device_weights._reader
     assert reader.memory.num_opened == 2  # once each, not once a version
 
@@ -319,7 +319,7 @@ def test_slots_that_hang_cost_one_deadline_and_lose_no_version_and_their_broadca
     run = harness("publish.transports=[ipc,shm,zmq]", "actors.transports=[ipc,shm,zmq]",
                 "publish.nccl_bucket_deadline_s=1")
     near = run.actor("near", gpu="fake-gpu-0")
-    run.until(lambda: run.hub.server.devices._up is not None, "a sender")
+    run.until(lambda: run.hub.server.broadcast._up is not None, "a sender")
     run.everywhere(near)
     run.publish()
     assert run.everywhere(near) == ["ipc"]
@@ -340,7 +340,7 @@ def test_slots_that_hang_cost_one_deadline_and_lose_no_version_and_their_broadca
         run.publish()
         assert run.everywhere(near)[0] in ("shm", "ipc")
 
-    run.until(lambda: len(run.senders) == 2 and run.hub.server.devices._up is not None, "a new sender")
+    run.until(lambda: len(run.senders) == 2 and run.hub.server.broadcast._up is not None, "a new sender")
     run.publish()
     assert run.everywhere(near) == ["ipc"]
-    assert run.hub.server.devices.metrics()["num_sender_restarts"] == 1
+    assert run.hub.server.broadcast.metrics()["num_sender_restarts"] == 1

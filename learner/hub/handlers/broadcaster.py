@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from learner.hub.broadcaster_watch import BroadcasterWatch
-from learner.hub.handlers.connections import Link
+from learner.hub.context import HubContext
+from learner.hub.handlers.connections import Connection
 from streamrl.messages import (
     ActorHeartbeat,
     Announce,
@@ -32,11 +33,7 @@ from streamrl.messages import (
     Shutdown,
     VersionRef,
 )
-from streamrl.messages.codec import encode
 from streamrl.weights.gpu.membership import Abort, Effect, Form, Invite, Membership, Pull, Send
-
-if TYPE_CHECKING:
-    from learner.hub.server import HubServer
 
 log = logging.getLogger("streamrl.hub")
 
@@ -66,9 +63,9 @@ class BroadcastHandler:
         start: makes a sender that reports to this hub's rank socket; None where no device transport is set.
     """
 
-    def __init__(self, hub: HubServer, start: Callable[[], Broadcaster] | None) -> None:
+    def __init__(self, hub: HubContext, start: Callable[[], Broadcaster] | None) -> None:
         settings = hub.settings
-        self.hub, self._start = hub, start
+        self._hub, self._start = hub, start
         self.membership = Membership(
             init_deadline_s=settings.nccl_init_deadline_s, bucket_deadline_s=settings.nccl_bucket_deadline_s
         )
@@ -97,20 +94,20 @@ class BroadcastHandler:
                 self._do(self.membership.set_candidates(self._candidates(), now), now)
                 told = self._do(self.membership.published(message.manifest.ref, now), now)
         ref = message.manifest.ref
-        for link in self.hub.control.links.all():
+        for link in self._hub.connections.all():
             if link.actor_id not in told and not self.membership.expects(link.actor_id, ref):
                 self.announce(link)
 
-    def announce(self, link: Link, ticket: NcclTicket | None = None) -> None:
+    def announce(self, link: Connection, ticket: NcclTicket | None = None) -> None:
         """The newest version, to one actor."""
-        manifest = self.hub.weights.manifest
+        manifest = self._hub.weights.manifest
         assert manifest is not None
-        self.hub.send_control(link.routing_id, encode(Announce(manifest, self.offers(link, ticket))))
+        self._hub.send.to_actor(link.routing_id, Announce(manifest, self.offers(link, ticket)))
 
-    def offers(self, link: Link, ticket: NcclTicket | None = None) -> tuple[Offer, ...]:
+    def offers(self, link: Connection, ticket: NcclTicket | None = None) -> tuple[Offer, ...]:
         """Ways to the newest version for this actor, in the order of the learner's settings."""
-        order = self.hub.settings.transports
-        offers = [offer for offer in self.hub.weights.offers() if offer.transport in order]
+        order = self._hub.settings.transports
+        offers = [offer for offer in self._hub.weights.offers() if offer.transport in order]
         device_manifest = self._device_manifest()
         if device_manifest is not None:
             nbytes = offers[-1].nbytes if offers else 0
@@ -120,11 +117,11 @@ class BroadcastHandler:
                 offers.append(Offer("nccl", "", nbytes, manifest=device_manifest, nccl=ticket))
         return tuple(sorted(offers, key=lambda offer: order.index(offer.transport)))
 
-    def expects(self, link: Link, manifest: Manifest) -> bool:
+    def expects(self, link: Connection, manifest: Manifest) -> bool:
         """Whether the version is on its way to this actor by a broadcast."""
         return self.membership.expects(link.actor_id, manifest.ref)
 
-    def beat(self, link: Link, beat: ActorHeartbeat, now: float) -> None:
+    def beat(self, link: Connection, beat: ActorHeartbeat, now: float) -> None:
         """An actor's heartbeat: where is it with the communicator?"""
         link.installed, before = beat.installed, link.nccl
         if not self._nccl or beat.nccl is None or beat.nccl == before:
@@ -178,7 +175,7 @@ class BroadcastHandler:
             "num_nccl_reformations": float(one.num_reformations), "num_nccl_given_up": float(one.num_given_up),
             "num_sender_restarts": float(max(0, self.num_senders - 1)),
             "num_abandoned_threads": sum(
-                link.stats.get("abandoned_threads", 0.0) for link in self.hub.control.links.all()
+                link.stats.get("abandoned_threads", 0.0) for link in self._hub.connections.all()
             ),
         }
 
@@ -210,20 +207,20 @@ class BroadcastHandler:
         """READY actors that offer nccl, are not reached inside their GPU, and have a recent version."""
         return {
             link.actor_id: RANKS_PER_ACTOR
-            for link in self.hub.control.links.all()
+            for link in self._hub.connections.all()
             if "nccl" in link.transports and not link.nccl.broken and not self._shares_device(link)
             and link.state == "running" and link.installed in self._recent
         }
 
-    def _shares_device(self, link: Link) -> bool:
+    def _shares_device(self, link: Connection) -> bool:
         """Whether this actor is on the sender's GPU, as both of them say; opening the slots is the proof."""
         up = self._up
-        if up is None or up.slots is None or "ipc" not in self.hub.settings.transports:
+        if up is None or up.slots is None or "ipc" not in self._hub.settings.transports:
             return False
         return "ipc" in link.transports and link.device == up.device
 
     def _device_manifest(self) -> Manifest | None:
-        publish, manifest = self._publish, self.hub.weights.manifest
+        publish, manifest = self._publish, self._hub.weights.manifest
         if publish is None or manifest is None or publish.manifest.ref != manifest.ref:
             return None
         return publish.device_manifest
@@ -248,9 +245,9 @@ class BroadcastHandler:
         return told
 
     def _invite(self, invite: Invite) -> set[str]:
-        settings, told = self.hub.settings, set()
+        settings, told = self._hub.settings, set()
         for actor_id, rank in invite.first_rank.items():
-            link = self.hub.control.links.of_actor(actor_id)
+            link = self._hub.connections.of_actor(actor_id)
             if link is not None and self._is_newest(invite.ref):
                 told.add(actor_id)
                 self.announce(link, NcclTicket(
@@ -262,14 +259,14 @@ class BroadcastHandler:
     def _have_pulled(self, ref: VersionRef, members: tuple[str, ...]) -> set[str]:
         told = set()
         for actor_id in members:
-            link = self.hub.control.links.of_actor(actor_id)
+            link = self._hub.connections.of_actor(actor_id)
             if link is not None and self._is_newest(ref):
                 told.add(actor_id)
                 self.announce(link)
         return told
 
     def _is_newest(self, ref: VersionRef) -> bool:
-        manifest = self.hub.weights.manifest
+        manifest = self._hub.weights.manifest
         return manifest is not None and manifest.ref == ref
 
     def _abort(self, epoch: int, hung: bool, now: float) -> None:
@@ -289,10 +286,10 @@ class BroadcastHandler:
         self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)
 
     def _tell_sender_of_document(self) -> None:
-        publish, layout = self._publish, self.hub.weights.layout
+        publish, layout = self._publish, self._hub.weights.layout
         if publish is not None and publish.device_manifest is not None and layout is not None:
             self._to_sender(BroadcastDocument(publish.manifest, publish.device_manifest, publish.path, layout))
 
     def _to_sender(self, message: Message) -> None:
         if self._route is not None:
-            self.hub.send_rank(self._route, encode(message))
+            self._hub.send.to_rank(self._route, message)

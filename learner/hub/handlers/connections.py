@@ -1,4 +1,4 @@
-"""Which connection is which actor, how often it misbehaved, and how fast it generates."""
+"""Which connection belongs to which actor, how often it misbehaved, and how fast it generates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
 
 
 @dataclass(slots=True)
-class Link:
-    """One live connection of one incarnation."""
+class Connection:
+    """One live connection of one incarnation of an actor."""
 
     routing_id: bytes
     actor_id: str
@@ -34,57 +34,52 @@ class Link:
     """0 for a relay, which never generates."""
 
     def strike(self, now: float) -> bool:
-        """Count a misdeed; True if it was one too many."""
+        """Count a violation; True if that is one too many."""
         self.strikes.append(now)
         while now - self.strikes[0] > STRIKE_WINDOW_S:
             self.strikes.popleft()
         return len(self.strikes) >= MAX_STRIKES
 
     def count_tokens(self, tokens_total: int, now: float) -> int:
-        """New tokens since the last beat; keeps a smoothed rate. The first beat of a link is the base line."""
-        if not self.rate_at:
-            self.tokens_total, self.rate_at = tokens_total, now
-            return 0
-        new = max(0, tokens_total - self.tokens_total)
-        if now > self.rate_at:
+        """New tokens since the last heartbeat; keeps a smoothed rate. The first heartbeat is the baseline."""
+        new = max(0, tokens_total - self.tokens_total) if self.rate_at else 0
+        if self.rate_at and now > self.rate_at:
             rate = new / (now - self.rate_at)
             self.tokens_per_s = 0.7 * self.tokens_per_s + 0.3 * rate if self.tokens_per_s >= 0.1 else rate
         self.tokens_total, self.rate_at = tokens_total, now
         return new
 
 
-class Links:
+class Connections:
     """Routing id <-> actor. A new HELLO of an actor replaces its old connection."""
 
     def __init__(self) -> None:
-        self._by_route: dict[bytes, Link] = {}
-        self._by_actor: dict[str, Link] = {}
+        self._by_route: dict[bytes, Connection] = {}
+        self._by_actor: dict[str, Connection] = {}
 
-    def bind(self, link: Link) -> None:
-        old = self._by_actor.pop(link.actor_id, None)
+    def bind(self, new: Connection) -> None:
+        old = self.of_actor(new.actor_id)
         if old is not None:
-            self._by_route.pop(old.routing_id, None)
-            if old.incarnation == link.incarnation:
-                link.tokens_total, link.tokens_per_s, link.rate_at = old.tokens_total, old.tokens_per_s, old.rate_at
-                link.strikes = old.strikes
-        self._by_route[link.routing_id] = link
-        self._by_actor[link.actor_id] = link
+            self.drop(new.actor_id)
+            if old.incarnation == new.incarnation:
+                new.tokens_total, new.tokens_per_s, new.rate_at = old.tokens_total, old.tokens_per_s, old.rate_at
+                new.strikes = old.strikes
+        self._by_route[new.routing_id] = self._by_actor[new.actor_id] = new
 
-    def drop(self, actor_id: str) -> Link | None:
-        link = self._by_actor.pop(actor_id, None)
-        if link is not None:
-            self._by_route.pop(link.routing_id, None)
-        return link
+    def drop(self, actor_id: str) -> None:
+        connection = self._by_actor.pop(actor_id, None)
+        if connection is not None:
+            self._by_route.pop(connection.routing_id, None)
 
-    def of_route(self, routing_id: bytes) -> Link | None:
+    def of_route(self, routing_id: bytes) -> Connection | None:
         return self._by_route.get(routing_id)
 
-    def of_actor(self, actor_id: str) -> Link | None:
+    def of_actor(self, actor_id: str) -> Connection | None:
         return self._by_actor.get(actor_id)
 
-    def all(self) -> list[Link]:
+    def all(self) -> list[Connection]:
         return list(self._by_actor.values())
 
     def __len__(self) -> int:
         """Actors that may generate; relays do not count."""
-        return sum(link.slots > 0 for link in self._by_actor.values())
+        return sum(connection.slots > 0 for connection in self._by_actor.values())

@@ -1,11 +1,12 @@
-"""The learner ranks' messages: batches out, steps, versions and checkpoints in."""
+"""The learner ranks' messages: batches out; steps, versions and checkpoints in."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from learner.hub.handlers.batches import plan_batch
+from learner.hub.context import HubContext
+from learner.hub.handlers.broadcaster import BroadcastHandler
+from learner.hub.ledger.groups import HeldGroup
 from streamrl.messages import (
     RANK_TO_HUB,
     BatchPending,
@@ -17,6 +18,7 @@ from streamrl.messages import (
     EvalResult,
     HubStatus,
     Message,
+    PlanRow,
     Publish,
     RankReady,
     Saved,
@@ -26,47 +28,74 @@ from streamrl.messages import (
     StepDone,
     StopRequest,
 )
-from streamrl.messages.codec import Decoder, encode
+from streamrl.messages.codec import Decoder
 
-if TYPE_CHECKING:
-    from learner.hub.server import HubServer
 
-log = logging.getLogger("streamrl.hub")
+def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
+    """Spread whole groups over ranks so that tokens are balanced; one row a member, in batch order.
+
+    The largest group goes first, each to the rank with the fewest tokens so far (Graham's LPT rule: at most 4/3 of the
+    best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a function of its
+    arguments.
+
+    Raises:
+        ValueError: fewer groups than ranks; a rank without a group could not take part in the step.
+    """
+    if not 1 <= num_ranks <= len(groups):
+        raise ValueError(
+            f"a batch of {len(groups)} groups cannot be split over {num_ranks} ranks: use at least one group a rank"
+        )
+    load = [(0, 0)] * num_ranks  # (tokens, groups) of each rank
+    rank_of: dict[int, int] = {}
+    for group in sorted(groups, key=lambda one: (-one.num_tokens, one.group_id)):
+        rank = min(range(num_ranks), key=lambda one: (*load[one], one))
+        rank_of[group.group_id] = rank
+        load[rank] = (load[rank][0] + group.num_tokens, load[rank][1] + 1)
+    return [
+        PlanRow(
+            group_id=group.group_id, index=member.index, rank=rank_of[group.group_id], num_tokens=member.num_tokens,
+            num_action_tokens=member.num_action_tokens, reward=member.reward, head_lag=member.head_lag,
+        )
+        for group in groups for member in group.members
+    ]
 
 
 class RankHandler:
-    """One batch at a time: the first Take of a version cuts it, every rank gets its share of that cut."""
+    """One batch at a time: rank 0's request cuts it, and every rank gets its share of that cut.
 
-    def __init__(self, hub: HubServer) -> None:
-        self.hub = hub
-        self.waiting_for = ""
+    Args:
+        shut_down: ends the hub as the message asks.
+    """
+
+    def __init__(self, hub: HubContext, broadcast: BroadcastHandler, shut_down: Callable[[Shutdown], None]) -> None:
+        self._hub, self._broadcast, self._shut_down = hub, broadcast, shut_down
         self._decoder = Decoder(RANK_TO_HUB, max_bytes=1 << 40)
         self._routes: dict[int, bytes] = {}
-        self._takes: dict[int, float] = {}
+        self._requested_at: dict[int, float] = {}
         self._version = -1
         self._shares: dict[int, BatchShare] = {}
-        self._halted: str | None = None
+        self._stop_reason: str | None = None
         self._evals: set[int] = set()
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
         message = self._decoder.decode(frames[0])
-        ledger = self.hub.ledger
+        ledger = self._hub.ledger
         match message:
             case RankReady():
                 self._routes[message.rank] = routing_id
-                self._send(message.rank, self.status(now))
+                self._send(message.rank, self._status(now))
             case BatchRequest():
-                self._take(message, now)
+                self._request(message, now)
             case StepDone():
                 ledger.trained(message.version, message.skipped, message.reason)
                 if message.bounds is not None:
                     ledger.set_bounds(*message.bounds)
             case Publish():
-                self.hub.weights.publish(message, now)
+                self._hub.weights.publish(message, now)
                 ledger.publish(message.manifest.ref)
-                self.hub.devices.published(message, now)
+                self._broadcast.published(message, now)
             case BroadcastUp() | BroadcastReport():
-                self.hub.devices.sender_said(routing_id, message, now)
+                self._broadcast.sender_said(routing_id, message, now)
             case EvalRequest():
                 ledger.eval_request(message.eval_id, message.version, message.num_prompts, now)
                 self._evals.add(message.eval_id)
@@ -75,48 +104,48 @@ class RankHandler:
             case Saved():
                 ledger.saved(message.version)
             case StopRequest():
-                self._halted = message.reason
+                self._stop_reason = message.reason
             case Shutdown():
-                self.hub.stop(message.reason, finished=message.finished)
+                self._shut_down(message)
 
-    def _take(self, take: BatchRequest, now: float) -> None:
-        self._takes[take.rank] = now
-        if take.version != self._version and self._shares:
-            left = sorted(self._shares)
-            assert take.version > self._version, f"rank {take.rank} takes {take.version} after {self._version}"
-            assert not left, f"ranks {left} have not taken their share of version {self._version}"
-        self._version = take.version
+    def _request(self, request: BatchRequest, now: float) -> None:
+        self._requested_at[request.rank] = now
+        assert request.version == self._version or not self._shares, (
+            f"rank {request.rank} requests version {request.version}, but ranks {sorted(self._shares)} have not taken "
+            f"their share of version {self._version}"
+        )
+        self._version = request.version
 
     def serve(self, now: float) -> None:
         """Cut if a rank waits and the ledger can; hand out shares; report evaluations."""
-        if self._takes and not self._shares:
-            if self._halted is not None:  # nothing of this version was cut, so every rank will hear the same
-                for rank in list(self._takes):
-                    self._send(rank, StopRequest(self._halted))
-                self._takes.clear()
-            # Rank 0's TRAINED and PUBLISH precede its TAKE on one connection: when it asks, the ledger is up to date.
-            elif 0 in self._takes:
-                self._cut(now)
-        for rank in [rank for rank in self._takes if rank in self._shares]:
+        if self._requested_at and not self._shares:
+            if self._stop_reason is not None:  # nothing of this version was cut, so every rank gets the same answer
+                for rank in self._requested_at:
+                    self._send(rank, StopRequest(self._stop_reason))
+                self._requested_at.clear()
+            # Rank 0's StepDone and Publish precede its request on one connection: the ledger is up to date by now.
+            elif 0 in self._requested_at:
+                self._cut()
+        for rank in self._requested_at.keys() & self._shares.keys():
             self._send(rank, self._shares.pop(rank))
-            del self._takes[rank]
+            del self._requested_at[rank]
         for eval_id in list(self._evals):
             self._finish_eval(eval_id)
 
-    def _cut(self, now: float) -> None:
-        groups = self.hub.ledger.cut_batch(self._version)
+    def _cut(self) -> None:
+        groups = self._hub.ledger.cut_batch(self._version)
         if groups is None:
             return
-        world = self.hub.settings.world
-        rows = plan_batch(groups, world)
+        world = self._hub.settings.world
+        rows = tuple(plan_batch(groups, world))
         rank_of = {row.group_id: row.rank for row in rows}
         for rank in range(world):
             frames = tuple(bytes(f) for group in groups if rank_of.get(group.group_id) == rank for f in group.frames)
             stats = self._counters() if rank == 0 else {}
-            self._shares[rank] = BatchShare(self._version, tuple(rows), frames, stats=stats)
+            self._shares[rank] = BatchShare(self._version, rows, frames, stats=stats)
 
     def _finish_eval(self, eval_id: int) -> None:
-        outcome = self.hub.ledger.eval_result(eval_id)
+        outcome = self._hub.ledger.eval_result(eval_id)
         if outcome is None or not outcome.done:
             return
         self._evals.discard(eval_id)
@@ -126,36 +155,32 @@ class RankHandler:
         ))
 
     def report(self, now: float) -> None:
-        """Once a second: proof of life and the reason of the wait to waiting ranks, counters to rank 0."""
-        self.waiting_for = self.hub.ledger.why_waiting(now) if self._takes or self._evals else ""
-        num_actors = len(self.hub.control.links)
-        for rank, since in self._takes.items():
-            self._send(rank, BatchPending(self._version, self.waiting_for[:512], now - since, num_actors))
-        if 0 in self._routes:
-            self._send(0, self.status(now))
+        """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""
+        hub = self._hub
+        hub.waiting_for = hub.ledger.why_waiting(now) if self._requested_at or self._evals else ""
+        for rank, since in self._requested_at.items():
+            self._send(rank, BatchPending(self._version, hub.waiting_for[:512], now - since, len(hub.connections)))
+        self._send(0, self._status(now))
 
-    def status(self, now: float) -> HubStatus:
+    def _status(self, now: float) -> HubStatus:
         actors = tuple(
-            (link.actor_id, f"{link.state} {link.version}", link.tokens_per_s, now - link.heard_at)
-            for link in self.hub.control.links.all()
+            (actor.actor_id, f"{actor.state} {actor.version}", actor.tokens_per_s, now - actor.heard_at)
+            for actor in self._hub.connections.all()
         )
         return HubStatus(max(self._version, 0), self._counters(), actors)
 
     def _counters(self) -> dict[str, float]:
-        control = self.hub.control
+        hub = self._hub
         return {
-            **self.hub.ledger.counters(),
-            **{key: float(value) for key, value in self.hub.counters.items()},
-            **self.hub.weights.metrics(),
-            **self.hub.devices.metrics(),
-            **control.checks.metrics(),
-            "num_actors": float(len(control.links)),
-            "num_actor_restarts": float(control.num_actor_restarts),
-            "tokens_generated": float(control.tokens_generated),
-            "tokens_per_s_generate": sum(link.tokens_per_s for link in control.links.all()),
+            **hub.ledger.counters(),
+            **{key: float(value) for key, value in hub.counters.items()},
+            **hub.weights.metrics(),
+            **self._broadcast.metrics(),
+            "num_actors": float(len(hub.connections)),
+            "tokens_per_s_generate": sum(actor.tokens_per_s for actor in hub.connections.all()),
         }
 
     def _send(self, rank: int, message: Message) -> None:
         routing_id = self._routes.get(rank)
         if routing_id is not None:
-            self.hub.send_rank(routing_id, encode(message))
+            self._hub.send.to_rank(routing_id, message)

@@ -167,9 +167,9 @@ def test_an_actor_goes_by_the_name_it_is_given(tmp_path):
         hub.publish(0, tiny_model(tmp_path / "model"))
 
         def watch() -> None:
-            while not hub.server.control.links.all():
+            while not hub.server.context.connections.all():
                 threading.Event().wait(0.02)
-            names.extend(link.actor_id for link in hub.server.control.links.all())
+            names.extend(link.actor_id for link in hub.server.context.connections.all())
             hub.link.shutdown("seen", finished=True)
 
         watcher = threading.Thread(target=watch)

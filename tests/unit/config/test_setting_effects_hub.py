@@ -99,7 +99,7 @@ def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path
         peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, ""))
         peer.say(ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
         (lease, *_) = peer.hear(Leases).grants
-        peer.say(FakeActor(hub.server.ledger, "a1", ref=manifest.ref).group(lease))
+        peer.say(FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref).group(lease))
         ack = peer.hear(Ack)
 
     assert (ack.settled_upto, ack.durable_upto) == (1, durable)
@@ -137,7 +137,7 @@ def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
         welcome = hub.dial().join()
         pull = Pull(welcome.pull_token, VersionRef(1, 0), PullMode.ASSETS, 0, 0, welcome.assets_nbytes)
         weights, decoder = hub.context.socket(zmq.DEALER), Decoder(FROM_WEIGHTS)
-        weights.connect(hub.server.weights.endpoint)
+        weights.connect(hub.server.context.weights.endpoint)
         statuses = set()
         for _ in range(1 + 2 * welcome.limits.chunk_bytes // welcome.assets_nbytes):  # two full chunks' worth
             weights.send(encode(pull))
@@ -197,7 +197,7 @@ def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, m
             assert peer.hear(Leases).grants
         else:
             assert not peer.heard_before(HubHeartbeat, Leases)
-            assert hub.server.control.checks.metrics()["num_quarantined"] == 1
+            assert hub.server.context.weights.health.metrics()["num_quarantined"] == 1
 
 
 # --- waiting and evaluating ------------------------------------------------------------------------------------------

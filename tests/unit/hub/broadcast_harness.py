@@ -108,12 +108,12 @@ class Scene:
         return peer
 
     def beat(self, peer: Peer, **nccl: int) -> None:
-        manifest = self.hub.server.weights.manifest
+        manifest = self.hub.server.context.weights.manifest
         peer.say(ActorHeartbeat(
             11, 1, ActorState.RUNNING, 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
         ))
         self.hub.link.refresh_status()
 
     def candidates(self, count: int) -> None:
-        while len(self.hub.server.devices._candidates()) != count:  # the test's time limit ends a wait that is in vain
+        while len(self.hub.server.broadcast._candidates()) != count:  # the test's time limit ends it
             threading.Event().wait(0.01)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.handlers.batches import plan_batch
+from learner.hub.handlers.ranks import plan_batch
 from learner.hub.ledger.filters import accuracy_range, first_of, zero_std
 from learner.hub.ledger.groups import HeldGroup, HeldMember
 from streamrl.messages import VersionRef

@@ -142,7 +142,7 @@ def test_weights_are_offered_in_the_ways_and_the_order_that_are_set(tmp_path, mo
         hub.publish(0, model_dir)
 
         assert ways(hub.dial().join()) == order
-        assert not hub.server.devices.metrics()  # and no sender is started
+        assert not hub.server.broadcast.metrics()  # and no sender is started
 
 
 @pytest.mark.parametrize("way", ["ipc", "nccl"])

@@ -76,7 +76,7 @@ def sockets(announce: Announce) -> list[str]:
 
 def test_a_sender_process_that_is_stopped_is_ended_and_its_successor_is_offered(scene, real_senders):
     one = scene("publish.nccl_bucket_deadline_s=1", make_sender=real_senders)
-    first, devices = one.sender(), one.hub.server.devices
+    first, devices = one.sender(), one.hub.server.broadcast
     until(lambda: devices._up is not None)
     near = one.actor("near", transports=NEAR, device="gpu-7")
     one.publish()
@@ -110,7 +110,7 @@ def test_a_sender_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_
     second = one.sender()
 
     assert first.killed.is_set() and second.hear(BroadcastDocument).manifest.ref.version == 0
-    devices = one.hub.server.devices
+    devices = one.hub.server.broadcast
     assert first in devices._ended
     first.ended = True
     until(lambda: first not in devices._ended)

@@ -31,7 +31,7 @@ def test_the_hub_answers_a_stranger_in_its_own_protocol_and_says_what_to_do(tmp_
         assert protocol_of(answer) == 7 and stop.reason == StopReason.PROTOCOL
         assert (stop.exit_code, stop.rejoin) == (4, False)
         assert "speaks protocol 7, the hub 1" in stop.detail and "same release" in stop.detail
-        assert hub.server.counters["num_wire_errors_protocol"] == 1
+        assert hub.server.context.counters["num_wire_errors_protocol"] == 1
 
 
 def test_a_stranger_that_is_not_even_streamrl_is_not_answered(tmp_path):

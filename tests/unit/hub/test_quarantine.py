@@ -86,15 +86,15 @@ def stage(tmp_path: Path):
 
 
 def accepted(hub: LiveHub) -> float:
-    return hub.server.ledger.counters()["num_groups_accepted"]
+    return hub.server.context.ledger.counters()["num_groups_accepted"]
 
 
 def leased(hub: LiveHub) -> float:
-    return hub.server.ledger.counters()["num_groups_leased"]
+    return hub.server.context.ledger.counters()["num_groups_leased"]
 
 
 def checks(hub: LiveHub) -> dict[str, float]:
-    return hub.server.control.checks.metrics()
+    return hub.server.context.weights.health.metrics()
 
 
 def test_a_healthy_actor_passes_and_works(stage):
@@ -117,8 +117,8 @@ def test_an_engine_that_computes_something_else_gets_no_leases_until_a_version_p
     actor.look()
 
     until(lambda: checks(hub)["num_quarantined"] == 1)
-    until(lambda: hub.server.ledger.counters()["num_leases_open"] == 0)
-    until(lambda: [link.state for link in hub.server.control.links.all()] == ["quarantined"])
+    until(lambda: hub.server.context.ledger.counters()["num_leases_open"] == 0)
+    until(lambda: [link.state for link in hub.server.context.connections.all()] == ["quarantined"])
     until(lambda: checks(hub)["num_probe_failures"] == 2)  # found, its document loaded again, found again
     assert "QUARANTINE: a1 does not compute with version 1:0" in caplog.text
     granted = leased(hub)

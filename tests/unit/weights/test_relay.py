@@ -116,7 +116,7 @@ def puller(hub: LiveHub, welcome: Welcome, relay: str | None) -> WeightSource:
 
 
 def served(hub: LiveHub) -> int:
-    return hub.server.weights.socket.num_bytes_served
+    return hub.server.context.weights.socket.num_bytes_served
 
 
 def change(hub: LiveHub) -> None:
@@ -360,10 +360,10 @@ def test_a_relay_may_start_first_and_serves_a_successor_of_its_hub(tmp_path, mod
                 welcome = hub.dial().join()
                 one = puller(hub, welcome, relay.endpoint)
                 before = relay.relay.socket.num_bytes_served
-                until(lambda hub=hub: any(link.slots == 0 for link in hub.server.control.links.all()))
+                until(lambda hub=hub: any(link.slots == 0 for link in hub.server.context.connections.all()))
                 one.fetch(welcome.manifest, welcome.offers, welcome.layout)
                 assert relay.relay.socket.num_bytes_served - before == sum(welcome.layout.bucket_bytes)
-                assert len(hub.server.control.links) == 1, "a relay does not count as an actor"
+                assert len(hub.server.context.connections) == 1, "a relay does not count as an actor"
     finally:
         relay.leave()
 
@@ -372,7 +372,7 @@ def test_the_relay_leaves_with_the_run(tmp_path, models):
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
         relay = Running(hub.server.endpoint)
-        until(lambda: hub.server.control.links.all())
+        until(lambda: hub.server.context.connections.all())
         hub.link.shutdown("all steps are done", finished=True)
         assert relay.join() == 0
 

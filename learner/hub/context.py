@@ -1,0 +1,58 @@
+"""What the hub's handlers share: one state, and one way out to actors and ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import zmq
+
+from learner.hub.handlers.connections import Connections
+from learner.hub.ledger.ledger import Ledger
+from learner.hub.settings import HubSettings
+from learner.hub.weight_server import WeightServer
+from streamrl.messages import PROTOCOL, Message
+from streamrl.messages.codec import encode
+
+
+class Outbound:
+    """Sends that never block: a message to a full or unreachable peer is dropped and counted.
+
+    An actor that missed one joins again with HELLO.
+    """
+
+    def __init__(self, actors: zmq.Socket, ranks: zmq.Socket, counters: Counter[str]) -> None:
+        self._actors, self._ranks, self._counters = actors, ranks, counters
+
+    def to_actor(self, routing_id: bytes, message: Message, *, protocol: int = PROTOCOL) -> bool:
+        """Whether the message was queued."""
+        return self._send(self._actors, routing_id, encode(message, protocol=protocol))
+
+    def to_rank(self, routing_id: bytes, message: Message) -> bool:
+        return self._send(self._ranks, routing_id, encode(message))
+
+    def _send(self, socket: zmq.Socket, routing_id: bytes, frame: bytearray) -> bool:
+        try:
+            socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
+            return True
+        except zmq.Again:
+            self._counters["num_sends_refused"] += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._counters["num_sends_unreachable"] += 1
+        return False
+
+
+@dataclass(slots=True)
+class HubContext:
+    """The hub as its handlers see it; the server makes it."""
+
+    settings: HubSettings
+    ledger: Ledger
+    connections: Connections
+    weights: WeightServer
+    send: Outbound
+    counters: Counter[str]
+    waiting_for: str = ""
+    """Why no batch can be cut, while a rank waits for one."""
