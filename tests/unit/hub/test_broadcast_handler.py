@@ -156,8 +156,8 @@ def test_a_learner_without_a_gpu_refuses_ways_that_need_one(way):
 @pytest.mark.parametrize(
     ("word", "wrong"),
     [
-        ("publish.transports=[carrier,zmq]", "choose of ipc, nccl, shm, zmq"),
-        ("publish.transports=[nccl,shm]", "must hold zmq"),
+        ("publish.transports=[carrier,zmq]", "choose from ipc, nccl, shm, zmq"),
+        ("publish.transports=[nccl,shm]", "must contain zmq"),
         ("actors.transports=[zmq,zmq]", "twice"),
         ("publish.nccl_init_deadline_s=0", "must be greater than 0"),
     ],
