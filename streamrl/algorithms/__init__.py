@@ -12,12 +12,12 @@ from streamrl.algorithms.controls.constraints import *
 from streamrl.algorithms.controls.kl import *
 from streamrl.algorithms.controls.kl_controllers import *
 from streamrl.algorithms.controls.multi_objective import *
+from streamrl.algorithms.controls.overlong import *
 from streamrl.algorithms.estimators.groups import *
 from streamrl.algorithms.estimators.ratios import *
 from streamrl.algorithms.estimators.retrace import *
 from streamrl.algorithms.estimators.returns import *
 from streamrl.algorithms.estimators.vtrace import *
-from streamrl.algorithms.filters import *
 from streamrl.algorithms.staleness.control import *
 from streamrl.algorithms.staleness.drift import *
 from streamrl.algorithms.staleness.lag import *

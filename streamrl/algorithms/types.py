@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "BreakerState", "ClipBounds", "ConstraintState", "Correction", "CorrectionSpec", "DriftBins", "DriftFit",
-    "DriftModel", "EssReport", "GoodputState", "KlState", "LagBound", "LagForecast", "LagSummary", "Moments", "Returns",
+    "DriftModel", "EssReport", "GoodputState", "KlState", "LagBound", "LagSummary", "Moments", "Returns",
     "SegmentReturns", "SequenceStats", "TokenLoss",
 ]
 
@@ -121,15 +121,6 @@ class LagSummary:
     tail: Tensor  # int64 [B] lag of the newest token; negative means a version from the future
     span: Tensor  # int64 [B] head - tail
     mean: Tensor  # float32 [B]
-
-
-@dataclass(frozen=True, slots=True)
-class LagForecast:
-    """Expected lags in optimizer steps by Little's law."""
-
-    head: float
-    token_mean: float  # mean over trajectories of the mean token lag
-    token_weighted: float  # mean over tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_alike, float_dtype, require
+from streamrl.algorithms.checks import float_dtype, require
 from streamrl.algorithms.types import ConstraintState
 
-__all__ = [
-    "constraint_penalty", "lagrangian_advantages", "lagrangian_loss", "lagrangian_update", "pid_lagrangian_update",
-    "self_normalized_mean",
-]
+__all__ = ["constraint_penalty", "lagrangian_loss", "lagrangian_update", "pid_lagrangian_update"]
 
 
 def lagrangian_update(
@@ -89,36 +86,6 @@ def lagrangian_loss(
     error = _error(_scalar(value), limit, sense)
     held = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
     return held * (error.clamp(min=0.0) if one_sided else error)
-
-
-@torch.no_grad()
-def lagrangian_advantages(
-    reward_advantages: Tensor,  # [B, T]
-    cost_advantages: Tensor,  # [K, B, T]
-    multipliers: Tensor,  # [K]
-) -> Tensor:
-    """`(A_R - sum_j lam_j A_Cj) / (1 + sum_j lam_j)`, [B, T], detached; the divisor keeps the step size bounded."""
-    require(
-        cost_advantages.dim() == 3
-        and cost_advantages.shape[1:] == reward_advantages.shape
-        and multipliers.shape == cost_advantages.shape[:1],
-        f"reward_advantages has shape {list(reward_advantages.shape)} but cost_advantages has shape "
-        f"{list(cost_advantages.shape)} and multipliers has shape {list(multipliers.shape)}: "
-        "expected [B, T], [K, B, T] and [K]",
-    )
-    dtype = float_dtype(reward_advantages, cost_advantages)
-    lam = multipliers.to(dtype)
-    return (reward_advantages.to(dtype) - torch.einsum("k,kbt->bt", lam, cost_advantages.to(dtype))) / (1.0 + lam.sum())
-
-
-@torch.no_grad()
-def self_normalized_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """`sum w C / sum w`, 0-d, both [B]: the current policy's mean cost from stale trajectories; 0 without weight."""
-    check_alike(values=values, weights=weights)
-    dtype = float_dtype(values, weights)
-    mass = weights.double().sum()
-    mean = (weights.double() * values.double()).sum() / torch.where(mass != 0, mass, torch.ones_like(mass))
-    return mean.to(dtype)
 
 
 def _error(value: Tensor | float, limit: float, sense: str) -> Tensor | float:

@@ -16,9 +16,8 @@ from streamrl.algorithms.staleness.drift import predict_m2
 from streamrl.algorithms.types import BreakerState, ClipBounds, DriftFit, DriftModel, GoodputState, LagBound
 
 __all__ = [
-    "clip_from_budget", "delay_monotone_bound", "delay_stability_bound", "goodput", "lag_for_ess", "lr_scale",
-    "rho_bar_for_ess", "should_publish", "spread_budget", "step_breaker", "step_goodput", "step_lag_bound",
-    "task_lag_bound", "zscore_keep",
+    "clip_from_budget", "goodput", "lag_for_ess", "lr_scale", "rho_bar_for_ess", "should_publish", "spread_budget",
+    "step_breaker", "step_goodput", "step_lag_bound", "zscore_keep",
 ]
 
 _LR_FLOOR = 0.1  # of `lr_scale`
@@ -200,32 +199,11 @@ def spread_budget(model: DriftModel, *, m2_target: float, fraction: float = 0.25
     return low
 
 
-def task_lag_bound(max_lag: int, *, m2_target: float, m2_task: float) -> int:
-    """Lag bound of one task: `floor(max_lag min(1, m2_target / m2_task))`, at least 1 (and never above max_lag)."""
-    require(max_lag >= 0, f"max_lag={max_lag} must not be negative")
-    require(m2_target > 0.0, f"m2_target={m2_target} must be positive")
-    require(m2_task >= 0.0, f"m2_task={m2_task} must not be negative")
-    share = 1.0 if m2_task <= m2_target else m2_target / m2_task
-    return min(max_lag, max(1, math.floor(max_lag * share)))
-
-
 def should_publish(m2_since_publish: float, *, m2_target: float, fraction: float = 0.25) -> bool:
     """Whether the policy has moved enough since the last publish: `m2_since_publish > fraction * m2_target`."""
     require(m2_target > 0.0, f"m2_target={m2_target} must be positive")
     require(fraction >= 0.0, f"fraction={fraction} must not be negative")
     return m2_since_publish > fraction * m2_target
-
-
-def delay_stability_bound(delay: int) -> float:
-    """Largest h for which `theta_{n+1} = theta_n - h theta_{n-delay}` is stable: `2 sin(pi / (4 delay + 2))`."""
-    require(delay >= 0, f"delay={delay} must not be negative")
-    return 2.0 * math.sin(math.pi / (4.0 * delay + 2.0))
-
-
-def delay_monotone_bound(delay: int) -> float:
-    """Largest h without oscillation: `delay^delay / (delay + 1)^(delay + 1)`."""
-    require(delay >= 0, f"delay={delay} must not be negative")
-    return (delay / (delay + 1.0)) ** delay / (delay + 1.0)
 
 
 def goodput(groups_per_s: float, ess: float) -> float:

@@ -1,65 +1,18 @@
 """Lag: how many optimizer steps lie between the weights that sampled a token and the step that trains on it.
 
 Version n is the number of optimizer steps done; a batch whose update produces n + 1 trains at version n, and a token of
-version v has lag `n - v`. Unit: optimizer steps. B in the formulas of capacity is groups per optimizer step.
+version v has lag `n - v`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import check_alike, check_tokens, require
-from streamrl.algorithms.types import LagForecast, LagSummary
+from streamrl.algorithms.types import LagSummary
 
-__all__ = [
-    "accepted_after_restart", "admissible", "capacity", "default_max_lag", "forecast_lag", "group_spread", "lag_keep",
-    "lag_summary", "lag_weights", "split_by_lag", "token_lags",
-]
-
-
-def capacity(
-    *, version: int, eta: int, batch_size: int, accepted: int, running: int, max_concurrent: int | None = None
-) -> int:
-    """How many more groups may be leased now: `(eta + version + 1) B - accepted - running`, at least 0.
-
-    Args:
-        version: the version *installed on the asking actor*, not the learner's. With the learner's version a late
-            install breaks the bound `eta + ceil(W / B)`.
-        eta: allowed lag in optimizer steps; 0 is synchronous.
-        batch_size: B, groups per optimizer step.
-        accepted, running: groups ever accepted (trained ones too) and leases outstanding. A group that is filtered,
-            rejected, cancelled or failed leaves the count at once; left inside it leaks capacity until dispatch stops.
-        max_concurrent: further limit on outstanding leases.
-    """
-    require(batch_size >= 1, f"batch_size={batch_size} must be at least 1")
-    require(eta >= 0 and version >= 0, f"eta={eta} and version={version} must not be negative")
-    require(accepted >= 0 and running >= 0, f"accepted={accepted} and running={running} must not be negative")
-    free = (eta + version + 1) * batch_size - accepted - running
-    if max_concurrent is not None:
-        free = min(free, max_concurrent - running)
-    return max(0, free)
-
-
-def accepted_after_restart(version: int, batch_size: int, num_restored: int = 0) -> int:
-    """The `accepted` count after a restart at `version`: `version * B` plus restored, unconsumed groups.
-
-    Counting from 0 would admit a burst of `version * B` groups.
-    """
-    require(
-        version >= 0 and num_restored >= 0, f"version={version} and num_restored={num_restored} must not be negative"
-    )
-    require(batch_size >= 1, f"batch_size={batch_size} must be at least 1")
-    return version * batch_size + num_restored
-
-
-def default_max_lag(eta: int, window: int, batch_size: int) -> int:
-    """`eta + ceil(window / B)`: the lag that admission can reach, so that the check at the batch cut never fires."""
-    require(eta >= 0 and window >= 0, f"eta={eta} and window={window} must not be negative")
-    require(batch_size >= 1, f"batch_size={batch_size} must be at least 1")
-    return eta + math.ceil(window / batch_size)
+__all__ = ["lag_keep", "lag_summary", "lag_weights", "split_by_lag", "token_lags"]
 
 
 @torch.no_grad()
@@ -83,16 +36,6 @@ def lag_summary(versions: Tensor, version: int, mask: Tensor) -> LagSummary:
     tail = torch.where(occupied, torch.where(mask, lags, extreme).amin(1), zero)
     mean = lags.sum(1).float() / mask.sum(1).clamp(min=1).float()
     return LagSummary(head=head, tail=tail, span=head - tail, mean=mean)
-
-
-@torch.no_grad()
-def admissible(summary: LagSummary, *, max_lag: int) -> Tensor:
-    """Rows that may enter a batch: head lag <= max_lag and no token from the future; bool [B].
-
-    The hard check. Call it when the batch is cut, because queued trajectories age.
-    """
-    require(max_lag >= 0, f"max_lag={max_lag} must not be negative")
-    return (summary.head <= max_lag) & (summary.tail >= 0)
 
 
 @torch.no_grad()
@@ -137,47 +80,3 @@ def split_by_lag(group_ids: Tensor, head_lags: Tensor, *, budget: int) -> Tensor
             number, first = number + 1, (group, lag)
         result[i] = number
     return result
-
-
-@torch.no_grad()
-def group_spread(head_lags: Tensor, group_ids: Tensor) -> Tensor:
-    """Largest minus smallest head lag of each row's group; int64 [B]."""
-    check_alike(head_lags=head_lags, group_ids=group_ids)
-    unique, index = group_ids.unique(return_inverse=True)
-    lags = head_lags.long()
-    start = lags.new_zeros(unique.numel())
-    highest = start.scatter_reduce(0, index, lags, "amax", include_self=False)
-    lowest = start.scatter_reduce(0, index, lags, "amin", include_self=False)
-    return (highest - lowest)[index]
-
-
-def forecast_lag(
-    *,
-    groups_per_s: float,
-    batch_size: int,
-    num_in_flight: float,
-    num_queued: float,
-    mean_tokens: float,
-    mean_square_tokens: float,
-    s_per_token: float,
-) -> LagForecast:
-    """Expected lag by Little's law, in optimizer steps: what to expect of a layout before it runs.
-
-    Args:
-        groups_per_s: throughput X; the learner makes X / B steps a second.
-        num_in_flight, num_queued: groups being generated, groups waiting.
-        mean_tokens, mean_square_tokens: E[L], E[L^2] of response lengths; heavy tails raise the token lag.
-        s_per_token: seconds to generate one token.
-    Returns:
-        head `(in_flight + queued) / B`; token_mean `(in_flight / 2 + queued) / B`;
-        token_weighted `(X / B) (s_per_token E[L^2] / (2 E[L]) + queued / X)`.
-    """
-    require(groups_per_s > 0, f"groups_per_s={groups_per_s} must be positive")
-    require(batch_size >= 1, f"batch_size={batch_size} must be at least 1")
-    require(mean_tokens > 0, f"mean_tokens={mean_tokens} must be positive")
-    flight_s = s_per_token * mean_square_tokens / (2.0 * mean_tokens)
-    return LagForecast(
-        head=(num_in_flight + num_queued) / batch_size,
-        token_mean=(num_in_flight / 2.0 + num_queued) / batch_size,
-        token_weighted=groups_per_s / batch_size * (flight_s + num_queued / groups_per_s),
-    )

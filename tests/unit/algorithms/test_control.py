@@ -205,14 +205,6 @@ def test_spread_budget_at_the_ends():
     assert alg.spread_budget(still, m2_target=0.04) == 2**20
 
 
-@pytest.mark.parametrize(
-    "max_lag, m2, expected",
-    [(8, 0.02, 8), (8, 0.04, 8), (8, 0.08, 4), (8, 0.07, 4), (8, 9.0, 1), (0, 9.0, 0), (8, 0.0, 8)],
-)
-def test_task_lag_bound(max_lag, m2, expected):
-    assert alg.task_lag_bound(max_lag, m2_target=0.04, m2_task=m2) == expected
-
-
 CALM = {"ess": 0.9, "step_scale": 1.0, "grad_norm": 1.0, "oscillation": 0.0, "queue_lag": 5}
 
 
@@ -279,7 +271,15 @@ def test_publish_when_the_policy_has_moved():
     assert alg.should_publish(0.0101, m2_target=0.04)
 
 
-# 18.7: the delay bounds against the roots of z^{k+1} - z^k + h.
+# 18.7: the step sizes that docs/algorithms.md states for a delay of k, against the roots of z^{k+1} - z^k + h.
+
+
+def stable_below(delay):
+    return 2.0 * np.sin(np.pi / (4 * delay + 2))
+
+
+def monotone_below(delay):
+    return (delay / (delay + 1)) ** delay / (delay + 1)
 
 
 def roots(delay, h):
@@ -291,7 +291,7 @@ def roots(delay, h):
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 3, 8, 16, 40])
 def test_the_stability_bound_is_where_a_root_leaves_the_unit_circle(delay):
-    bound = alg.delay_stability_bound(delay)
+    bound = stable_below(delay)
 
     assert abs(roots(delay, 0.999 * bound)).max() < 1
     assert abs(roots(delay, 1.001 * bound)).max() > 1
@@ -299,7 +299,7 @@ def test_the_stability_bound_is_where_a_root_leaves_the_unit_circle(delay):
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 8, 16, 40])
 def test_the_monotone_bound_is_where_the_dominant_root_becomes_complex(delay):
-    bound = alg.delay_monotone_bound(delay)
+    bound = monotone_below(delay)
 
     def dominant(h):
         return max(roots(delay, h), key=abs)
@@ -310,11 +310,11 @@ def test_the_monotone_bound_is_where_the_dominant_root_becomes_complex(delay):
 
 def test_delay_bounds_of_the_table():
     ks = (0, 1, 8, 16, 64)
-    stable = [alg.delay_stability_bound(k) for k in ks]
-    monotone = [alg.delay_monotone_bound(k) for k in ks]
+    stable = [stable_below(k) for k in ks]
+    monotone = [monotone_below(k) for k in ks]
 
-    assert stable == pytest.approx([2, 1, 0.18, 0.095, 0.024], rel=0.03)
-    assert monotone == pytest.approx([1, 0.25, 0.043, 0.022, 0.0057], rel=0.03)
+    assert stable == pytest.approx([2, 1, 0.184537, 0.095, 0.024], rel=0.03)
+    assert monotone == pytest.approx([1, 0.25, 0.043305, 0.022, 0.0057], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -330,11 +330,7 @@ def test_delay_bounds_of_the_table():
         (lambda: alg.lr_scale(0.5, floor=2.0), "floor=2.0"),
         (lambda: alg.lr_scale(0.5, m2=0.1), "m2=0.1 and m2_target=None"),
         (lambda: alg.spread_budget(LINEAR, m2_target=0.0), "m2_target=0.0"),
-        (lambda: alg.task_lag_bound(-1, m2_target=1.0, m2_task=1.0), "max_lag=-1"),
-        (lambda: alg.task_lag_bound(1, m2_target=0.0, m2_task=1.0), "m2_target=0.0"),
         (lambda: alg.should_publish(0.1, m2_target=0.0), "m2_target=0.0"),
-        (lambda: alg.delay_stability_bound(-1), "delay=-1"),
-        (lambda: alg.delay_monotone_bound(-1), "delay=-1"),
         (
             lambda: alg.rho_bar_for_ess(torch.zeros(1, 1), torch.ones(1, 1).bool(), low=2.0, high=1.0),
             "low=2.0 and high=1.0",

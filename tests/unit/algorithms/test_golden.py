@@ -406,9 +406,3 @@ def test_hypervolume_and_tchebycheff():
     equal([alg.hypervolume(front, torch.zeros(2, dtype=D))], 6)
     point, ideal = torch.tensor([[0.6, 0.3]], dtype=D), torch.tensor([0.9, 0.5], dtype=D)
     equal(alg.tchebycheff(point, torch.tensor([1, 0.5], dtype=D), ideal), -0.3)
-
-
-def test_capacity_and_delay_bounds():
-    assert alg.capacity(version=3, eta=4, batch_size=8, accepted=40, running=10, max_concurrent=12) == 2
-    equal([alg.delay_stability_bound(k) for k in (1, 8)], 1, 0.184537)
-    equal([alg.delay_monotone_bound(k) for k in (1, 8)], 0.25, 0.043305)

@@ -159,14 +159,6 @@ def test_e9_m2po_counts_harmful_tokens_only():
     assert bounds.log_cap == math.inf
 
 
-def test_e10_capacity_counts_by_the_installed_version_and_survives_a_restart():
-    learner, installed, batch, eta = 10, 7, 4, 2
-    accepted = alg.accepted_after_restart(learner, batch)
-
-    assert alg.capacity(version=learner, eta=eta, batch_size=batch, accepted=accepted, running=0) == (eta + 1) * batch
-    assert alg.capacity(version=installed, eta=eta, batch_size=batch, accepted=accepted, running=0) == 0
-
-
 def test_e11_dppo_masks_by_probability_difference_not_by_capping_the_ratio():
     one = torch.ones(1, 1, dtype=torch.bool)
     rare_mu, rare_pi = torch.full((1, 1), math.log(1e-4), dtype=D), torch.full((1, 1), math.log(1e-3), dtype=D)
@@ -215,14 +207,13 @@ def test_e14_ess_leaves_masked_tokens_out():
     assert float(report.kept_fraction) == 0.5
 
 
-def test_e15_spread_over_versions_is_measured_so_that_one_std_can_be_refused():
-    # The functions cannot know temperatures; they provide the spread and the budget that decide it.
+def test_e15_a_group_over_too_many_versions_is_split_so_that_it_has_no_common_std():
     model = alg.DriftModel((0.0, 1.0, 2.0), (1.0,) * 3, (0.0, 0.01, 0.02), (0.0,) * 3)
-    spread = alg.group_spread(torch.tensor([5, 1, 2, 2]), torch.tensor([0, 0, 1, 1]))
+    budget = alg.spread_budget(model, m2_target=0.05)
 
-    allowed = spread <= alg.spread_budget(model, m2_target=0.05)
+    split = alg.split_by_lag(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 1, 2, 2]), budget=budget).tolist()
 
-    assert allowed.tolist() == [False, False, True, True]
+    assert split[0] != split[1] and split[2] == split[3]
 
 
 def test_e16_ess_weights_are_not_clamped_from_below():
@@ -350,4 +341,3 @@ def test_e26_the_target_for_a_state_critic_differs_from_the_one_for_q():
         ).targets
 
     assert (targets() - targets(target_rho_bar=1.0)).abs().max() > 1e-2
-    assert alg.Preset(name="x").target_rho_bar == 1.0
