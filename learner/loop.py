@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from learner.data.packing import equalize, pack
+from learner.data.packing import MicroBatch, equalize, pack
 from learner.model.gradients import optimizer_step
+from learner.model.policy import Policy
+from learner.objective.objective import Objective
 from learner.run import Run
-from learner.step import forward_backward
 
 
 def train(run: Run) -> bool:
@@ -45,3 +46,18 @@ def train(run: Run) -> bool:
         if not result.skipped:
             run.save_if_due()
     return True
+
+
+def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> float:
+    """Add the gradients of one micro-batch; returns its share of the loss. Statistics go to the objective.
+
+    The loss is normalized by counts of the whole batch, so gradients of micro-batches and ranks simply add up. FSDP2
+    divides their sum over data-parallel ranks by the number of these; the loss is multiplied by it, which cancels.
+    """
+    batch = micro_batch.to(objective.ranks.device)
+    logprobs, entropy = policy(
+        batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+    )
+    loss = objective.loss(batch, logprobs, entropy)
+    (loss * objective.ranks.dp_size).backward()
+    return float(loss.detach())

@@ -1,7 +1,16 @@
-"""The gang of learner processes: who am I, how many are we, and the few numbers that we share.
+"""The device mesh: which learner processes hold which part of the model, which share data, and who writes what.
 
-One process needs no process group, and every method is then a no-op, so the loop has no second version. Only tensors of
-numbers travel: object collectives pickle.
+    axis       ranks along it hold
+    replicate  copies of the sharded model                data-parallel: every pair (replicate, shard)
+    shard      parts of every parameter, by FSDP2         trains on groups of its own
+    context    parts of every sequence                    same data: ranks that differ only here
+    tensor     parts of every matrix                      get the same groups
+
+World size counts processes; data-parallel size counts shares of a batch: world / (context * tensor). The tensor axis
+varies fastest, so ranks that get the same groups are neighbors.
+
+One process needs no process group, and every collective is then a no-op, so the loop has no second version. Only
+tensors of numbers travel: object collectives pickle.
 """
 
 from __future__ import annotations
@@ -10,6 +19,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,25 +31,90 @@ from torch.distributed.tensor import DTensor
 from streamrl.errors import ConfigError
 
 
+class Coordinates(NamedTuple):
+    """A rank's place on each axis, the slowest first."""
+
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Size of every axis, and what follows for each rank: pure arithmetic."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world: int, *, replicate: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+        """All other processes shard. Raises ConfigError unless the other axes divide the world size."""
+        rest = replicate * context * tensor
+        if world % rest:
+            raise ConfigError(
+                f"{world} learner processes cannot form a mesh of replicate={replicate}, context={context}, "
+                f"tensor={tensor}: their number must be a multiple of {rest}."
+            )
+        return cls(replicate, world // rest, context, tensor)
+
+    @property
+    def sizes(self) -> Coordinates:
+        return Coordinates(self.replicate, self.shard, self.context, self.tensor)
+
+    @property
+    def world(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def dp_size(self) -> int:
+        """Shares that a batch is split into."""
+        return self.replicate * self.shard
+
+    @property
+    def dp_ranks(self) -> tuple[int, ...]:
+        """The data-parallel rank of every rank."""
+        return tuple(rank // (self.context * self.tensor) for rank in range(self.world))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        places = []
+        for size in reversed(self.sizes):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return Coordinates(*reversed(places))
+
+    def is_first_of_share(self, rank: int) -> bool:
+        """One rank of those with the same data: its statistics count."""
+        at = self.coordinates(rank)
+        return at.context == at.tensor == 0
+
+    def is_first_of_shard(self, rank: int) -> bool:
+        """One rank of those with the same parameters: it writes them, and their norm counts."""
+        at = self.coordinates(rank)
+        return at.replicate == at.context == 0
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the learner ranks.
+    """This process's place in the learner's process group.
 
     Attributes:
         rank: 0 .. world - 1; rank 0 talks to the hub and writes what is written once.
-        world: number of learner processes.
+        mesh: the layout of all ranks.
         device: where this rank computes.
-        mesh: one-dimensional device mesh over all ranks for FSDP2; None in a lone process that does not shard.
+        fsdp_mesh: what FSDP2 shards over; None in a lone process that does not shard.
     """
 
     rank: int = 0
-    world: int = 1
+    mesh: Mesh = Mesh()
     device: torch.device = torch.device("cpu")
-    mesh: DeviceMesh | None = None
+    fsdp_mesh: DeviceMesh | None = None
 
     @classmethod
     def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
-        """Join the gang that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (torchrun sets them); else alone.
+        """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (torchrun sets them).
 
         Args:
             device: auto, cpu or cuda; cuda takes device number LOCAL_RANK.
@@ -47,48 +123,78 @@ class Ranks:
         Raises:
             ConfigError: a device that is not here.
         """
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, mesh = int(os.environ.get("RANK", "0")), Mesh.of(int(os.environ.get("WORLD_SIZE", "1")))
         where = _device(device)
         sharded = where.type == "cuda" if sharded is None else sharded
-        if world == 1 and not sharded:
-            return cls(rank, world, where, None)
-        backend = "nccl" if where.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        if world == 1:
+        if mesh.world == 1 and not sharded:
+            return cls(rank, mesh, where)
+        backend, timeout = "nccl" if where.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        if mesh.world == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
-        return cls(rank, world, where, init_device_mesh(where.type, (world,), mesh_dim_names=("shard",)))
+        # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
+        return cls(rank, mesh, where, init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",)))
+
+    @property
+    def world(self) -> int:
+        return self.mesh.world
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of a batch this rank trains on."""
+        return self.mesh.dp_ranks[self.rank]
 
     def close(self) -> None:
-        """Leave the gang. Safe to call alone and twice."""
+        """Leave the process group. Safe to call alone and twice."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
+    # --- agreement of all ranks ---------------------------------------------------------------------------------
+
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.all_reduce([0.0])
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """Sums over ranks in float64, entry by entry; the same list on every rank."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        self._reduce([0.0])
 
     def maximum(self, value: float) -> float:
         """The largest `value` of any rank."""
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
+    def from_rank_zero(self, value: float) -> float:
+        """Rank 0's `value`, on every rank."""
+        return self._reduce([value if self.rank == 0 else 0.0])[0]
+
+    def gather_world(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's list, by rank; lists may differ in length (float64, so integers are exact up to 2**53)."""
         if self.world == 1:
             return [list(values)]
-        lengths = [int(x) for x in self.all_reduce([float(len(values)) * (r == self.rank) for r in range(self.world)])]
+        lengths = [int(x) for x in self._reduce([float(len(values)) * (r == self.rank) for r in range(self.world)])]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.float64, device=self.device)
         padded[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
         everyone = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(everyone, padded)
         return [row.tolist()[:length] for row, length in zip(everyone, lengths, strict=True)]
 
-    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    # --- sums over the batch and over the model -----------------------------------------------------------------
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """Sums over data-parallel ranks in float64, entry by entry; the same list on every rank."""
+        return self._reduce(values if self.mesh.is_first_of_share(self.rank) else [0.0] * len(values))
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The list of every data-parallel rank, by that rank."""
+        rows = self.gather_world(values)
+        return [row for rank, row in enumerate(rows) if self.mesh.is_first_of_share(rank)]
+
+    def sum_over_shards(self, value: float) -> float:
+        """The sum over the parts of the model in float64, each counted once."""
+        return self._reduce([value if self.mesh.is_first_of_shard(self.rank) else 0.0])[0]
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         if self.world == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)

@@ -134,7 +134,7 @@ def _make_publisher(
 ) -> Publisher:
     return Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
-        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, world=ranks.world,
+        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank,
         fence=claim.check if claim else None, fold=bool(set(config.publish.transports) & {"ipc", "nccl"}),
     )
 
@@ -216,7 +216,7 @@ def _start_hub(
     ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
     return HubProcess(hub_settings(
         config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
-        lineage=lineage[:-1], world=ranks.world,
+        lineage=lineage[:-1], dp_ranks=ranks.mesh.dp_ranks,
         bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
         rank_endpoint=endpoint, shm_dir=document_directory(past.run_id, run_dir),
         vocab_size=policy_vocab_size(model_dir), restore_path=ledger, bounds=bounds, device=str(ranks.device),

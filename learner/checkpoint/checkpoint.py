@@ -79,12 +79,12 @@ def save_checkpoint(
         RunLockedError: a newer learner owns the run; on every rank.
     """
     run_dir = Path(run_dir)
-    tag = ranks.all_reduce([float(secrets.randbits(40)) if ranks.rank == 0 else 0.0])[0]
+    tag = ranks.from_rank_zero(float(secrets.randbits(40)))
     draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
     draft.mkdir(parents=True, exist_ok=True)
     tensors = chain(training_tensors(policy, optimizer), also)
     entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
-    everyone = ranks.gather([float(failure is None)])
+    everyone = ranks.gather_world([float(failure is None)])
     if failure is not None or not all(ok for (ok,) in everyone):
         raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
     files = _gather_entries(entries, ranks, blobs)
@@ -115,7 +115,7 @@ def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoi
         except CheckpointError as error:
             failure = error
     code = -2.0 if failure else -1.0 if chosen is None else float(chosen.version)
-    code = ranks.all_reduce([code if ranks.rank == 0 else 0.0])[0]  # rank 0 reads all, the others follow
+    code = ranks.from_rank_zero(code)  # rank 0 reads all, the others follow
     if code == -2.0:
         raise failure or CheckpointError(f"rank 0 found no good checkpoint in {run_dir}")
     if ranks.rank == 0 or code == -1.0:
@@ -142,7 +142,7 @@ def _write_mine(
     """Sizes and digests of this rank's files, or why they could not be written."""
     try:
         paths = [draft / _shard_name(ranks.rank, ranks.world)]
-        write_shards(paths[0], tensors)
+        write_shards(paths[0], tensors if ranks.mesh.is_first_of_shard(ranks.rank) else ())
         for name in sorted(blobs):
             paths.append(draft / f"{name}.bin")
             paths[-1].write_bytes(blobs[name])
@@ -158,7 +158,7 @@ def _gather_entries(
     entries: list[tuple[int, bytes]], ranks: Ranks, blobs: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
     """File name -> size and digest, of all ranks; digests travel as small integers."""
-    rows = ranks.gather([float(x) for size, digest in entries for x in (size, *digest)])
+    rows = ranks.gather_world([float(x) for size, digest in entries for x in (size, *digest)])
     files = {}
     for rank, flat in enumerate(rows):
         names = [_shard_name(rank, ranks.world), *(f"{name}.bin" for name in sorted(blobs) if rank == 0)]

@@ -27,7 +27,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     lineage: tuple[Lineage, ...]
     run_seed: int
-    world: int
+    dp_ranks: tuple[int, ...]
+    """The data-parallel rank of every learner rank: those with the same one train the same groups."""
     bind: str
     weights_port: int
     advertise: str | None

@@ -24,7 +24,7 @@ WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
 
 def hub_settings(
     config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
-    world: int, bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
+    dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
     bounds: tuple[int, int] | None = None, device: str = "cpu",
 ) -> HubSettings:
     """Everything the hub process is told.
@@ -36,7 +36,7 @@ def hub_settings(
     accuracy = config.filter.accuracy_range
     return HubSettings(
         run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
-        run_seed=config.run.seed, world=world, bind=bind, weights_port=config.hub.weights_port,
+        run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, weights_port=config.hub.weights_port,
         advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
         shm_dir=str(shm_dir),
         task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),

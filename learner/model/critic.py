@@ -147,7 +147,7 @@ class Critic:
                 old_values=None if self._clip is None else taught.old, clip=self._clip,
             )
             loss = losses.sum() / count
-        (loss * self._ranks.world).backward()
+        (loss * self._ranks.dp_size).backward()
         return float(loss.detach())
 
     def _outputs(self, batch: MicroBatch, memory: _Memory) -> Tensor:

@@ -59,7 +59,7 @@ def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     """Euclidean norm over all gradients, each shard counted once; a collective call if any is sharded."""
     sharded = sum_of_squares([g for g in gradients if isinstance(g, DTensor)])
     whole = sum_of_squares([g for g in gradients if not isinstance(g, DTensor)])
-    return math.sqrt(ranks.all_reduce([sharded])[0] + whole)
+    return math.sqrt(ranks.sum_over_shards(sharded) + whole)
 
 
 def sum_of_squares(tensors: list[Tensor]) -> float:

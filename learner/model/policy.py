@@ -139,7 +139,7 @@ def load_policy(
         # transformers renamed it in 5.23; both names take the keyword arguments of torch's checkpoint
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    if ranks.mesh is None:
+    if ranks.fsdp_mesh is None:
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy.to(ranks.device)
@@ -169,13 +169,13 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: t
 
     Without a mesh the module merely moves to the ranks' device.
     """
-    if ranks.mesh is not None:
+    if ranks.fsdp_mesh is not None:
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for layer in layers:
-            fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
-        fully_shard(module, mesh=ranks.mesh, mp_policy=precision)
+            fully_shard(layer, mesh=ranks.fsdp_mesh, mp_policy=precision)
+        fully_shard(module, mesh=ranks.fsdp_mesh, mp_policy=precision)
     return module.to(ranks.device)
 
 

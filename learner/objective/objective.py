@@ -150,7 +150,7 @@ class Objective:
         left_out = _everyones_truncated(trajectories, plan, self.ranks) if self._filter_truncated else None
         self._facts = batch_facts(
             trajectories, plan, left_out=left_out, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
-            rank=self.ranks.rank, spread_budget=self._lag_policy.spread_budget,
+            rank=self.ranks.dp_rank, spread_budget=self._lag_policy.spread_budget,
         )
         self._credit = plain_credit(self._advantage, self._facts, lambda: self._return_moments(trajectories))
         return list(trajectories)

@@ -62,7 +62,7 @@ class Publisher:
         wire_dtype: dtype of every tensor in the document.
         bucket_bytes: size of the units that are digested and moved.
         shm: owner of the documents' directory; rank 0 needs it, the others leave it None.
-        rank, world: of the group that `full_tensor` gathers over.
+        rank: of this process among the learner's.
         fence: called right before the document becomes visible; raises if this learner no longer owns the run.
         slot_wait_s: longest that rank 0 waits for room, which is local work on this machine; then the version is
             skipped. The other ranks are in their first gather meanwhile, so it must be far below their time-out.
@@ -71,13 +71,13 @@ class Publisher:
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.Tensor]], *, wire_dtype: torch.dtype, bucket_bytes: int,
-        shm: ShmPublisher | None, rank: int = 0, world: int = 1, fence: Callable[[], None] | None = None,
+        shm: ShmPublisher | None, rank: int = 0, fence: Callable[[], None] | None = None,
         slot_wait_s: float = 15.0, fold: bool = False,
     ) -> None:
         if rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
         self._parameters = _without_ties(parameters)
-        self._wire_dtype, self._rank, self._world, self._shm = wire_dtype, rank, world, shm
+        self._wire_dtype, self._rank, self._shm = wire_dtype, rank, shm
         self._fence, self._fold = fence or (lambda: None), fold
         self._slot_wait_s = slot_wait_s
         self._last_tried: VersionRef | None = None

@@ -39,7 +39,7 @@ class PlanRow(Message):
 
     group_id: U64
     index: U16
-    rank: U16
+    rank: U16  # data-parallel
     num_tokens: U32
     num_action_tokens: U32
     reward: float

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
@@ -32,7 +34,7 @@ from streamrl.messages.codec import Decoder
 
 
 def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
-    """Spread whole groups over ranks so that tokens are balanced; one row a member, in batch order.
+    """Spread whole groups over data-parallel ranks so that tokens are balanced; one row a member, in batch order.
 
     The largest group goes first, each to the rank with the fewest tokens so far (Graham's LPT rule: at most 4/3 of the
     best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a function of its
@@ -58,6 +60,21 @@ def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
         )
         for group in groups for member in group.members
     ]
+
+
+def share_batch(groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int]) -> list[BatchShare]:
+    """Every rank's share of a batch; ranks of one data-parallel rank get the same groups.
+
+    Args:
+        dp_ranks: the data-parallel rank of every rank.
+    """
+    rows = tuple(plan_batch(groups, max(dp_ranks) + 1))
+    dp_rank_of = {row.group_id: row.rank for row in rows}
+    frames = [
+        tuple(bytes(frame) for group in groups if dp_rank_of.get(group.group_id) == dp_rank for frame in group.frames)
+        for dp_rank in range(max(dp_ranks) + 1)
+    ]
+    return [BatchShare(version, rows, frames[dp_rank], stats={}) for dp_rank in dp_ranks]
 
 
 class RankHandler:
@@ -136,13 +153,8 @@ class RankHandler:
         groups = self._hub.ledger.cut_batch(self._version)
         if groups is None:
             return
-        world = self._hub.settings.world
-        rows = tuple(plan_batch(groups, world))
-        rank_of = {row.group_id: row.rank for row in rows}
-        for rank in range(world):
-            frames = tuple(bytes(f) for group in groups if rank_of.get(group.group_id) == rank for f in group.frames)
-            stats = self._counters() if rank == 0 else {}
-            self._shares[rank] = BatchShare(self._version, rows, frames, stats=stats)
+        self._shares = dict(enumerate(share_batch(groups, self._version, self._hub.settings.dp_ranks)))
+        self._shares[0] = msgspec.structs.replace(self._shares[0], stats=self._counters())
 
     def _finish_eval(self, eval_id: int) -> None:
         outcome = self._hub.ledger.eval_result(eval_id)

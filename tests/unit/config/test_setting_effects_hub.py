@@ -167,7 +167,7 @@ def published_layout(*words: str):
     publish = config_of(*words).publish
     return Publisher(
         [("weight", torch.zeros(1000))], wire_dtype=wire_dtype(publish.dtype, Ranks().device),
-        bucket_bytes=publish.bucket_bytes, shm=None, rank=1, world=2,
+        bucket_bytes=publish.bucket_bytes, shm=None, rank=1,
     ).layout
 
 

@@ -32,7 +32,7 @@ def config_of(*words: str) -> Config:
 def settings_of(*words: str, run_dir: Path = Path("/nowhere"), bind: str = "tcp://127.0.0.1:0"):
     """What the learner would tell its hub under these words."""
     return hub_settings(
-        config_of(*words), run_id="run", run_dir=run_dir, learner_epoch=1, version=0, lineage=(), world=1,
+        config_of(*words), run_id="run", run_dir=run_dir, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
         bind=bind, rank_endpoint=f"ipc://{run_dir}/ranks", shm_dir=run_dir, vocab_size=VOCAB_SIZE, restore_path=None,
     )
 
@@ -186,7 +186,7 @@ def test_the_mode_says_what_becomes_of_an_old_group():
 def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
     settings = hub_settings(
         config_of("staleness.adaptive.enabled=true"), run_id="run", run_dir=Path("/nowhere"), learner_epoch=1,
-        version=0, lineage=(), world=1, bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
+        version=0, lineage=(), dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
         shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
     )
     ledger = build_ledger(settings)

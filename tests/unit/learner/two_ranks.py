@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import equalize, pack
+from learner.loop import forward_backward
 from learner.mesh import Ranks
 from learner.model.export import export_model
 from learner.model.gradients import optimizer_step
@@ -29,7 +30,6 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import score_batch
-from learner.step import forward_backward
 from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,
@@ -61,8 +61,8 @@ class Kit:
 def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
     """(loss, gradient norm, whole gradients, statistics) of one step on a batch that depends on the step alone."""
     policy, rows = kit.policy, batch(5, 3, seed=step)
-    plan = plan_of(rows, world=ranks.world)
-    mine = [row for row in rows if row.group_id % ranks.world == ranks.rank]
+    plan = plan_of(rows, world=ranks.dp_size)
+    mine = [row for row in rows if row.group_id % ranks.dp_size == ranks.dp_rank]
     objective = Objective(
         AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4, ranks=ranks,
         regularizers=Regularizers(KL, CONSTRAINT, LOSS, kit.controls),

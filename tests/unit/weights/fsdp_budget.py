@@ -59,7 +59,7 @@ def main() -> None:
     rank = mesh.get_rank()
     shm = ShmPublisher(Path(sys.argv[1]), "budget") if rank == 0 else None
     publisher = Publisher(
-        policy_parameters(model), wire_dtype=torch.float32, bucket_bytes=BUCKET_BYTES, shm=shm, rank=rank, world=2
+        policy_parameters(model), wire_dtype=torch.float32, bucket_bytes=BUCKET_BYTES, shm=shm, rank=rank
     )
     publisher.publish(VersionRef(1, 0))  # the first gathers make buffers for good
     with Watch() as watch:

@@ -23,10 +23,10 @@ def toy_model() -> torch.nn.Module:
     )
 
 
-def publish_all(model: torch.nn.Module, folder: Path, *, rank: int, world: int, full_at: int | None) -> None:
+def publish_all(model: torch.nn.Module, folder: Path, *, rank: int, full_at: int | None) -> None:
     shm = ShmPublisher(folder, "fsdp", keep_versions=9) if rank == 0 else None
     publisher = Publisher(
-        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, rank=rank, world=world
+        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, rank=rank
     )
     for version in range(3):
         if version == full_at and shm is not None:
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    publish_all(model, Path(sys.argv[1]), rank=mesh.get_rank(), world=2, full_at=2)
+    publish_all(model, Path(sys.argv[1]), rank=mesh.get_rank(), full_at=2)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

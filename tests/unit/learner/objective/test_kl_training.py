@@ -10,6 +10,7 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
+from learner.loop import forward_backward
 from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
@@ -19,7 +20,6 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import PassOutputs, score_batch
-from learner.step import forward_backward
 from streamrl.algorithms import kl_estimate
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import AdvantageConfig, OptimizerConfig
