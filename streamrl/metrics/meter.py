@@ -1,4 +1,4 @@
-"""Collects the numbers of one step as sums and counts, so that micro-batches and ranks of any size add up exactly.
+"""The numbers of one step as sums and counts, so that micro-batches and ranks of any size add up exactly.
 
     micro-batches --add--> Meter (each rank) --totals_for_ranks--> merge (rank 0) --flush--> one dict a step
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.metrics.names import Reduction, lookup, member
+from streamrl.metrics.names import Reduction, lookup
 
 PERCENTILES = {"lag/token": (("lag/token_p50", 0.5), ("lag/token_p99", 0.99))}
 """Histogram -> the keys derived from it when the step ends."""
@@ -67,11 +67,6 @@ class Meter:
         for key, value in values.items():
             self.add(key, value, weight)
 
-    def add_family(self, family: str, values: Mapping[str, float]) -> None:
-        """Add values under names that come from data, e.g. the hub's counters: `add_family("hub", status.counters)`."""
-        for name, value in values.items():
-            self.add(member(family, name), value)
-
     def add_moments(self, key: str, count: float, total: float, squares: float) -> None:
         """Add the sums of `count` observations to a std or ess metric: sum of x and sum of x^2."""
         reduction = lookup(key).reduction
@@ -97,11 +92,11 @@ class Meter:
             self._add_to_bin(key, which, [float(value) * weight, float(weight)])
 
     def totals_for_ranks(self) -> list[float]:
-        """Everything added so far as one list of floats that describes itself, for an all-gather between ranks.
+        """Everything added so far as one self-describing list of floats, for an all-gather between ranks.
 
         Lists of different ranks differ in length: pad them with zeros at the end, `merge` ignores the padding. Layout:
-        number of entries, then for each entry the length of its key, the key's code points, the number of values, and
-        the values (for a binned metric, rows of bin and fields one after the other).
+        number of entries; for each, the key's length and code points, the number of values, and the values (for a
+        binned metric, rows of bin and fields).
         """
         entries: list[tuple[str, list[float]]] = list(self._sums.items())
         for key, bins in self._bins.items():

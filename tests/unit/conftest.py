@@ -30,8 +30,8 @@ def _step(meter, step, lag):
     meter.add("throughput/train_tokens_per_s", 50)
     meter.add("throughput/generate_tokens_per_s", 60)
     meter.add("dropped/zero_std", 2)
-    meter.add_family("hub", {"num_groups_leased": 12 * step, "num_groups_accepted": 11 * step,
-                             "num_groups_trained": 10 * step, "num_groups_stale": 1, "tokens_generated": 120 * step})
+    meter.add_all({"hub/num_groups_leased": 12 * step, "hub/num_groups_accepted": 11 * step,
+                   "hub/num_groups_trained": 10 * step, "hub/num_groups_stale": 1, "hub/tokens_generated": 120 * step})
     if step in (1, 10):
         meter.add("eval/score", 0.05 * step)
 

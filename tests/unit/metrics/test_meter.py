@@ -114,7 +114,7 @@ def test_programming_errors_are_refused():
 
 def test_counters_of_the_hub_are_taken_under_their_own_names():
     meter = Meter()
-    meter.add_family("hub", {"num_groups_leased": 4.0, "num_wire_errors_digest": 1.0})
+    meter.add_all({"hub/num_groups_leased": 4.0, "hub/num_wire_errors_digest": 1.0})
 
     assert meter.flush(1) == {"step": 1, "hub/num_groups_leased": 4.0, "hub/num_wire_errors_digest": 1.0}
 
