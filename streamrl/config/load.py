@@ -1,14 +1,15 @@
 """The only door to hydra and omegaconf: words from the command line in, plain dataclasses out.
 
-`configs/` is composed over the dataclass schema, so an unknown key cannot enter. Before hydra sees them, override words
-are held against the schema, because its own message names no remedy and ours can name the nearest valid key.
+`configs/` is composed over the dataclass schema, so an unknown key cannot enter. Override words are checked against the
+schema before hydra parses them: hydra's message names no remedy, ours the nearest valid key.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
-import json
+import inspect
 import re
 import sys
 import types
@@ -19,9 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,9 +39,7 @@ GROUPS = ("experiment", "algorithm")
 HYDRA_FLAGS = ("hydra.", "hydra/")
 
 
-def register_schema() -> None:
-    """Tell hydra about the schema; the YAML files compose over it by the name `schema`."""
-    ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml composes over it by this name
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
@@ -48,7 +49,6 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
     """
     check_overrides(overrides)
-    register_schema()
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
     try:
@@ -59,12 +59,12 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
-    """Options are an open mapping, so new keys must be marked as added for hydra's grammar."""
+    """The words in hydra's grammar, which wants keys of an open mapping marked as added."""
     return [f"++{word}" if word.startswith(open_mappings()) else word for word in words]
 
 
 def to_config(composed: DictConfig) -> Config:
-    """DictConfig stops here."""
+    """The checked dataclass of a composed config; no DictConfig passes this point."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -75,7 +75,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def check_overrides(words: Sequence[str]) -> None:
-    """Refuse words that name no setting, before hydra sees them.
+    """Refuse words that name no setting.
 
     Raises:
         ConfigError: naming the nearest valid key.
@@ -148,9 +148,6 @@ def _type_name(hint: Any) -> str:
 @cache
 def field_sentences(cls: type) -> dict[str, str]:
     """The sentence under each field of a dataclass, read from its source (Python keeps none at run time)."""
-    import ast
-    import inspect
-
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
@@ -162,26 +159,14 @@ def field_sentences(cls: type) -> dict[str, str]:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A config as JSON-able values: enums by name."""
-    return {
-        item.name: _plain_value(getattr(config, item.name)) for item in dataclasses.fields(config)
-    }
-
-
-def _plain_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_plain(value)
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return {key: _plain_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
-    return value
+    """A config, or a section of it, as JSON-able values: enums by name."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The inverse of `to_plain`, with `key=value` words on top (an actor's local wishes over the learner's config)."""
+    """The inverse of `to_plain`, with `key=value` words on top (an actor's own settings over the learner's)."""
     check_overrides(overrides)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
@@ -193,32 +178,27 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
 
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML, for the run directory."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
-
-
-def to_json(config: Config) -> bytes:
-    return json.dumps(to_plain(config)).encode()
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def _plain(error: Exception) -> str:
+    """hydra's or omegaconf's message in one line that names the key."""
     text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    keep = [line for line in lines if not line.startswith(("object_type", "reference_type", "full_key:"))]
-    keep = list(dict.fromkeys(keep))
-    names = [line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")]
-    text = " ".join(keep)
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    text = " ".join(line for line in lines if not line.startswith(("object_type", "reference_type", "full_key:")))
+    names = [name for line in lines if line.startswith("full_key:") if (name := line.removeprefix("full_key:").strip())]
+    keys = set(setting_names())
     for name in names:
-        if name and name not in text:
+        if name not in keys and not f"{name}.".startswith(open_mappings()):
+            return f"Unknown key `{name}`: {_nearest(name, keys)}"
+        if name not in text:
             text = f"{name}: {text}"
-    unknown = [name for name in names if name and name not in set(setting_names())]
-    if unknown and not f"{unknown[0]}.".startswith(open_mappings()):
-        return f"Unknown key `{unknown[0]}`: {_nearest(unknown[0], set(setting_names()))}"
     return text
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One job of a multirun: its number, config, all its words, those that the sweep varies, and its directory."""
+    """One job of a multirun: `swept` are those of its `words` that the sweep varies."""
 
     number: int
     config: Config
@@ -228,14 +208,7 @@ class Job:
 
 
 def run_jobs(words: Sequence[str], run_one: Callable[[Job], None]) -> None:
-    """hydra's multirun: one call of `run_one` for each combination, one after the other.
-
-    Every job gets a directory of its own below hydra.sweep.dir and, through `hub.bind` port 0, ports of its own.
-    """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
-    register_schema()
+    """hydra's multirun: one call of `run_one` for each combination, in sequence, each with its own directory."""
     varied = {word.partition("=")[0] for word in words if _is_sweep(word)}
 
     @hydra.main(config_path="pkg://configs", config_name="config", version_base="1.3")
