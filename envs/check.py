@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from envs.task_file import describe
+from envs.task_file import NO_TASK, describe
 from streamrl.environment import ChatMessage, HasTarget, Record, Step, Task
 from streamrl.errors import TaskError
 
@@ -25,7 +25,7 @@ def check_task(task: Task) -> None:
     that `step` returns a finite `Step` for an arbitrary completion, and that a known right answer earns no less.
     """
     if not isinstance(task, Task):
-        raise TaskError(f"{type(task).__name__} is no task: it needs name, num_records, record and env.")
+        raise TaskError(f"got a {type(task).__name__}, {NO_TASK}")
     for split in ("train", "test"):
         where = f"task {task.name!r}, {split} record 0"
         count = _call(where, "num_records", task.num_records, split)

@@ -12,7 +12,6 @@ Errors in the file are shown with the line of the file, not with lines of the lo
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -23,35 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from streamrl.environment import Record, SingleTurnTask, Step, Task
+from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError
+from streamrl.extension import did_you_mean
 
 FORMS = (
     "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
     "or these two as functions, or a function task(**options) that returns the task."
 )
-
-
-class FunctionTask(SingleTurnTask):
-    """The task made of a file's two functions."""
-
-    def __init__(
-        self,
-        record: Callable[[str, int], Record],
-        reward: Callable[[Record, str], float | Step],
-        *,
-        name: str,
-        num_train: int,
-        num_test: int,
-    ) -> None:
-        self._record, self._reward = record, reward
-        self.name, self.num_train, self.num_test = name, num_train, num_test
-
-    def record(self, split: str, index: int) -> Record:
-        return self._record(split, index)
-
-    def reward(self, record: Record, completion: str) -> float | Step:
-        return self._reward(record, completion)
+NO_TASK = "not a task: it must have name, num_records, record and env (derive it from streamrl.SingleTurnTask)."
 
 
 def task_from_file(path: str, options: Mapping[str, Any]) -> Task:
@@ -59,19 +38,11 @@ def task_from_file(path: str, options: Mapping[str, Any]) -> Task:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise TaskError(f"env.path={path!r}: there is no such file (looked at {file}).")
-    module = _run_file(file)
-    factory = _find_factory(module, file)
-    task = construct(factory, options, file.name)
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"{file.name}: got a {type(task).__name__} where a task was expected; it must have name, num_records, "
-            "record and env (derive it from streamrl.SingleTurnTask)."
-        )
-    return task
+    return construct(_find_factory(_run_file(file), file), options, file.name)
 
 
-def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str) -> Any:
-    """`factory(**options)`, with unknown or missing options named and an error of the factory shown by its line."""
+def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str) -> Task:
+    """`factory(**options)`. Raises TaskError: unknown or missing options, an error of the factory, or no task."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:
@@ -84,21 +55,22 @@ def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str
     if missing:
         raise TaskError(f"task {name}: missing option {', '.join(missing)}: set env.options.{missing[0]}=...")
     try:
-        return factory(**options)
+        task = factory(**options)
     except TaskError:
         raise
     except Exception as error:
         raise TaskError(f"task {name} could not be made with options {dict(options)}: {describe(error)}") from error
+    if not isinstance(task, Task):
+        raise TaskError(f"task {name} is a {type(task).__name__}, {NO_TASK}")
+    return task
 
 
 def refuse_unknown(options: Mapping[str, Any], known: list[str], name: str) -> None:
     """Raise TaskError for the first option that is not in `known`, with the nearest and all valid names."""
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             valid = ", ".join(sorted(known)) or "none"
-            raise TaskError(f"task {name} has no option {key!r}.{hint} Valid options: {valid}.")
+            raise TaskError(f"task {name} has no option {key!r}.{did_you_mean(key, known)} Valid options: {valid}.")
 
 
 def describe(error: BaseException) -> str:
@@ -142,25 +114,13 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
     if classes:
         return classes[0]
     if has_pair:
-        return _pair_factory(module, functions, file)
+        optional = {key: getattr(module, key) for key in ("name", "num_train", "num_test") if hasattr(module, key)}
+        pair = {key: staticmethod(functions[key]) for key in ("record", "reward")}
+        return type("FunctionTask", (SingleTurnTask,), {"name": file.stem, **optional, **pair})
     found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
     raise TaskError(f"{file.name} defines no task. Found: {found}. {FORMS}")
 
 
 def _is_task_class(cls: type) -> bool:
-    has = {key for key in ("num_records", "record", "env", "reward") if callable(getattr(cls, key, None))}
-    is_whole = {"num_records", "record", "env"} <= has
+    is_whole = all(callable(getattr(cls, key, None)) for key in ("num_records", "record", "env"))
     return is_whole and not inspect.isabstract(cls)
-
-
-def _pair_factory(module: ModuleType, functions: Mapping[str, Any], file: Path) -> Callable[[], FunctionTask]:
-    def make() -> FunctionTask:
-        return FunctionTask(
-            functions["record"],
-            functions["reward"],
-            name=getattr(module, "name", file.stem),
-            num_train=getattr(module, "num_train", SingleTurnTask.num_train),
-            num_test=getattr(module, "num_test", SingleTurnTask.num_test),
-        )
-
-    return make

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
@@ -28,10 +28,8 @@ def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
         return table[name]
     if ":" in name:
         return import_attribute(name, setting=setting)
-    near = difflib.get_close_matches(name, table, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(
-        f"{setting}={name} is unknown.{hint} There are {', '.join(sorted(table))}, "
+        f"{setting}={name} is unknown.{did_you_mean(name, table)} There are {', '.join(sorted(table))}, "
         "or name your own as package.module:attribute."
     )
 
@@ -46,9 +44,13 @@ def import_attribute(name: str, *, setting: str) -> Any:
             f"{setting}={name}: cannot import {error.name!r}. "
             "Install the package, or start from the folder that holds it."
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    if not hasattr(module, attribute):
+        hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")])
         raise ConfigError(f"{setting}={name}: module {module_name} has no {attribute!r}.{hint}")
-    return found
+    return getattr(module, attribute)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """ " Did you mean a or b?" for the nearest of the candidates; empty if none is near."""
+    near = difflib.get_close_matches(name, list(candidates), n=3)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

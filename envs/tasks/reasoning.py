@@ -17,6 +17,7 @@ from typing import Any
 from envs.task_file import describe, refuse_unknown
 from streamrl.environment import Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
+from streamrl.extension import did_you_mean
 
 PREFIX = "reasoning_gym."
 TEST_SHARE = 5
@@ -154,10 +155,7 @@ def _package() -> Any:
 def _make_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
     datasets = _package().DATASETS
     if name not in datasets:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, datasets, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, datasets)
         raise TaskError(f"reasoning_gym has no dataset {name!r}.{hint} It has {len(datasets)}: {', '.join(datasets)}.")
     dataset_class, config_class = datasets[name]
     known = [f.name for f in fields(config_class) if f.name not in ("seed", "size")]

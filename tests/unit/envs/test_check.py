@@ -72,5 +72,5 @@ def test_async_environments_are_played_too():
 
 
 def test_something_that_is_no_task_is_named_by_its_type():
-    with pytest.raises(TaskError, match="dict is no task"):
+    with pytest.raises(TaskError, match="got a dict, not a task"):
         check_task({})

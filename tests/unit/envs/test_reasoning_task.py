@@ -102,7 +102,7 @@ def test_a_dataset_with_a_single_question_has_no_second_split():
     ("name", "options", "said"),
     [
         ("chain_sums", {}, "Did you mean chain_sum"),
-        ("chain_sum", {"max_term": 2}, "Did you mean 'max_terms'"),
+        ("chain_sum", {"max_term": 2}, "Did you mean max_terms"),
         ("chain_sum", {"size": 9}, "no option 'size'"),
         ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
         ("chain_sum", {"answer_format": "json"}, "choose one of number"),

@@ -52,12 +52,12 @@ def test_a_registered_name_takes_its_options():
 
 
 def test_an_unknown_name_suggests_the_nearest_one():
-    with pytest.raises(TaskError, match="Did you mean 'string.reverse'"):
+    with pytest.raises(TaskError, match=r"Did you mean string\.reverse"):
         load_task("string.revers")
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
-    with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean 'max_length'\? Valid options: alphabet, "):
+    with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean max_length.*\? Valid options: alphabet, "):
         load_task("string.reverse", options={"max_len": 5})
 
 
@@ -71,12 +71,12 @@ def test_a_class_is_found_by_its_module_path():
     ("name", "said"),
     [
         ("no_such_package.tasks:Mine", "cannot import 'no_such_package'"),
-        ("envs.tasks.strings:StringTusk", "has no 'StringTusk'. Did you mean 'StringTask'"),
+        ("envs.tasks.strings:StringTusk", "has no 'StringTusk'. Did you mean StringTask"),
         ("envs.tasks.strings:ALPHABET", "is a str: name a class or a function"),
         ("envs.tasks.strings:partial_credit", "missing option answer, completion"),
         ("types:SimpleNamespace", "is built into Python"),
         ("envs.check:Step", "missing option reward"),
-        ("fractions:Fraction", "returned a Fraction, which has no name, num_records"),
+        ("fractions:Fraction", "is a Fraction, not a task: it must have name, num_records"),
     ],
 )
 def test_a_bad_module_path_says_what_is_wrong(name, said):
@@ -154,7 +154,7 @@ def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
         ("import no_such_module_here\n", "ModuleNotFoundError"),
         ("def reward(record, completion):\n    return 0.0\n", "defines no task. Found: reward. Define one class"),
         ("", "Found: nothing"),
-        ("def task():\n    return 3\n", "got a int where a task was expected"),
+        ("def task():\n    return 3\n", "is a int, not a task"),
         ("def task():\n    raise KeyError('deep')\n", "KeyError: 'deep' (my_task.py, line 2: raise KeyError('deep'))"),
         ("def task(size):\n    return size\n", "missing option size: set env.options.size"),
     ],
