@@ -59,7 +59,8 @@ class LiveHub:
         endpoint = f"ipc://{self._home.name}/ranks"
         self.server = HubServer(hub_settings(
             config, run_id="run", run_dir=path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
-            bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size, restore_path=None,
+            bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
+            restore_path=None,
         ), start_sender=start_sender)
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._gone.is_set,), name="hub")

@@ -166,7 +166,7 @@ def test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likel
     made.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
 
     worst = min(rows, key=lambda row: row.reward)
-    bad = torch.tensor([rows[i] is worst for i in micro.rows])[:, None].expand(micro.mask.shape)[micro.mask]
+    bad = torch.tensor([rows[i] is worst for i in micro.trajectory_ids])[:, None].expand(micro.mask.shape)[micro.mask]
     assert bool((logprobs.grad[bad] == 0).all()) is capped
 
 
