@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.hub.ledger.actors import Roster
-from learner.hub.ledger.dedup import DedupEntry
-from learner.hub.ledger.evals import EvalItem
-from learner.hub.ledger.grant import Dispatch
-from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
-from learner.hub.ledger.state import Actor
+from learner.hub.ledger.actors import Actor, ActorTable
+from learner.hub.ledger.dedup import DedupEntry, DedupTable
+from learner.hub.ledger.evals import EvalTable
+from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason, ReturnReason
 from streamrl.messages.validate import MemberSummary, check_group
@@ -25,10 +27,12 @@ HOPELESS = {
 BLAMELESS = (ReturnReason.DRAIN, ReturnReason.NO_SLOT)
 """Handed back for a reason that says nothing about the group: no failure is counted."""
 
+Summaries = tuple[MemberSummary, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """accepted; rejected, with its reason; repeat (said before, said again); no_link (answer STOP(NO_LINK)).
+    """accepted; rejected, with its reason; repeat (answered before, answered again); no_link (answer STOP(NO_LINK)).
 
     `strike` marks what no honest actor would send.
     """
@@ -39,234 +43,227 @@ class AcceptResult:
     strike: bool = False
 
 
-class Refusal(Exception):
-    """Inside the ledger: this group is rejected."""
+class _Refused(Exception):
+    """This group is rejected."""
 
     def __init__(self, reason: RejectReason, detail: str, *, strike: bool = False) -> None:
         super().__init__(detail)
-        self.reason, self.detail, self.strike = reason, detail, strike
+        self.result = AcceptResult("rejected", reason, detail, strike)
 
 
-class Admission(Roster, Dispatch):
-    """`accept`."""
+@dataclass
+class Acceptance:
+    """Judges GROUP messages."""
 
-    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
-        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
+    settings: LedgerSettings
+    groups: GroupTable
+    actors: ActorTable
+    evals: EvalTable
+    dedup: DedupTable
+    versions: Versions
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    counts: Counter[str]
+
+    def accept(self, actor_id: str, group: Group, frame: bytes, now: float) -> AcceptResult:
+        """See `Ledger.accept`."""
         actor = self.actors.get(actor_id)
         if actor is None:
             return AcceptResult("no_link", detail=f"actor {actor_id} has no link")
         if group.incarnation != actor.incarnation:
-            self._counts["num_rejected_fenced"] += 1
+            self.counts["num_rejected_fenced"] += 1
             detail = f"incarnation {group.incarnation} of {actor_id} is over"
             return AcceptResult("rejected", RejectReason.FENCED, detail)
         actor.heard_at = now
-        sender = self.senders.get(actor_id, actor.incarnation)
-        place = sender.place(group.seq)
+        entry = self.dedup.get(actor_id, actor.incarnation)
+        place = entry.place(group.seq)
         if place == "repeat":
-            self._counts["num_repeats"] += 1
-            sender.repeat(group.seq)
+            self.counts["num_repeats"] += 1
+            entry.repeat(group.seq)
             return AcceptResult("repeat")
         if place == "beyond":
-            detail = f"seq {group.seq} is more than {self.settings.dedupe_window} ahead of {sender.settled.upto}"
-            return self._reject(sender, group, Refusal(RejectReason.MALFORMED, detail, strike=True), settle=False)
-        verdict = self._decide(actor, sender, group, frame, now)
-        self._release_orphans(actor, now)
-        return verdict
+            # Left unsettled, so that an honest re-send of this number is still possible.
+            detail = f"seq {group.seq} is more than {self.settings.dedupe_window} ahead of {entry.settled.upto}"
+            return self._reject(entry, group, AcceptResult("rejected", RejectReason.MALFORMED, detail, True), False)
+        result = self._decide(actor, entry, group, frame, now)
+        self.actors.release_orphans(actor, entry, now)
+        return result
 
-    def _decide(self, actor: Actor, sender: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
+    def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
         try:
             if group.group_id & EVAL_BIT:
-                self._admit_eval(actor, group, now)
-                durable = True
+                durable = self._accept_eval(actor, group, now)
             else:
-                durable = self._admit(actor, group, frame, now)
-        except Refusal as refusal:
-            self._after_refusal(actor, group, now)
-            return self._reject(sender, group, refusal)
-        sender.accept(group.seq)
+                durable = self._accept_train(actor, group, frame, now)
+        except _Refused as refused:
+            # The actor believes that it is done: unless more was to follow, its lease must not stay open forever.
+            lease = actor.credit(group.group_id).leases.get(group.group_id)
+            if group.outcome != Outcome.PARTIAL and lease is not None and lease.attempt == group.attempt:
+                self.actors.release(group.group_id, now, failed=True)
+            return self._reject(entry, group, refused.result)
+        entry.accept(group.seq)
         if durable:
-            sender.make_durable(group.seq)
+            entry.make_durable(group.seq)
         return AcceptResult("accepted")
 
-    def _reject(self, sender: DedupEntry, group: Group, refusal: Refusal, *, settle: bool = True) -> AcceptResult:
-        sender.reject(group.seq, refusal.reason, refusal.detail, settle=settle)
-        self._counts[f"num_rejected_{refusal.reason.name.lower()}"] += 1
-        self._counts["num_duplicates_dropped"] += refusal.reason is RejectReason.DUPLICATE
-        return AcceptResult("rejected", refusal.reason, refusal.detail, refusal.strike)
+    def _reject(self, entry: DedupEntry, group: Group, result: AcceptResult, settle: bool = True) -> AcceptResult:
+        entry.reject(group.seq, result.reason, result.detail, settle=settle)
+        self.counts[f"num_rejected_{result.reason.name.lower()}"] += 1
+        self.counts["num_duplicates_dropped"] += result.reason is RejectReason.DUPLICATE
+        return result
 
-    def _after_refusal(self, actor: Actor, group: Group, now: float) -> None:
-        """The sender believes that it is done: unless more was to follow, its lease must not stay open for ever."""
-        if group.outcome == Outcome.PARTIAL:
-            return
-        for group_id, lease in self._open_leases(actor):
-            if (group_id, lease.attempt) == (group.group_id, group.attempt):
-                self._release(group_id, now, failed=True)
+    # --- training groups ----------------------------------------------------------------------------------------------
 
-    # --- training groups --------------------------------------------------------------------------------------------
-
-    def _admit(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
-        """Take a training group in; True if its delivery needs no checkpoint. Raises Refusal."""
+    def _accept_train(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
+        """Take a training group in; True if its delivery needs no checkpoint. Raises _Refused."""
         record = self.groups.live.get(group.group_id)
         grant = record.grants.get(group.attempt) if record is not None else None
         mine = grant is not None and grant.actor_id == actor.actor_id
-        facts = self._check(group, grant.members if mine else range(self.settings.group_size))
+        summaries = self._check_content(group, grant.members if mine else range(self.settings.group_size))
         if record is None:
-            record = self._find(actor, group, facts)
+            record = self._find(actor, group, summaries)
         elif not mine and not actor.survived_restart:
-            raise Refusal(
+            raise _Refused(
                 RejectReason.NO_LEASE,
                 f"group {group.group_id} attempt {group.attempt} was never leased to {actor.actor_id}", strike=True,
             )
-        if group.outcome == Outcome.RETURNED and not facts:
+        if group.outcome == Outcome.RETURNED and not summaries:
             self._hand_back(actor, record, group, now)
             return True
-        self._check_open(record, group, facts)
-        self._check_versions(group, facts)
-        self._check_age(actor, record, group, facts)
-        self._take_in(actor, record, group, facts, bytes(frame), now)
+        self._check_open(record, group, summaries)
+        self._check_versions(group, summaries)
+        self._check_age(actor, record, group, summaries)
+        self._store(actor, record, group, summaries, bytes(frame))
+        self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
         return False
 
-    def _check(self, group: Group, leased: Collection[int]) -> tuple[MemberSummary, ...]:
+    def _check_content(self, group: Group, leased: Collection[int]) -> Summaries:
         try:
             return check_group(group, self.settings.bounds, leased)
         except ContentError as error:
-            self._counts[f"num_malformed_{error.check}"] += 1
-            raise Refusal(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
+            self.counts[f"num_malformed_{error.check}"] += 1
+            raise _Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
-    def _find(self, actor: Actor, group: Group, facts: tuple[MemberSummary, ...]) -> GroupRecord:
+    def _find(self, actor: Actor, group: Group, summaries: Summaries) -> GroupRecord:
         """A group that is not live: it has ended, or it was dispatched by a start of the learner that died since."""
         group_id = group.group_id
         if group_id >= self.groups.next_id:
             if not actor.survived_restart:
-                raise Refusal(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
-            self._check_versions(group, facts)  # before anything is drawn for work of a dead branch
-            if not facts or not self._draw_upto(group_id):
-                raise Refusal(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
+                raise _Refused(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
+            self._check_versions(group, summaries)  # before anything is drawn for work of a dead branch
+            if not summaries or not self.lifecycle.draw_upto(group_id):
+                raise _Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
             return self.groups.live[group_id]
         row = self.groups.settled.get(group_id)
         if row is not None and row.state is GroupState.DROPPED:
-            raise Refusal(RejectReason.NO_LEASE, f"group {group_id} was dropped: {row.reason}")
-        raise Refusal(RejectReason.DUPLICATE, f"group {group_id} has been trained on")
+            raise _Refused(RejectReason.NO_LEASE, f"group {group_id} was dropped: {row.reason}")
+        raise _Refused(RejectReason.DUPLICATE, f"group {group_id} has been trained on")
 
-    def _check_open(self, record: GroupRecord, group: Group, facts: tuple[MemberSummary, ...]) -> None:
+    def _check_open(self, record: GroupRecord, group: Group, summaries: Summaries) -> None:
         if record.state in (GroupState.HELD, GroupState.IN_BATCH):
-            raise Refusal(RejectReason.DUPLICATE, f"group {group.group_id} is complete")
-        done = [one.index for one in facts if not one.aborted and one.index in record.members]
+            raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id} is complete")
+        done = [one.index for one in summaries if not one.aborted and one.index in record.members]
         if done:
-            raise Refusal(RejectReason.DUPLICATE, f"group {group.group_id}: members {done} came from another attempt")
+            raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id}: members {done} came from another attempt")
 
-    def _check_versions(self, group: Group, facts: tuple[MemberSummary, ...]) -> None:
-        for one in facts:
+    def _check_versions(self, group: Group, summaries: Summaries) -> None:
+        for one in summaries:
             for ref in one.all_versions:
-                if not self.versions.known(ref.learner_epoch, ref.version):
-                    raise Refusal(
+                if self.versions.usable(ref) is None:
+                    raise _Refused(
                         RejectReason.VERSION,
-                        f"group {group.group_id} member {one.index} has tokens of version {ref}, which is "
-                        f"not in this history (now {self.versions.ref})",
+                        f"group {group.group_id} member {one.index} has tokens of version {ref}, which is not in "
+                        f"this history (now {self.versions.ref})",
                     )
 
-    def _check_age(
-        self, actor: Actor, record: GroupRecord, group: Group, facts: tuple[MemberSummary, ...]
-    ) -> None:
+    def _check_age(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries) -> None:
         """L2, a cheap first look; the cut looks again."""
-        stale = [one for one in facts if not one.aborted and self._is_stale(record, one, self.version)]
+        version = self.versions.current
+        stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
         if not stale:
             return
         oldest = min(span.version for one in stale for span in one.spans)
-        lease = record.lease
-        if lease is not None and (lease.actor_id, lease.attempt) == (actor.actor_id, group.attempt):
-            self._detach(record, revoke=group.outcome == Outcome.PARTIAL)
-            self._counts["num_tokens_stale"] += sum(one.num_action_tokens for one in facts)
-            self._stale(record)
-        raise Refusal(
+        if record.lease is not None and record.lease.is_of(actor.actor_id, group.attempt):
+            self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
+            self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
+            self.lifecycle.expire_stale(record)
+        raise _Refused(
             RejectReason.STALE,
-            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag "
-            f"{self.version - oldest} > max_lag {self.bound_of(record)} (oldest token version {oldest}, now at "
-            f"{self.version})",
+            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {version - oldest} > "
+            f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {version})",
         )
 
-    def _take_in(
-        self, actor: Actor, record: GroupRecord, group: Group, facts: tuple[MemberSummary, ...], frame: bytes,
-        now: float,
-    ) -> None:
+    def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
+        """Keep what arrived: the summaries for the ledger, the frame for the learner."""
         delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
-        fresh = {one.index: one for one in facts if not one.aborted}
-        self._counts["num_members_aborted"] += len(facts) - len(fresh)
-        self._counts["num_members_accepted"] += len(fresh)
-        self._counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
+        fresh = {one.index: one for one in summaries if not one.aborted}
+        self.counts["num_members_aborted"] += len(summaries) - len(fresh)
+        self.counts["num_members_accepted"] += len(fresh)
+        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
         record.holder = ""
         if fresh:
             record.members.update(fresh)
             record.frames.append(frame)
             record.deliveries.append(delivery)
         else:
-            self._ends.deliveries.append(delivery)
+            self.groups.recent.deliveries.append(delivery)  # nothing in it waits for the group to end
+
+    def _settle_lease(self, actor: Actor, record: GroupRecord, group: Group, fresh: set[int], now: float) -> None:
+        """End the open lease if this message completes or ends it, and move the group on."""
         lease = record.lease
-        current = lease is not None and (lease.actor_id, lease.attempt) == (actor.actor_id, group.attempt)
+        current = lease is not None and lease.is_of(actor.actor_id, group.attempt)
         complete = len(record.members) == self.settings.group_size
         over = current and group.outcome != Outcome.PARTIAL
-        beaten = lease is not None and not current and bool(set(lease.members) & set(fresh))
+        # First valid completion wins; an attempt that lost part of its members to another is called off.
+        beaten = lease is not None and not current and bool(set(lease.members) & fresh)
         if lease is not None and (complete or over or beaten):
-            # First valid completion wins; an attempt that lost part of its members to another is called off.
-            self._detach(record, revoke=not over)
+            self.actors.detach(record, revoke=not over)
         if complete:
-            self._counts["num_groups_accepted"] += 1
-            self._hold(record)
-        elif over:
-            self._retry(record, now, failed=_is_failure(group))
-        elif beaten:
-            self._retry(record, now, failed=False)
+            self.counts["num_groups_accepted"] += 1
+            self.lifecycle.hold(record)
+        elif over or beaten:
+            self.lifecycle.retry(record, now, failed=over and _is_failure(group))
 
     def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
         """RETURNED without members. From an attempt that is no longer current it changes nothing."""
         reason = group.reason
-        self._counts[f"num_returned_{reason.name.lower()}"] += 1
-        lease = record.lease
-        if lease is None or (lease.actor_id, lease.attempt) != (actor.actor_id, group.attempt):
+        self.counts[f"num_returned_{reason.name.lower()}"] += 1
+        if record.lease is None or not record.lease.is_of(actor.actor_id, group.attempt):
             return
-        self._detach(record, revoke=False)
+        self.actors.detach(record, revoke=False)
         if reason in HOPELESS:
-            self._drop(record, HOPELESS[reason])
+            self.lifecycle.drop(record, HOPELESS[reason])
         else:
-            self._retry(record, now, failed=_is_failure(group))
+            self.lifecycle.retry(record, now, failed=_is_failure(group))
 
-    # --- evaluation groups ------------------------------------------------------------------------------------------
+    # --- evaluation groups --------------------------------------------------------------------------------------------
 
-    def _admit_eval(self, actor: Actor, group: Group, now: float) -> None:
-        """The same order of tests, without capacity and age. Raises Refusal."""
-        facts = self._check(group, (0,))
+    def _accept_eval(self, actor: Actor, group: Group, now: float) -> bool:
+        """The same order of tests, without capacity and age; durable at once. Raises _Refused."""
+        summaries = self._check_content(group, (0,))
         item = self.evals.item(group.group_id)
+        name = f"evaluation group {group.group_id:#x}"
         if item is None:
-            raise Refusal(RejectReason.NO_LEASE, f"evaluation group {group.group_id:#x} is not under way")
+            raise _Refused(RejectReason.NO_LEASE, f"{name} is not under way")
         if item.grants.get(group.attempt) != actor.actor_id:
-            raise Refusal(
-                RejectReason.NO_LEASE,
-                f"evaluation group {group.group_id:#x} attempt {group.attempt} was never leased to {actor.actor_id}",
+            raise _Refused(
+                RejectReason.NO_LEASE, f"{name} attempt {group.attempt} was never leased to {actor.actor_id}",
                 strike=not actor.survived_restart,
             )
-        scored = [one for one in facts if not one.aborted]
+        scored = [one for one in summaries if not one.aborted]
         if scored and not item.open:
-            raise Refusal(RejectReason.DUPLICATE, f"evaluation group {group.group_id:#x} has its score")
-        self._check_versions(group, facts)
-        current = item.lease is not None and (item.lease.actor_id, item.lease.attempt) == (
-            actor.actor_id, group.attempt
-        )
+            raise _Refused(RejectReason.DUPLICATE, f"{name} has its score")
+        self._check_versions(group, summaries)
+        current = item.lease is not None and item.lease.is_of(actor.actor_id, group.attempt)
         if scored:
-            self._finish_eval(item, group.group_id, scored[0], revoke=not current)
-        elif current:
-            self._release(group.group_id, now, failed=_is_failure(group))
-
-    def _finish_eval(self, item: EvalItem, group_id: int, facts: MemberSummary, *, revoke: bool) -> None:
-        if item.lease is not None:
-            holder = self.actors.get(item.lease.actor_id)
+            holder = self.actors.get(item.lease.actor_id) if item.lease is not None else None
             if holder is not None:
-                holder.eval_leases.discard(group_id)
-                if revoke:
-                    holder.revocations.append((group_id, item.lease.attempt))
-                else:
-                    holder.free_eval += 1
-        self._counts["num_eval_groups"] += 1
-        self.evals.finish(group_id, facts)
+                holder.end_lease(group.group_id, revoke=not current)
+            self.counts["num_eval_groups"] += 1
+            self.evals.finish(group.group_id, scored[0])
+        elif current:
+            self.actors.release(group.group_id, now, failed=_is_failure(group))
+        return True
 
 
 def _is_failure(group: Group) -> bool:

@@ -1,41 +1,51 @@
 """How held groups become batches: dispatch order, a bounded look-ahead, and the hard check on age (L2).
 
-Completion order would void the lag bound and over-represent short answers, so it is not offered.
+Order of completion would void the lag bound and over-represent short answers, so it is not offered.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from learner.hub.ledger.groups import GroupRecord, GroupState, HeldGroup
-from learner.hub.ledger.state import Books, CutBatch
+from learner.hub.ledger.actors import ActorTable
+from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, HeldGroup
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.messages import TO_HUB, Group, MemberStatus
 from streamrl.messages.codec import Decoder
 
 _GROUPS = Decoder({4: TO_HUB[4]}, max_bytes=1 << 32)
 
 
-class Consumption(Books):
+@dataclass
+class BatchCutter:
     """From HELD to TRAINED."""
 
-    def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Exactly B groups to be trained at this version, in dispatch order, or None if they must be waited for.
+    settings: LedgerSettings
+    groups: GroupTable
+    actors: ActorTable
+    versions: Versions
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    counts: Counter[str]
+    in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
+    """(version it trains at, groups) of each batch that was cut, oldest first."""
 
-        Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
-        may be cut ahead while another is in training; `version` is then the version that one will lead to.
-
-        Raises:
-            ValueError: `version` is not the learner's, nor that of the next batch ahead.
-        """
-        newest = self.version if not self._batches else self._batches[-1].version + self.settings.versions_per_batch
-        if not self.version <= version <= newest:
-            raise ValueError(f"cut_batch({version}): the learner is at {self.version}, the next cut is at {newest}")
-        for group_id in self.groups.ids(GroupState.HELD):
-            record = self.groups.live[group_id]
-            if any(self._is_stale(record, facts, version) for facts in record.members.values()):
-                self._stale(record)
-        batch = []
-        for record in self._consumable():
+    def cut(self, version: int) -> list[HeldGroup] | None:
+        """See `Ledger.cut_batch`."""
+        current = self.versions.current
+        newest = self.in_flight[-1][0] + 1 if self.in_flight else current
+        if not current <= version <= newest:
+            raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
+        # L2 again: what was fresh on arrival has aged while it was held.
+        for record in self.groups.in_state(GroupState.HELD):
+            if self.lag.is_stale(record, version):
+                self.lifecycle.expire_stale(record)
+        batch: list[GroupRecord] = []
+        for record in self.consumable():
             batch.append(record)
             if len(batch) == self.settings.groups_per_batch:
                 break
@@ -43,73 +53,47 @@ class Consumption(Books):
             return None
         for record in batch:
             self.groups.move(record, GroupState.IN_BATCH)
-        self._batches.append(CutBatch(version, [record.group_id for record in batch]))
-        held = [self._as_held(record, version) for record in batch]
-        self._counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
+        self.in_flight.append((version, batch))
+        held = [self.lag.held(record, version) for record in batch]
+        self.counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
         return held
 
-    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
-        if not self._batches:
+    def trained(self, version_after: int, skipped: bool, reason: str) -> None:
+        """See `Ledger.trained`."""
+        current = self.versions.current
+        if not self.in_flight:
             raise ValueError(f"trained({version_after}): no batch was cut")
-        most = self.version + self.settings.versions_per_batch
-        if not (version_after == self.version if skipped else self.version < version_after <= most):
-            raise ValueError(f"trained({version_after}, skipped={skipped}) at version {self.version}, {most} at most")
-        batch = self._batches.popleft()
-        for group_id in batch.group_ids:
+        if version_after != current + (not skipped):
+            raise ValueError(f"trained({version_after}, skipped={skipped}) at version {current}")
+        _, batch = self.in_flight.popleft()
+        for record in batch:
             if skipped:
-                self._counts["num_groups_quarantined"] += 1
-                self._drop(self.groups.live[group_id], "quarantined")
+                self.counts["num_groups_quarantined"] += 1
+                self.lifecycle.drop(record, "quarantined")
             else:
-                self._counts["num_groups_trained"] += 1
-                self._end(self.groups.live[group_id], GroupState.TRAINED, reason)
+                self.counts["num_groups_trained"] += 1
+                self.groups.settle(record, GroupState.TRAINED, reason)
         if not skipped:
-            self.versions.advance(version_after)
+            self.versions.advance()
 
-    def why_waiting(self, now: float) -> str:
-        """Whom the next batch waits for, as a sentence for a person."""
-        needed = self.settings.groups_per_batch
-        have = sum(1 for _ in self._consumable())
-        if have >= needed:
-            return "nothing: a batch can be cut"
-        lead = f"{have} of {needed} groups are there; "
-        out = (GroupState.READY, GroupState.LEASED)
-        first = next((record for record in self.groups.in_order() if record.state in out), None)
-        if first is None:
-            return lead + self._why_nothing_is_out()
-        done = f"{len(first.members)} of {self.settings.group_size} members done"
-        if first.lease is not None:
-            age = now - first.lease.granted_at
-            return lead + (
-                f"group {first.group_id} (prompt {first.prompt_index}, attempt {first.lease.attempt}) is with actor "
-                f"{first.lease.actor_id} for {age:.0f} s, {done}"
-            )
-        return lead + f"group {first.group_id} (prompt {first.prompt_index}, {done}) waits for an actor; {self._who()}"
-
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _consumable(self) -> Iterator[GroupRecord]:
-        """Held groups in dispatch order, as far as the window allows.
-
-        The oldest open group that is not held has been overtaken by more groups than any other open one, because
-        whatever passes a younger group passes it too. So it alone decides.
-        """
-        num_passed: int | None = None  # by how many groups the oldest gap has been, or will have been, overtaken
+    def consumable(self) -> Iterator[GroupRecord]:
+        """Held groups in dispatch order, as far as the window allows."""
+        # The oldest open group that is not held has been overtaken by more groups than any other open one, because
+        # whatever passes a younger group passes it too. So it alone decides.
+        num_overtaken: int | None = None
         for record in self.groups.in_order():
             if record.state is GroupState.HELD:
-                if num_passed is not None:
-                    num_passed += 1
-                    if num_passed > self.settings.window:
+                if num_overtaken is not None:
+                    num_overtaken += 1
+                    if not self.lag.may_overtake(num_overtaken):
                         return
                 yield record
-            elif record.state is not GroupState.IN_BATCH and num_passed is None:
-                num_passed = self.groups.num_consumed_after(record.group_id)
+            elif record.state is not GroupState.IN_BATCH and num_overtaken is None:
+                num_overtaken = self.groups.num_consumed_after(record.group_id)
 
     def _num_violations(self, group: HeldGroup) -> int:
-        """Members with a token older than their group's bound, read from the frames themselves.
-
-        On purpose this shares no code with admission: it is the proof that L2 works, and must stay 0.
-        """
+        """Members with a token older than their group's bound, read from the frames themselves."""
+        # On purpose this shares no code with acceptance or `lag_rule`: it is the proof that L2 works, and must stay 0.
         oldest = group.version - group.max_lag
         num = 0
         for frame in group.frames:
@@ -118,27 +102,47 @@ class Consumption(Books):
             for member in message.members:
                 if member.status == MemberStatus.ABORTED:
                     continue
-                ages = [
+                fresh = [
                     span.version >= oldest
                     for span in member.versions
                     if any(span.start < stop and begin < span.end for begin, stop in member.mask)
                 ]
-                num += not (any(ages) if self.settings.mode == "mask_old_tokens" else all(ages))
+                num += not (any(fresh) if self.settings.mode == "mask_old_tokens" else all(fresh))
         return num
 
+    def why_waiting(self, now: float) -> str:
+        """See `Ledger.why_waiting`."""
+        have, needed = sum(1 for _ in self.consumable()), self.settings.groups_per_batch
+        if have >= needed:
+            return "nothing: a batch can be cut"
+        lead = f"{have} of {needed} groups are there; "
+        open_states = (GroupState.READY, GroupState.LEASED)
+        first = next((record for record in self.groups.in_order() if record.state in open_states), None)
+        if first is None:
+            return lead + self._why_nothing_is_out()
+        done = f"{len(first.members)} of {self.settings.group_size} members done"
+        group = f"group {first.group_id} (prompt {first.prompt_index}"
+        if first.lease is None:
+            return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
+        age = now - first.lease.granted_at
+        return (
+            f"{lead}{group}, attempt {first.lease.attempt}) is with actor {first.lease.actor_id} for {age:.0f} s, {done}"
+        )
+
     def _why_nothing_is_out(self) -> str:
-        if self.groups.num_live() < self.capacity:
-            return f"{self.capacity - self.groups.num_live()} more may be leased; {self._who()}"
-        if self.settings.num_groups_total is not None and self.capacity == self.settings.num_groups_total:
-            return f"all {self.capacity} groups of the run are trained or held: the run is over"
-        return f"the lead of {self.eta} batches is used up until the next optimizer step"
+        if self.lag.num_free > 0:
+            return f"{self.lag.num_free} more may be leased; {self._who()}"
+        if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
+            return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
+        return f"the lead of {self.lag.eta} batches is used up until the next optimizer step"
 
     def _who(self) -> str:
-        if not self.actors:
+        actors = sorted(self.actors.all(), key=lambda one: one.actor_id)
+        if not actors:
             return "no actor is linked"
         names = []
-        for actor in sorted(self.actors.values(), key=lambda one: one.actor_id)[:4]:
+        for actor in actors[:4]:
             has = f"version {actor.installed}" if actor.installed is not None else "no usable version"
-            names.append(f"{actor.actor_id} is {actor.state} with {has} and {actor.free} free slots")
-        more = f" and {len(self.actors) - 4} more actors" if len(self.actors) > 4 else ""
+            names.append(f"{actor.actor_id} is {actor.state} with {has} and {actor.train.free} free slots")
+        more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
         return f"learner is at {self.versions.ref}; " + ", ".join(names) + more

@@ -13,6 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from learner.hub.ledger.groups import Delivery
 from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
 
 MAX_FENCED = 64
@@ -223,6 +224,13 @@ class DedupTable:
         sender.departed_at = None
         return sender, older
 
+    def make_durable(self, deliveries: Iterable[Delivery]) -> None:
+        """These will never matter again; senders that are forgotten by now do not ask."""
+        for delivery in deliveries:
+            entry = self.get(delivery.actor_id, delivery.incarnation)
+            if entry is not None:
+                entry.make_durable(delivery.seq)
+
     def depart(self, actor_id: str, incarnation: int) -> None:
         """Its link is gone; it may come back, so it is remembered for a while."""
         sender = self._senders.get((actor_id, incarnation))
@@ -260,23 +268,18 @@ class DedupTable:
     def fenced_rows(self) -> list[tuple[str, list[int]]]:
         return [(actor_id, list(incarnations)) for actor_id, incarnations in self._fenced.items()]
 
-    @classmethod
-    def load(
-        cls, window: int, rows: Iterable[DedupRow], fenced: Iterable[tuple[str, Sequence[int]]]
-    ) -> DedupTable:
-        """The tables of a checkpoint. Nobody is linked yet, so every sender counts as departed."""
-        table = cls(window)
+    def load(self, rows: Iterable[DedupRow], fenced: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Fill a new table from a checkpoint. No actor is linked yet, so every sender counts as departed."""
         for actor_id, incarnations in fenced:
-            table._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
+            self._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
         for row in rows:
-            sender = DedupEntry(row.actor_id, row.incarnation, window)
-            sender.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
-            sender.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
-            sender.departed_at = 0
-            table._senders[row.actor_id, row.incarnation] = sender
-            if not table.is_fenced(row.actor_id, row.incarnation):
-                table._current[row.actor_id] = row.incarnation
-        return table
+            entry = DedupEntry(row.actor_id, row.incarnation, self._window)
+            entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
+            entry.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
+            entry.departed_at = 0
+            self._senders[row.actor_id, row.incarnation] = entry
+            if not self.is_fenced(row.actor_id, row.incarnation):
+                self._current[row.actor_id] = row.incarnation
 
 
 def _beyond(ranges: Sequence[SeqRange]) -> set[int]:

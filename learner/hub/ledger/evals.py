@@ -140,24 +140,18 @@ class EvalTable:
         if split_id(group_id)[1] in waiting:
             waiting.remove(split_id(group_id)[1])
 
-    def release(self, group_id: int, *, failed: bool) -> None:
+    def release(self, group_id: int, *, failed: bool) -> OpenLease:
         """The lease ended without a score: back to the pool, or given up after `max_attempts` failures."""
         item = self.item(group_id)
         assert item is not None and item.lease is not None
-        item.lease = None
+        lease, item.lease = item.lease, None
         item.num_failures += failed
         if item.num_failures >= self._max_attempts:
             item.failed = True
         else:
             eval_id, index = split_id(group_id)
             self._runs[eval_id].waiting.append(index)
-
-    def leased(self) -> list[tuple[int, OpenLease]]:
-        """(group_id, lease) of everything that is out."""
-        return [
-            (group_id_of(run.eval_id, index), item.lease)
-            for run in self._runs.values() for index, item in enumerate(run.items) if item.lease is not None
-        ]
+        return lease
 
 
 def group_id_of(eval_id: int, index: int) -> int:

@@ -1,74 +1,66 @@
-"""Who gets which lease: capacity (L1) and the rule that makes the lag bound hold for weights that arrive late.
+"""Which actor gets which lease: capacity, the lag rule, and a fair share.
 
-A grant of group g to actor a is checked against *the version installed on a*, not the learner's:
-
-    rank(g) = groups trained + live groups dispatched before g
-    grant   only if  rank(g) // B - batches(v_a) <= eta
-
-A group's rank in dispatch order only shrinks while it is open, at most W later groups may overtake it, and its tokens
-are no older than v_a; so it is trained at most eta + ceil(W / B) batches after v_a. A group that comes back to the pool
-keeps its number and meets the same rule again; the actor with the newest weights always satisfies it.
+A grant is checked against *the version installed on the actor*, never the learner's: `streamrl.lag_rule` proves why the
+lag bound needs it. A group that comes back to the pool keeps its number and meets the same rule again; the actor with
+the newest weights always satisfies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from learner.hub.ledger.groups import GroupRecord, GroupState
-from learner.hub.ledger.prompts import member_seed
-from learner.hub.ledger.state import Actor, Books
-from streamrl.messages import EVAL_BIT, Lease, Purpose, VersionRef
+from learner.hub.ledger.actors import Actor, ActorTable
+from learner.hub.ledger.evals import EvalTable, split_id
+from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.prompts import PromptStream, member_seed
+from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.versions import LagBounds, Versions
+from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
+
+MAX_EVAL_LEASES = 64
+"""Evaluation leases of one grant, so that one actor does not get a whole evaluation."""
 
 
-class Dispatch(Books):
-    """Grants."""
+@dataclass
+class Grants:
+    """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
-    def grant_order(self, now: float) -> list[str]:
-        """Actors that could take a lease, the one that waited longest first."""
-        hungry = [actor for actor in self.actors.values() if self._room(actor) or self._room_eval(actor)]
-        return [actor.actor_id for actor in sorted(hungry, key=lambda one: (one.granted_no, one.actor_id))]
+    settings: LedgerSettings
+    run_seed: int
+    sampling: Sampling
+    eval_sampling: Sampling
+    eval_record: Callable[[int], bytes | None] | None
+    prompts: PromptStream
+    groups: GroupTable
+    actors: ActorTable
+    evals: EvalTable
+    versions: Versions
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    counts: Counter[str]
+    num_grants: int = 0
+
+    def order(self) -> list[str]:
+        """See `Ledger.grant_order`."""
+        ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
+        return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
 
     def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Leases for this actor: evaluation first, then training in dispatch order, old groups before new ones.
-
-        Never more than the free slots that it last reported and that were not used since, and never more than a fair
-        share of what is there: ask the others too, then ask again.
-        """
+        """See `Ledger.grant`."""
         actor = self.actors.get(actor_id)
         if actor is None or actor.state != "READY":
             return []
         leases = self._grant_eval(actor, now) + self._grant_train(actor, now)
         if leases:
-            self._grant_no += 1
-            actor.granted_no = self._grant_no
+            self.num_grants += 1
+            actor.granted_no = self.num_grants
         return leases
 
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _room(self, actor: Actor) -> int:
-        """Training leases that this actor could take now."""
-        if actor.state != "READY":
-            return 0
-        slots = actor.slots
-        if self.settings.slots_per_actor_max is not None:
-            slots = min(slots, self.settings.slots_per_actor_max)
-        return max(0, min(actor.free, slots - len(actor.leases)))
-
-    def _room_eval(self, actor: Actor) -> int:
-        if actor.state != "READY":
-            return 0
-        return max(0, min(actor.free_eval, actor.slots_eval - len(actor.eval_leases)))
-
-    def _version_for_grant(self, actor: Actor) -> int:
-        """The version that admission relies on: what the actor generates from, never what the learner has."""
-        return actor.installed.version
-
-    def _may_lease(self, rank: int, actor: Actor) -> bool:
-        batches = self.versions.batches_at(self._version_for_grant(actor))
-        return rank // self.settings.groups_per_batch - batches <= self.eta
-
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
-        room = min(self._room(actor), self._fair_share(actor))
+        room = min(actor.train.room, self._fair_share(actor))
         leases: list[Lease] = []
         if room > 0:
             for record in self._candidates(actor, now):
@@ -78,39 +70,41 @@ class Dispatch(Books):
         return leases
 
     def _fair_share(self, actor: Actor) -> int:
-        """How many leases bring this actor level with the others that could have what is there.
-
-        Whoever holds least can always take something, so asking everybody in `grant_order` leaves nothing lying.
-        """
-        ready = self.groups.ids(GroupState.READY)
-        num_new = max(0, self.capacity - self.groups.num_live())
+        """How many leases bring this actor level with the others that could have what is there."""
+        # The actor that holds least is always below the level, so asking every actor in order leaves nothing over.
+        ready = self.groups.in_state(GroupState.READY)
+        num_new = max(0, self.lag.num_free)
         if not ready and not num_new:
             return 0
-        first = self.groups.rank(ready[0] if ready else self.groups.next_id)
-        held = [len(one.leases) for one in self.actors.values() if self._room(one) and self._may_lease(first, one)]
+        first = self.groups.rank(ready[0].group_id if ready else self.groups.next_id)
+        held = [
+            len(one.train.leases) for one in self.actors.all()
+            if one.state == "READY" and one.train.room and self.lag.may_grant(first, one.installed.version)
+        ]
         level = -(-(len(ready) + num_new + sum(held)) // max(1, len(held)))
-        return max(0, level - len(actor.leases))
+        return max(0, level - len(actor.train.leases))
 
     def _candidates(self, actor: Actor, now: float) -> Iterator[GroupRecord]:
-        """READY groups this actor may have, oldest first, then new draws. Ranks grow, so the first refusal ends it."""
-        for group_id in self.groups.ids(GroupState.READY):
-            record = self.groups.live[group_id]
-            if not self._may_lease(self.groups.rank(group_id), actor):
-                return
+        """READY groups this actor may have, oldest first, then new draws."""
+        installed = actor.installed.version
+        for record in self.groups.in_state(GroupState.READY):
+            if not self.lag.may_grant(self.groups.rank(record.group_id), installed):
+                return  # ranks grow, so nothing behind it may be granted either
             waits_for_other = record.holder not in ("", actor.actor_id)
-            if not (waits_for_other and self._grace_until is not None and now < self._grace_until):
+            if not (waits_for_other and self.actors.in_grace(now)):
                 yield record
-        while self.groups.num_live() < self.capacity and self._may_lease(self.groups.num_live(), actor):
-            yield self._draw()
+        while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
+            yield self.lifecycle.draw()
 
     def _lease(self, actor: Actor, record: GroupRecord, now: float) -> Lease:
-        attempt, members = record.next_attempt, self._missing(record)
-        self._counts["num_groups_leased"] += 1
-        self._counts["num_leases_reissued"] += attempt > 0
-        self._counts["lost_on_crash"] += bool(record.holder)
-        self._bind_lease(actor, record, attempt, members, now)
-        actor.free -= 1
-        assert len(actor.leases) <= actor.slots, f"{actor.actor_id}: {len(actor.leases)} leases, {actor.slots} slots"
+        attempt, members = record.next_attempt, self.lifecycle.missing(record)
+        self.counts["num_groups_leased"] += 1
+        self.counts["num_leases_reissued"] += attempt > 0
+        self.counts["lost_on_crash"] += bool(record.holder)
+        self.actors.lease(actor, record, attempt, members, now)
+        actor.train.free -= 1
+        num, limit = len(actor.train.leases), actor.train.limit
+        assert num <= limit, f"{actor.actor_id}: {num} leases, it takes {limit}"
         return Lease(
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=self.prompts.record(record.prompt_index), members=members,
@@ -121,7 +115,7 @@ class Dispatch(Books):
 
     def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
         leases: list[Lease] = []
-        while len(leases) < 64 and self._room_eval(actor):
+        while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
             found = self.evals.next_for(actor.installed.version)
             if found is None:
                 break
@@ -130,20 +124,17 @@ class Dispatch(Books):
 
     def _lease_eval(self, actor: Actor, group_id: int, version: int, now: float) -> Lease:
         lease = self.evals.lease(group_id, actor.actor_id, now)
-        index = group_id & 0xFFFFFFFF
-        actor.eval_leases.add(group_id)
-        actor.free_eval -= 1
-        self._counts["num_eval_leases"] += 1
+        _, index = split_id(group_id)
+        actor.eval.leases[group_id] = lease
+        actor.eval.free -= 1
+        self.counts["num_eval_leases"] += 1
+        # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
+        asked_for = self.versions.usable(VersionRef(self.versions.learner_epoch, version))
         return Lease(
             group_id=group_id, attempt=lease.attempt, prompt_index=index, pass_index=0,
-            prompt=self._eval_record(index) if self._eval_record is not None else None, members=(0,),
+            prompt=self.eval_record(index) if self.eval_record is not None else None, members=(0,),
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | index, 0),),
-            min_version=self._min_eval_version(version, actor), sampling=self.eval_sampling,
+            min_version=asked_for or actor.installed, sampling=self.eval_sampling,
             ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL,
         )
-
-    def _min_eval_version(self, version: int, actor: Actor) -> VersionRef:
-        """The version that was asked for, named in this epoch if it belongs to it, else what the actor has."""
-        epoch = self.versions.learner_epoch
-        return VersionRef(epoch, version) if self.versions.known(epoch, version) else actor.installed

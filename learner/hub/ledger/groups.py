@@ -1,4 +1,4 @@
-"""A group's life in the ledger: its states, what is known of it, and the table that keeps dispatch order.
+"""Groups: their states, what is known of each, and the table that keeps dispatch order.
 
     READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
       ^________|________|         |
@@ -11,12 +11,11 @@ its place in dispatch order and never changes, whatever becomes of its leases.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from msgspec import Struct
 
-from streamrl.messages import MemberStatus
 from streamrl.messages.validate import MemberSummary
 
 
@@ -65,6 +64,9 @@ class OpenLease(Struct):
     seen: bool = False
     """A heartbeat of its actor has named it, so it did arrive."""
 
+    def is_of(self, actor_id: str, attempt: int) -> bool:
+        return (self.actor_id, self.attempt) == (actor_id, attempt)
+
 
 class GroupRecord(Struct, array_like=True):
     """A live group. `frames` are accepted GROUP frames in order of arrival; `members` those completed so far."""
@@ -80,7 +82,7 @@ class GroupRecord(Struct, array_like=True):
     frames: list[bytes] = []
     deliveries: list[Delivery] = []
     holder: str = ""
-    """After a restart: the actor that had this lease, which has a moment to come back with it."""
+    """After a restart: the actor that had this lease, which has a grace period to come back with it."""
     lease: OpenLease | None = None
     first_granted_at: float | None = None
     max_lag: int = 0
@@ -100,7 +102,6 @@ class HeldMember:
     num_action_tokens: int
     reward: float
     scores: dict[str, float]
-    truncated: bool
     head_lag: int
 
 
@@ -109,8 +110,6 @@ class HeldGroup:
     """A complete group. Members that are marked aborted inside `frames` do not count; the others occur once each."""
 
     group_id: int
-    prompt_index: int
-    pass_index: int
     version: int
     members: tuple[HeldMember, ...]
     frames: tuple[bytes, ...]
@@ -122,37 +121,6 @@ class HeldGroup:
         return sum(member.num_tokens for member in self.members)
 
 
-@dataclass(frozen=True, slots=True)
-class LagRule:
-    """L2, the hard check on age, against the bound that a group goes by."""
-
-    mask_old_tokens: bool
-
-    def trainable(self, facts: MemberSummary, version: int, max_lag: int) -> list[int]:
-        """Versions whose tokens may be trained at this version."""
-        oldest = version - max_lag if self.mask_old_tokens else -1
-        return [span.version for span in facts.spans if span.version >= oldest]
-
-    def is_stale(self, facts: MemberSummary, version: int, max_lag: int) -> bool:
-        """A token is too old to train; with masking, every token is."""
-        spans = self.trainable(facts, version, max_lag)
-        return not spans or version - min(spans) > max_lag
-
-    def held(self, record: GroupRecord, version: int, max_lag: int) -> HeldGroup:
-        """The group as it would be trained at this version."""
-        members = tuple(self._member(record.members[index], version, max_lag) for index in sorted(record.members))
-        return HeldGroup(
-            record.group_id, record.prompt_index, record.pass_index, version, members, tuple(record.frames), max_lag
-        )
-
-    def _member(self, facts: MemberSummary, version: int, max_lag: int) -> HeldMember:
-        return HeldMember(
-            index=facts.index, num_tokens=facts.num_tokens, num_action_tokens=facts.num_action_tokens,
-            reward=facts.reward, scores=facts.scores, truncated=facts.status == MemberStatus.TRUNCATED,
-            head_lag=max((version - span for span in self.trainable(facts, version, max_lag)), default=0),
-        )
-
-
 class SettledRow(Struct, array_like=True):
     """What remains of a group that ended, until everything before it is in a published checkpoint too."""
 
@@ -162,15 +130,32 @@ class SettledRow(Struct, array_like=True):
     saved: bool = False
 
 
-class GroupTable:
-    """Every group above `done_below`, in dispatch order. All changes of state go through `move` and `settle`."""
+@dataclass(slots=True)
+class SettledSinceCheckpoint:
+    """What ended since some point: deliveries that may become durable, groups that may be forgotten."""
 
-    def __init__(self) -> None:
+    deliveries: list[Delivery] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)
+
+    def add(self, later: SettledSinceCheckpoint) -> None:
+        self.deliveries += later.deliveries
+        self.group_ids += later.group_ids
+
+
+class GroupTable:
+    """Every group above `done_below`, in dispatch order. All changes of state go through `move` and `settle`.
+
+    Args:
+        num_trained: groups trained before this run's first table, all with numbers below it.
+    """
+
+    def __init__(self, num_trained: int = 0) -> None:
         self.live: dict[int, GroupRecord] = {}
         self.settled: dict[int, SettledRow] = {}
-        self.next_id = 0
-        self.done_below = 0  # every group with a smaller number has ended, in a published checkpoint
-        self.num_trained = 0
+        self.recent = SettledSinceCheckpoint()
+        self.next_id = num_trained
+        self.done_below = num_trained  # every group with a smaller number has ended, in a published checkpoint
+        self.num_trained = num_trained
         self.num_dropped = 0
         self._order: list[int] = []  # ids of live groups, ascending
         self._overtakers: set[int] = set()  # trained groups with a larger number than the oldest live one
@@ -192,6 +177,8 @@ class GroupTable:
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:
         """The end of a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
+        self.recent.deliveries.extend(record.deliveries)
+        self.recent.group_ids.append(record.group_id)
         self.move(record, state)
         self._by_state[state].discard(record.group_id)
         del self.live[record.group_id]
@@ -203,10 +190,15 @@ class GroupTable:
         else:
             self.num_dropped += 1
 
-    def load(self, live: list[GroupRecord], settled: list[SettledRow]) -> None:
-        """Fill an empty table from a snapshot, whose rows are in dispatch order."""
+    def load(
+        self, live: list[GroupRecord], settled: list[SettledRow], *, next_id: int, done_below: int, num_trained: int,
+        num_dropped: int,
+    ) -> None:
+        """Fill a new table from a snapshot, whose rows are in dispatch order."""
+        self.done_below, self.num_trained, self.num_dropped = done_below, num_trained, num_dropped
         for record in live:
             self.add(record)
+        self.next_id = next_id
         self.settled = {row.group_id: row for row in settled}
         self._overtakers = {row.group_id for row in settled if row.state is GroupState.TRAINED}
         self.mark_saved(list(self.settled))
@@ -215,16 +207,22 @@ class GroupTable:
         """A published checkpoint has these ends."""
         for group_id in group_ids:
             self.settled[group_id].saved = True
+        # Only a run of saved ends at the bottom may go: a number above a live group must stay known as ended.
         while (row := self.settled.get(self.done_below)) is not None and row.saved:
             del self.settled[self.done_below]
             self.done_below += 1
 
+    def take_recent(self) -> SettledSinceCheckpoint:
+        """What ended since the last call."""
+        recent, self.recent = self.recent, SettledSinceCheckpoint()
+        return recent
+
     def num(self, state: GroupState) -> int:
         return len(self._by_state[state])
 
-    def ids(self, state: GroupState) -> list[int]:
+    def in_state(self, state: GroupState) -> list[GroupRecord]:
         """Live groups in a state, in dispatch order."""
-        return sorted(self._by_state[state])
+        return [self.live[group_id] for group_id in sorted(self._by_state[state])]
 
     def in_order(self) -> list[GroupRecord]:
         return [self.live[group_id] for group_id in self._order]
@@ -239,13 +237,14 @@ class GroupTable:
 
     def num_consumed_after(self, group_id: int) -> int:
         """Later groups that were trained, or sit in a batch, while this one was still open."""
+        # Numbers below the oldest live group can overtake nothing any more: forget them, or the set grows forever.
         oldest = self._order[0] if self._order else self.next_id
         self._overtakers = {other for other in self._overtakers if other > oldest}
         consumed = (*self._by_state[GroupState.IN_BATCH], *self._overtakers)
         return sum(other > group_id for other in consumed)
 
     def check(self) -> None:
-        """Every group drawn is trained, dropped or live; counted afresh."""
+        """Assert that every group drawn is trained, dropped or live, counted from the tables."""
         drawn, live = self.next_id, len(self.live)
         assert drawn == self.num_trained + self.num_dropped + live, (
             f"drawn {drawn} != trained {self.num_trained} + dropped {self.num_dropped} + live {live}"

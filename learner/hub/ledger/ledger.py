@@ -1,8 +1,10 @@
-"""The ledger: who makes which group, what arrived, what is trained, and what a crash may not lose.
+"""The ledger: which actor generates which group, what arrived, what is trained, and what a crash may not lose.
 
-    actors         hello -> beat, installed ... drain -> bye        (or evict; tick finds the silent ones)
     work           grant -> accept -> cut_batch -> trained          READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
+    time           tick: expired leases, silent actors, overdue groups
     durability     freeze -> saved; restore after a crash
+    actors         hello -> beat, installed ... drain -> bye        (or suspend, evict)
+    the rest       publish, set_bounds, evaluations, counters
 
 It is a pure state machine: no socket, no clock, no thread, no randomness. `now` is the caller's monotonic time in
 seconds, and every answer is a value. Its promises:
@@ -12,54 +14,378 @@ seconds, and every answer is a value. Its promises:
     no trained token is older than max_lag at the cut, and with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
-The verbs live one idea a file: `roster` (actors), `dispatch` (grants), `admission` (verdicts), `consumption` (batches),
-`snapshots` (checkpoints); `books` has the tables and the transitions that they share.
+It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and of a part for each long verb (`grant`,
+`accept`, `cut`, the handshake in `actors`); `lifecycle` has the transitions of a group that they share.
 """
 
 from __future__ import annotations
 
-from learner.hub.ledger.accept import AcceptResult, Admission
-from learner.hub.ledger.actors import Effect, JoinResult
-from learner.hub.ledger.cut import Consumption
-from learner.hub.ledger.evals import EvalOutcome
-from learner.hub.ledger.groups import GroupState, HeldGroup, HeldMember
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import msgspec
+
+from learner.hub.ledger.accept import Acceptance, AcceptResult
+from learner.hub.ledger.actors import Actor, ActorTable, Handshake, JoinResult
+from learner.hub.ledger.cut import BatchCutter
+from learner.hub.ledger.dedup import DedupTable
+from learner.hub.ledger.evals import EvalOutcome, EvalTable
+from learner.hub.ledger.filters import GroupFilter, keep_all
+from learner.hub.ledger.grant import Grants
+from learner.hub.ledger.groups import GroupState, GroupTable, HeldGroup, SettledSinceCheckpoint
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.snapshots import Snapshots
-from learner.hub.ledger.state import Actor
-from streamrl.messages import Lineage, RejectReason, VersionRef
+from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
+from learner.hub.ledger.versions import LagBounds, Versions, cut_lineage
+from streamrl.messages import (
+    Ack,
+    ActorHeartbeat,
+    Group,
+    Hello,
+    Lease,
+    LeaseRef,
+    Lineage,
+    RejectReason,
+    Sampling,
+    VersionRef,
+)
 
-__all__ = [
-    "AcceptResult", "Actor", "Effect", "EvalOutcome", "HeldGroup", "HeldMember", "JoinResult", "Ledger",
-    "LedgerSettings",
-]
-
+LOST_AFTER = 3
+"""A lease that no heartbeat has named for so many times `dead_after_s` since it was granted never arrived."""
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
     "num_leases_reissued", "num_groups_filtered", "num_groups_dropped", "num_lag_violations", "num_tokens_accepted",
     "num_tokens_stale", "num_repeats", "num_evictions", "num_leases_expired",
-    "num_leases_lost", "num_actor_restarts", "num_installs",
-    "num_install_failures", "lost_on_crash",
+    "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
 
-class Ledger(Admission, Consumption, Snapshots):
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something the shell must do. evict: STOP(EVICTED) and close the link; revoke: name these leases in a LEASE."""
+
+    kind: Literal["evict", "revoke"]
+    actor_id: str
+    leases: tuple[LeaseRef, ...]
+
+
+class Ledger:
     """See the module."""
 
-    def publish(self, ref: VersionRef) -> None:
-        """A version was announced: its tokens are welcome from now on."""
-        self.versions.published(ref)
+    def __init__(
+        self,
+        settings: LedgerSettings,
+        *,
+        run_id: str,
+        learner_epoch: int,
+        run_seed: int,
+        prompts: PromptStream,
+        sampling: Sampling,
+        eval_sampling: Sampling,
+        keep_group: GroupFilter = keep_all,
+        eval_record: Callable[[int], bytes | None] | None = None,
+        version: int = 0,
+        lineage: Sequence[Lineage] = (),
+    ) -> None:
+        self.settings = settings
+        self.run_id = run_id
+        self.prompts = prompts
+        self.counts: Counter[str] = Counter()
+        self.versions = Versions(learner_epoch, version, lineage)
+        self.groups = GroupTable(num_trained=version * settings.groups_per_batch)
+        prompts.cursor = self.groups.next_id
+        self.dedup = DedupTable(settings.dedupe_window)
+        self.evals = EvalTable(settings.max_attempts)
+        self.lag = LagBounds(settings, self.groups, self.versions)
+        self.lifecycle = GroupLifecycle(
+            settings, self.groups, self.dedup, self.versions, self.lag, prompts, keep_group, self.counts
+        )
+        self.actors = ActorTable(
+            self.lifecycle, self.evals, restored=learner_epoch > 1, grace_s=settings.dead_after_s
+        )
+        self.handshake = Handshake(
+            settings, run_id, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
+        )
+        self.grants = Grants(
+            settings, run_seed, sampling, eval_sampling, eval_record, prompts, self.groups, self.actors, self.evals,
+            self.versions, self.lag, self.lifecycle, self.counts,
+        )
+        self.acceptance = Acceptance(
+            settings, self.groups, self.actors, self.evals, self.dedup, self.versions, self.lag, self.lifecycle,
+            self.counts,
+        )
+        self.cutter = BatchCutter(
+            settings, self.groups, self.actors, self.versions, self.lag, self.lifecycle, self.counts
+        )
+        self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def grant_order(self, now: float) -> list[str]:
+        """Actors that could take a lease, the one that waited longest first."""
+        return self.grants.order()
+
+    def grant(self, actor_id: str, now: float) -> list[Lease]:
+        """Leases for this actor: never more than its free slots, and never more than a fair share of what is there.
+
+        Ask the others too, then ask again.
+        """
+        return self.grants.grant(actor_id, now)
+
+    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
+        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
+        return self.acceptance.accept(actor_id, group, frame, now)
+
+    def cut_batch(self, version: int) -> list[HeldGroup] | None:
+        """Exactly B groups to be trained at this version, in dispatch order, or None if they must be waited for.
+
+        Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
+        may be cut ahead while another is in training; `version` is then the version that one will lead to.
+
+        Raises:
+            ValueError: `version` is not the learner's, nor that of the next batch ahead.
+        """
+        return self.cutter.cut(version)
+
+    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
+        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
+        self.cutter.trained(version_after, skipped, reason)
+
+    def why_waiting(self, now: float) -> str:
+        """What the next batch waits for, as a sentence for a person."""
+        return self.cutter.why_waiting(now)
+
+    def held_groups(self) -> list[HeldGroup]:
+        """Complete groups that wait for a batch, in dispatch order, as of the present version."""
+        return [self.lag.held(record, self.version) for record in self.groups.in_state(GroupState.HELD)]
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Effect]:
+        """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
+        effects = []
+        for actor in self.actors.all():
+            if now - actor.heard_at >= self.settings.dead_after_s:
+                effects.append(Effect("evict", actor.actor_id, tuple(self.evict(actor.actor_id, now))))
+        for actor in self.actors.all():
+            for group_id, lease in actor.open_leases():
+                if now - lease.renewed_at >= self.settings.lease_ttl_s:
+                    self.counts["num_leases_expired"] += 1
+                    self.actors.release(group_id, now, failed=True, revoke=True)
+        if self.settings.group_deadline_s > 0:
+            self._expire_groups(now)
+        for actor in self.actors.all():
+            if actor.revocations:
+                effects.append(Effect("revoke", actor.actor_id, tuple(actor.revocations)))
+                actor.revocations.clear()
+        self.check()
+        return effects
+
+    def _expire_groups(self, now: float) -> None:
+        """Incomplete groups that are overdue: their lease ends, and `group_policy` says what follows."""
+        settings = self.settings
+        for record in self.groups.in_order():
+            partial = settings.group_policy == "accept_partial" and len(record.members) >= settings.min_members
+            since = record.first_granted_at if partial or record.lease is None else record.lease.granted_at
+            if since is None or now - since < settings.group_deadline_s:
+                continue
+            if record.state is GroupState.LEASED:
+                self.counts["num_groups_overdue"] += 1
+                self.actors.release(record.group_id, now, failed=True, revoke=True)
+            elif record.state is GroupState.READY and partial:
+                self.lifecycle.retry(record, now, failed=False)
+
+    # --- durability ---------------------------------------------------------------------------------------------------
+
+    def freeze(self, version: int) -> bytes:
+        """The ledger as of this version. Groups of a batch that is cut but not trained count as held.
+
+        Raises:
+            ValueError: the ledger is already at another version.
+        """
+        if version != self.version:
+            raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
+        groups = self.groups
+        self._frozen.setdefault(version, SettledSinceCheckpoint()).add(groups.take_recent())
+        return msgspec.msgpack.encode(LedgerSnapshot(
+            format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
+            num_batches=version, lineage=cut_lineage(self.versions.lineage, version),
+            next_id=groups.next_id, done_below=groups.done_below, num_trained=groups.num_trained,
+            num_dropped=groups.num_dropped, cursor=self.prompts.cursor,
+            live=[at_rest(record) for record in groups.in_order()], settled=list(groups.settled.values()),
+            senders=self.dedup.rows(), fenced=self.dedup.fenced_rows(),
+            ended=[one for settled in self._frozen.values() for one in settled.deliveries], counts=dict(self.counts),
+        ))
+
+    def saved(self, version: int) -> None:
+        """The checkpoint of `freeze(version)` is published: what ended before it is durable, and acks say so.
+
+        Earlier snapshots whose checkpoints failed are covered by this one.
+        """
+        if version not in self._frozen:
+            raise ValueError(f"saved({version}): never frozen, or saved before; open are {sorted(self._frozen)}")
+        for frozen in sorted(one for one in self._frozen if one <= version):
+            settled = self._frozen.pop(frozen)
+            self.dedup.make_durable(settled.deliveries)
+            self.groups.mark_saved(settled.group_ids)
+        self.dedup.saved()
+
+    @classmethod
+    def restore(cls, state: bytes, settings: LedgerSettings, *, run_id: str, learner_epoch: int, **rest: Any) -> Self:
+        """The ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
+
+        Leases that were out are READY again, at their old place; their actors have `dead_after_s` after the first HELLO
+        to come back with them before others get them. Held groups stay held. Versions after the checkpoint are a dead
+        branch.
+
+        Raises:
+            CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
+        """
+        loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
+        rest |= {"version": loaded.version, "lineage": cut_lineage(loaded.lineage, loaded.version)}
+        ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, **rest)
+        ledger.prompts.cursor = loaded.cursor
+        ledger.counts.update(loaded.counts)
+        ledger.groups.load(
+            loaded.live, loaded.settled, next_id=loaded.next_id, done_below=loaded.done_below,
+            num_trained=loaded.num_trained, num_dropped=loaded.num_dropped,
+        )
+        ledger.lag.allow_drawn()
+        ledger.dedup.load(loaded.senders, loaded.fenced)
+        ledger.dedup.make_durable(loaded.ended)
+        return ledger
+
+    # --- actors -------------------------------------------------------------------------------------------------------
+
+    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
+        """Bind an actor to its link, or say why not. The newest incarnation wins; a superseded one never returns."""
+        return self.handshake.hello(actor_id, hello, now)
+
+    def _heard(self, actor_id: str, now: float) -> Actor | None:
+        """Any message proves that an actor lives."""
+        actor = self.actors.get(actor_id)
+        if actor is not None:
+            actor.heard_at = now
+        return actor
+
+    def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
+        """Renew its leases, except those it calls stuck or does not hold, and note what it has free.
+
+        False: no link, or a fenced one; answer STOP(NO_LINK).
+        """
+        actor = self.actors.get(actor_id)
+        if actor is None or actor.incarnation != beat.incarnation:
+            return False
+        actor.heard_at = now
+        actor.train.free, actor.train.limit = beat.free, beat.slots or actor.train.limit
+        actor.eval.free, actor.eval.limit = beat.free_eval, max(actor.eval.limit, beat.free_eval)
+        actor.install(self.versions.usable(beat.installed))
+        self._renew(actor, beat, now)
+        return True
+
+    def _renew(self, actor: Actor, beat: ActorHeartbeat, now: float) -> None:
+        """A lease goes on while its actor works on it; one that its heartbeats never named was lost on the way."""
+        stuck, held = set(beat.stuck), None if beat.held is None else set(beat.held)
+        for group_id, lease in actor.open_leases():
+            ref = (group_id, lease.attempt)
+            if lease.orphan:
+                continue
+            at_work = held is None or ref in held
+            lease.seen = lease.seen or at_work
+            if at_work and ref not in stuck:
+                lease.renewed_at = now
+            elif not lease.seen and now - lease.granted_at >= LOST_AFTER * self.settings.dead_after_s:
+                self.counts["num_leases_lost"] += 1
+                self.actors.release(group_id, now, failed=False, revoke=True)
+
+    def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
+        """A version is live at this actor, or it refused it. The shell has checked that the root was published."""
+        actor = self._heard(actor_id, now)
+        if actor is not None:
+            self.counts["num_installs" if ok else "num_install_failures"] += 1
+            if ok:
+                actor.install(self.versions.usable(ref))
+
+    def suspend(self, actor_id: str, now: float) -> None:
+        """Its weights are not to be trusted: its leases go to others, and it gets none until `installed` says so."""
+        actor = self._heard(actor_id, now)
+        if actor is not None:
+            actor.install(None)
+            for group_id, _ in actor.open_leases():
+                self.actors.release(group_id, now, failed=False, revoke=True)
+
+    def drain(self, actor_id: str, now: float) -> None:
+        """It is leaving: no new leases, but it may finish those it has."""
+        actor = self._heard(actor_id, now)
+        if actor is not None:
+            actor.state = "LEAVING"
+
+    def bye(self, actor_id: str, now: float) -> None:
+        """It has left. What it still held goes back to the pool and counts as no failure of the group."""
+        self._disconnect(actor_id, now, failed=False)
+
+    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
+        """Cut an actor off; its leases go back to the pool, each group at its old place."""
+        if self.actors.get(actor_id) is not None:
+            self.counts["num_evictions"] += 1
+        return self._disconnect(actor_id, now, failed=True)
+
+    def _disconnect(self, actor_id: str, now: float, *, failed: bool) -> list[LeaseRef]:
+        actor = self.actors.get(actor_id)
+        if actor is None:
+            return []
+        refs = self.actors.remove(actor, now, failed=failed)
+        self.dedup.depart(actor_id, actor.incarnation)  # what it delivered is remembered, in case it returns
+        return refs
+
+    def take_acks(self, actor_id: str) -> Ack | None:
+        """The next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""
+        actor = self.actors.get(actor_id)
+        entry = self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
+        return entry.take_ack() if entry is not None else None
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.versions.current
+
+    @property
+    def eta(self) -> int:
+        return self.lag.eta
+
+    @property
+    def max_lag(self) -> int:
+        return self.lag.max_lag
 
     @property
     def lineage(self) -> tuple[Lineage, ...]:
         """For WELCOME: the versions of every epoch that lie on this history."""
         return self.versions.lineage
 
+    def publish(self, ref: VersionRef) -> None:
+        """A version was announced: its tokens are accepted from now on."""
+        self.versions.published(ref)
+
     def min_useful(self) -> VersionRef:
         """For the hub's heartbeat: a group that began with anything older can only be refused."""
-        if self.settings.mode == "mask_old_tokens":
-            return VersionRef(0, 0)  # its young end is still of use
-        return self.versions.oldest_useful(self.widest_bound())
+        return self.lag.min_useful()
+
+    def set_bounds(self, eta: int, max_lag: int) -> None:
+        """Move the lead and the bound of a running hub.
+
+        Raising acts at once. Lowering drains: what was leased under a wider bound keeps it and is trained, and nothing
+        new is drawn until the lead has shrunk. So every group is trained within the larger of the bound at its grant
+        and the bound now, and lowering throws nothing away.
+
+        Raises:
+            ValueError: the pair contradicts itself; nothing is changed.
+        """
+        self.lag.move(eta, max_lag)
 
     def eval_request(self, eval_id: int, version: int, num_prompts: int, now: float) -> None:
         """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
@@ -75,8 +401,7 @@ class Ledger(Admission, Consumption, Snapshots):
 
     def counters(self) -> dict[str, float]:
         """Everything counted since the run began, and how many groups and leases there are now."""
-        counts = {name: float(self._counts.get(name, 0)) for name in _ALWAYS}
-        counts.update({name: float(value) for name, value in self._counts.items()})
+        counts = {name: float(value) for name, value in {**dict.fromkeys(_ALWAYS, 0), **self.counts}.items()}
         counts.update(
             num_groups_drawn=float(self.groups.next_id),
             num_groups_ready=float(self.groups.num(GroupState.READY)),
@@ -88,3 +413,11 @@ class Ledger(Admission, Consumption, Snapshots):
             max_lag=float(self.max_lag),
         )
         return counts
+
+    def check(self) -> None:
+        """Assert what must hold between any two verbs; cheap enough for every tick."""
+        self.groups.check()
+        self.lag.check()
+        self.actors.check(self.groups)
+        drawn = self.groups.next_id
+        assert self.prompts.cursor == drawn, f"{drawn} groups drawn, but the prompt cursor is {self.prompts.cursor}"

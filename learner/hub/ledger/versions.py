@@ -1,35 +1,33 @@
-"""Which weights exist on this history, and how many batches each of them has seen."""
+"""Which weights exist on this history of the run, and how old the tokens of a group may be in terms of them."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
+from learner.hub.ledger.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
+from learner.hub.ledger.settings import LedgerSettings
+from streamrl import lag_rule
 from streamrl.messages import Lineage, VersionRef
+from streamrl.messages.validate import MemberSummary
 
 MAX_LINEAGE = 1024
-MAX_ENDS = 1024
 
 
 class Versions:
-    """The learner's version, the surviving lineage, and the clock that turns versions into batches.
+    """The learner's version and the surviving lineage.
 
     Args:
         learner_epoch: of this start.
-        version: optimizer steps done.
+        version: optimizer steps done, one for each batch.
         lineage: earlier epochs, already cut to `version`.
-        num_batches: batches trained so far.
     """
 
-    def __init__(self, learner_epoch: int, version: int, lineage: Sequence[Lineage], num_batches: int) -> None:
+    def __init__(self, learner_epoch: int, version: int, lineage: Sequence[Lineage]) -> None:
         self.learner_epoch = learner_epoch
         self.current = version
-        self.num_batches = num_batches
         self._past = {entry.learner_epoch: entry for entry in lineage[-(MAX_LINEAGE - 1) :]}
         self._first = version
         self._last = version  # published or trained, whichever is later
-        self._ends: list[int] = []  # versions at which a batch ended, oldest first
-        self._ends_from = (version, num_batches)  # what was so before the first of them
 
     @property
     def ref(self) -> VersionRef:
@@ -47,34 +45,23 @@ class Versions:
         entry = self._past.get(learner_epoch)
         return entry is not None and entry.first <= version <= entry.last
 
+    def usable(self, ref: VersionRef | None) -> VersionRef | None:
+        """These weights, unless they are of a dead branch: an actor gets no leases for those."""
+        return ref if ref is not None and self.known(ref.learner_epoch, ref.version) else None
+
     def published(self, ref: VersionRef) -> None:
-        """A version was announced: tokens of it are welcome even before its batch is reported as trained."""
+        """A version was announced: its tokens are accepted even before its batch is reported as trained."""
         if ref.learner_epoch != self.learner_epoch or ref.version < self._last:
             raise ValueError(f"published {ref} after {self.learner_epoch}:{self._last}: versions only go up")
         self._last = ref.version
 
-    def advance(self, version: int) -> None:
-        """A batch was trained and led to this version."""
-        self.current = version
-        self._last = max(self._last, version)
-        self.num_batches += 1
-        self._ends.append(version)
-        if len(self._ends) > MAX_ENDS:
-            self._ends_from = (self._ends.pop(0), self._ends_from[1] + 1)
+    def advance(self) -> None:
+        """A batch was trained."""
+        self.current += 1
+        self._last = max(self._last, self.current)
 
-    def batches_at(self, version: int) -> int:
-        """Batches that these weights have been trained on; never too high, exact unless very old.
-
-        With one optimizer step a batch it is the version itself.
-        """
-        start, num_batches = self._ends_from
-        if version < start:
-            return num_batches - (start - version)
-        return num_batches + bisect_right(self._ends, version)
-
-    def oldest_useful(self, max_lag: int) -> VersionRef:
-        """The smallest known version that is inside the lag bound now."""
-        oldest = max(0, self.current - max_lag)
+    def first_known(self, oldest: int) -> VersionRef:
+        """The smallest known version that is not below `oldest`, named in the epoch that made it."""
         for entry in self.lineage:
             if entry.first <= entry.last and entry.last >= oldest:
                 return VersionRef(entry.learner_epoch, max(entry.first, oldest))
@@ -84,3 +71,92 @@ class Versions:
 def cut_lineage(lineage: Sequence[Lineage], version: int) -> tuple[Lineage, ...]:
     """The lineage of a run that resumes from `version`: later versions are a dead branch."""
     return tuple(Lineage(entry.learner_epoch, entry.first, min(entry.last, version)) for entry in lineage)
+
+
+class LagBounds:
+    """eta and max_lag as they are now, and every question of lead and age: the ledger's only door to `lag_rule`."""
+
+    def __init__(self, settings: LedgerSettings, groups: GroupTable, versions: Versions) -> None:
+        self.eta, self.max_lag = settings.eta, settings.max_lag
+        self._settings = settings
+        self._groups = groups
+        self._versions = versions
+        self._masks_old_tokens = settings.mode == "mask_old_tokens"
+        self._lowered: list[tuple[int, int]] = []  # (bound that was lowered, version up to which it may still bind)
+        self._drawn_before = 0  # live groups when eta was lowered: the only ones that may exceed capacity
+
+    def move(self, eta: int, max_lag: int) -> None:
+        """See `Ledger.set_bounds`."""
+        self._settings.check_bounds(eta, max_lag)
+        version = self._versions.current
+        if max_lag < self.max_lag:
+            self._lowered.append((self.max_lag, version + self.max_lag))
+        self._lowered = [one for one in self._lowered if one[1] >= version]
+        self.eta, self.max_lag = eta, max_lag
+        self.allow_drawn()
+
+    def allow_drawn(self) -> None:
+        """What is drawn by now may stay, even beyond a capacity that has shrunk."""
+        self._drawn_before = max(self._drawn_before, self._groups.num_live())
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be drawn and not dropped, trained ones included."""
+        by_lead = lag_rule.capacity(self.eta, self._settings.groups_per_batch, self._groups.num_trained)
+        total = self._settings.num_groups_total
+        return by_lead if total is None else min(by_lead, total)
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may be drawn now; negative while a lowered lead drains."""
+        return self.capacity - self._groups.num_live()
+
+    def may_grant(self, rank: int, installed: int) -> bool:
+        """Whether a group of this rank may go to an actor with this version installed."""
+        # A version may be installed before its batch is reported as trained: until then it counts as the one before.
+        installed = min(installed, self._versions.current)
+        return lag_rule.may_grant(rank, installed, self.eta, self._settings.groups_per_batch)
+
+    def may_overtake(self, num_overtaken: int) -> bool:
+        """Whether so many later groups may pass the oldest open one."""
+        return lag_rule.may_overtake(num_overtaken, self._settings.window)
+
+    def of(self, record: GroupRecord) -> int:
+        """The largest lag at which this group may be trained now."""
+        # Judged by today's bound alone, lowering it would throw away work that was leased under a wider one.
+        return max(record.max_lag, self.max_lag)
+
+    def min_useful(self) -> VersionRef:
+        """A group that began with anything older than this version can only be refused."""
+        if self._masks_old_tokens:
+            return VersionRef(0, 0)  # the young end of a sequence is of use, however old its beginning
+        version = self._versions.current
+        widest = max([self.max_lag, *(bound for bound, until in self._lowered if until >= version)])
+        return self._versions.first_known(max(0, lag_rule.oldest_trainable(version, widest)))
+
+    def is_stale(self, record: GroupRecord, version: int, summary: MemberSummary | None = None) -> bool:
+        """L2: a token of the group, or of one member, is too old to train; with masking, every token of a member."""
+        oldest = lag_rule.oldest_trainable(version, self.of(record))
+        for one in record.members.values() if summary is None else (summary,):
+            fresh = [span.version >= oldest for span in one.spans]
+            if not (any(fresh) if self._masks_old_tokens else fresh and all(fresh)):
+                return True
+        return False
+
+    def held(self, record: GroupRecord, version: int) -> HeldGroup:
+        """A complete group as it would be trained at this version."""
+        bound = self.of(record)
+        oldest = lag_rule.oldest_trainable(version, bound) if self._masks_old_tokens else -1
+        members = tuple(
+            HeldMember(
+                index, one.num_tokens, one.num_action_tokens, one.reward, one.scores,
+                head_lag=max((version - span.version for span in one.spans if span.version >= oldest), default=0),
+            )
+            for index, one in sorted(record.members.items())
+        )
+        return HeldGroup(record.group_id, version, members, tuple(record.frames), bound)
+
+    def check(self) -> None:
+        """Assert L1; cheap enough for every tick."""
+        live = self._groups.num_live()
+        assert live <= max(self.capacity, self._drawn_before), f"{live} live groups, capacity is {self.capacity}"

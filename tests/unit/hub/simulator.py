@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
+from streamrl import lag_rule
 from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from streamrl.messages.codec import Decoder
 from tests.unit.hub.factories import FakeActor, ledger_arguments, restart
@@ -22,6 +23,11 @@ FAULTS = (
     "lose_link", "lose_leases", "silence", "evict", "leave", "die", "restart", "zombie", "resend", "freeze",
     "checkpoint", "checkpoint", "crash", "cut", "skip", "publish_first", "late", "late", "stuck", "bounds", "bounds",
 )
+
+
+def lag_bound(settings: LedgerSettings, eta: int | None = None) -> int:
+    """What admission and the window allow, at this eta or at the settings' own."""
+    return lag_rule.lag_bound(settings.eta if eta is None else eta, settings.window, settings.groups_per_batch)
 
 
 def drop_some(group: HeldGroup) -> str | None:
@@ -313,7 +319,7 @@ class World:
         if not self.cut():
             return
         version = self.ledger.version
-        after = VersionRef(self.ledger.versions.learner_epoch, version + self.settings.versions_per_batch)
+        after = VersionRef(self.ledger.versions.learner_epoch, version + 1)
         if skipped:
             self.ledger.trained(version, True, "not finite")
         else:
@@ -330,7 +336,7 @@ class World:
 
     def _publish_if_due(self) -> None:
         now = self.ledger.versions.ref
-        behind = (now.version - self.published.version) // self.settings.versions_per_batch
+        behind = now.version - self.published.version
         if now != self.published and not (self.publishes_late and behind <= self.eta // 2):
             self._publish(now)
 
@@ -341,15 +347,15 @@ class World:
 
     def set_bounds(self, eta: int) -> None:
         """The controller moves the lead; max_lag keeps its distance to what admission allows."""
-        slack = self.settings.max_lag - self.settings.lag_bound
-        max_lag = max(eta * self.settings.versions_per_batch, self.settings.lag_bound_at(eta) + slack)
+        slack = self.settings.max_lag - lag_bound(self.settings)
+        max_lag = max(eta, lag_bound(self.settings, eta) + slack)
         self.ledger.set_bounds(eta, max_lag)
         self._took_bounds(eta, max_lag)
         self._publish_if_due()
 
     def _took_bounds(self, eta: int, max_lag: int) -> None:
         self.eta, self.max_lag = eta, max_lag
-        self.tight |= max_lag < self.settings.lag_bound_at(eta)
+        self.tight |= max_lag < lag_bound(self.settings, eta)
         self.num_allowed = self._num_open()  # what was drawn under a wider lead drains, it is not thrown away
 
     def _num_open(self) -> int:

@@ -17,10 +17,10 @@ from tests.unit.hub.factories import STEADY, FakeActor, make_ledger, train
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
     members = tuple(
-        HeldMember(i, tokens, tokens // 2, reward, (scores or [{}] * len(rewards))[i], False, 1)
+        HeldMember(i, tokens, tokens // 2, reward, (scores or [{}] * len(rewards))[i], 1)
         for i, reward in enumerate(rewards)
     )
-    return HeldGroup(group_id, group_id, 0, 3, members, (b"frame",))
+    return HeldGroup(group_id, 3, members, (b"frame",))
 
 
 # --- the cut --------------------------------------------------------------------------------------------------------

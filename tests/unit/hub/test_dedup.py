@@ -131,7 +131,8 @@ def test_a_snapshot_of_the_table_is_the_table():
     sender.make_durable(2)
     table.open("a2", 1), table.open("a2", 2)
 
-    again = DedupTable.load(1024, table.rows(), table.fenced_rows())
+    again = DedupTable(1024)
+    again.load(table.rows(), table.fenced_rows())
 
     copy = again.get("a1", 7)
     assert [seq for seq in range(1, 1000) if seq in copy.settled] == [1, 2, 5, 900]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger.ledger import LedgerSettings
 from streamrl.messages import EVAL_BIT, ActorState, ReturnReason, VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
 
@@ -65,12 +64,11 @@ def test_two_hungry_actors_share_what_there_is():
     assert len(ledger.grant("a2", 0.0)) == 2
 
 
-@pytest.mark.parametrize("slots_max, expected", [(None, 3), (2, 2)])
-def test_an_actor_never_holds_more_leases_than_slots(slots_max, expected):
-    ledger = make_ledger(groups_per_batch=10, slots_per_actor_max=slots_max)
+def test_an_actor_never_holds_more_leases_than_slots():
+    ledger = make_ledger(groups_per_batch=10)
     actor = FakeActor(ledger, "a1", slots=3)
     actor.join()
-    assert len(actor.ask()) == expected
+    assert len(actor.ask()) == 3
 
     actor.leases.clear()  # a heartbeat that was written before the leases arrived claims that all slots are free
     actor.beat()
@@ -178,23 +176,6 @@ def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
     assert leases[1].prompt == b'{"test": 1}'
 
 
-def test_with_several_steps_a_batch_the_rule_counts_batches():
-    ledger = make_ledger(groups_per_batch=1, eta=1, window=1, max_lag=8, versions_per_batch=4)
-    actor = FakeActor(ledger, "a1", slots=10)
-    actor.join()
-    assert settings(eta=1, window=2, versions_per_batch=4, max_lag=8).lag_bound == 4 * 3 - 1
-    for lease in actor.ask():
-        actor.finish(lease)
-    ledger.cut_batch(0)
-    ledger.trained(4, False, "")
-    ledger.publish(VersionRef(1, 4))
-
-    actor.install(3)  # three of the four steps of the first batch: still zero whole batches
-    assert actor.ask() == []
-    actor.install(4)
-    assert len(actor.ask()) == 1
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -206,17 +187,12 @@ def test_with_several_steps_a_batch_the_rule_counts_batches():
         (dict(group_policy="accept_partial", min_members=9), "min_members=9"),
         (dict(group_policy="guess"), "group_policy='guess'"),
         (dict(on_stale="keep"), "on_stale='keep'"),
-        (dict(slots_per_actor_max=0), "slots_per_actor_max=0"),
+        (dict(mode="keep"), "mode='keep'"),
     ],
 )
 def test_contradictory_settings_are_refused_with_the_number_and_the_reason(changes, words):
     with pytest.raises(ValueError, match=words):
         settings(**changes)
-
-
-def test_the_bound_is_eta_plus_the_window_in_batches():
-    bounds = [LedgerSettings(groups_per_batch=4, group_size=2, eta=2, window=w, max_lag=9).lag_bound for w in (0, 4, 5)]
-    assert bounds == [2, 3, 4]
 
 
 def test_a_beat_of_an_actor_without_a_link_is_not_taken():

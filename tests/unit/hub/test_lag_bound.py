@@ -6,7 +6,6 @@ Then the lead moves under way, and the bound that counts is the one at a group's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -14,10 +13,9 @@ import pytest
 
 from learner.hub.ledger.groups import GroupRecord, GroupState
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.state import Actor
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
-from tests.unit.hub.simulator import World
+from tests.unit.hub.simulator import World, lag_bound
 
 CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2, 5)]
 
@@ -25,29 +23,29 @@ CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2
 class GrantsByTheLearnersVersion(Ledger):
     """Wrong: believes that every actor has the newest weights."""
 
-    def _version_for_grant(self, actor: Actor) -> int:
-        return self.version
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        honest = self.lag.may_grant
+        self.lag.may_grant = lambda rank, installed: honest(rank, self.version)
 
 
 class ConsumesInOrderOfCompletion(Ledger):
     """Wrong: what is finished first is trained first."""
 
-    def _hold(self, record: GroupRecord) -> None:
-        self.completed = [*getattr(self, "completed", []), record.group_id]
-        super()._hold(record)
-
-    def _consumable(self) -> Iterator[GroupRecord]:
-        for group_id in self.completed if hasattr(self, "completed") else ():
-            record = self.groups.live.get(group_id)
-            if record is not None and record.state is GroupState.HELD:
-                yield record
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.completed: list[GroupRecord] = []
+        honest = self.lifecycle.hold
+        self.lifecycle.hold = lambda record: (self.completed.append(record), honest(record))
+        self.cutter.consumable = lambda: (one for one in self.completed if one.state is GroupState.HELD)
 
 
 class ForgetsThePromise(Ledger):
     """Wrong: judges a group by the bound of today, whatever it was leased under."""
 
-    def bound_of(self, record: GroupRecord) -> int:
-        return self.max_lag
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.lag.of = lambda record: self.max_lag
 
 
 def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int) -> tuple[int, int]:
@@ -71,7 +69,7 @@ def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int)
         worst = max(worst, *world.head_lags, 0)
         num_trained += len(world.head_lags)
     assert num_trained > 20 * num_walks, f"only {num_trained} groups were trained in {num_walks} walks"
-    return worst, chosen.lag_bound
+    return worst, lag_bound(chosen)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{}".format(*case))
@@ -107,7 +105,7 @@ def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_w
     """
     num_stale = num_beyond = num_moves = 0
     chosen = settings(groups_per_batch=2, group_size=1, eta=1, window=window, mode=mode)
-    chosen = replace(chosen, max_lag=chosen.lag_bound)
+    chosen = replace(chosen, max_lag=lag_bound(chosen))
     for number in range(num_walks):
         rng = Random(f"moving/{number}")
         world = World(chosen, kind=kind, publishes_late=number % 2 == 1)

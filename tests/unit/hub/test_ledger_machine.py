@@ -105,11 +105,10 @@ def random_settings(rng: Random, tight: bool) -> LedgerSettings:
     """The same choices as `ledger_settings`, from a plain generator; `tight` invites groups to outlive max_lag."""
     groups_per_batch, eta = rng.choice([1, 2, 3]), rng.choice([1, 1, 2] if tight else [0, 1, 2])
     window = 2 * groups_per_batch if tight else rng.choice([0, 1, groups_per_batch, 2 * groups_per_batch])
-    steps = rng.choice([1, 1, 1, 2])
-    default = steps * (eta + -(-window // groups_per_batch) + 1) - 1
+    default = eta + -(-window // groups_per_batch)
     return settings(
         groups_per_batch=groups_per_batch, group_size=rng.choice([1, 2, 3]), eta=eta, window=window,
-        versions_per_batch=steps, max_lag=steps * eta if tight else rng.choice([default, default, steps * eta]),
+        max_lag=eta if tight else rng.choice([default, default, eta]),
         max_attempts=rng.choice([2, 3]),
         on_stale=rng.choice(["reissue", "drop"]),
         mode=rng.choice(["drop", "drop", "mask_old_tokens", "reweight", *(["wait"] * 4 if window == 0 else [])]),

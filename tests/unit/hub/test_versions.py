@@ -1,15 +1,15 @@
-"""Which weights exist on this history, and how many batches each has seen."""
+"""Which weights exist on this history."""
 
 from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger.versions import MAX_ENDS, Versions, cut_lineage
+from learner.hub.ledger.versions import Versions, cut_lineage
 from streamrl.messages import Lineage, VersionRef
 
 
 def test_only_versions_of_the_surviving_history_are_known():
-    versions = Versions(3, 7, [Lineage(1, 0, 4), Lineage(2, 4, 7), Lineage(9, 5, 4)], 7)
+    versions = Versions(3, 7, [Lineage(1, 0, 4), Lineage(2, 4, 7), Lineage(9, 5, 4)])
     versions.published(VersionRef(3, 8))
 
     known = {(epoch, version) for epoch in range(1, 10) for version in range(12) if versions.known(epoch, version)}
@@ -23,46 +23,26 @@ def test_resuming_cuts_every_epoch_to_the_checkpoint():
 
 
 def test_versions_that_were_never_published_count_all_the_same():
-    versions = Versions(1, 0, [], 0)
+    versions = Versions(1, 0, [])
     for _ in range(7):
-        versions.advance(versions.current + 1)
+        versions.advance()
         if versions.current in (3, 6):
             versions.published(versions.ref)
 
-    assert [versions.batches_at(v) for v in (0, 3, 6)] == [0, 3, 6]
-    assert versions.oldest_useful(2) == VersionRef(1, 5)  # in optimizer steps, published or not
+    assert versions.first_known(5) == VersionRef(1, 5)  # in optimizer steps, published or not
+    assert versions.known(1, 7) and not versions.known(1, 8)
 
 
 def test_versions_only_go_up():
-    versions = Versions(2, 5, [], 5)
+    versions = Versions(2, 5, [])
     for ref in (VersionRef(2, 4), VersionRef(1, 9)):
         with pytest.raises(ValueError, match="versions only go up"):
             versions.published(ref)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_batches_are_counted_by_whole_batches(steps):
-    versions = Versions(1, 0, [], 0)
-    for _ in range(MAX_ENDS + 50):
-        versions.advance(versions.current + steps)
+def test_the_first_known_version_is_named_in_the_epoch_that_made_it():
+    versions = Versions(2, 6, [Lineage(1, 0, 6)])
 
-    newest = versions.current
-    recent = range(newest - steps * MAX_ENDS, newest + 1)
-    assert [versions.batches_at(v) for v in recent] == [v // steps for v in recent]
-    assert all(versions.batches_at(v) <= v // steps for v in range(newest + 1))  # never too high, however old
-
-
-def test_a_batch_whose_steps_were_partly_skipped_still_counts_as_one():
-    versions = Versions(1, 0, [], 0)
-    versions.advance(4)
-    versions.advance(7)  # one of four steps was skipped
-
-    assert [versions.batches_at(v) for v in (3, 4, 6, 7)] == [0, 1, 1, 2]
-
-
-def test_the_oldest_useful_version_is_named_in_the_epoch_that_made_it():
-    versions = Versions(2, 6, [Lineage(1, 0, 6)], 6)
-
-    assert versions.oldest_useful(2) == VersionRef(1, 4)
-    assert versions.oldest_useful(100) == VersionRef(1, 0)
-    assert Versions(1, 3, [], 3).oldest_useful(1) == VersionRef(1, 3)
+    assert versions.first_known(4) == VersionRef(1, 4)
+    assert versions.first_known(0) == VersionRef(1, 0)
+    assert Versions(1, 3, []).first_known(2) == VersionRef(1, 3)

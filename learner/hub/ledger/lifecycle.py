@@ -1,0 +1,118 @@
+"""Transitions of a group that several verbs share: drawn, leased, held, tried again, dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from learner.hub.ledger.dedup import DedupTable
+from learner.hub.ledger.filters import GroupFilter
+from learner.hub.ledger.groups import Grant, GroupRecord, GroupState, GroupTable, OpenLease
+from learner.hub.ledger.prompts import PromptStream
+from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.versions import LagBounds, Versions
+
+
+@dataclass
+class GroupLifecycle:
+    """Moves one group at a time, with everything that such a move does to the other tables."""
+
+    settings: LedgerSettings
+    groups: GroupTable
+    dedup: DedupTable
+    versions: Versions
+    lag: LagBounds
+    prompts: PromptStream
+    keep_group: GroupFilter
+    counts: Counter[str]
+
+    def draw(self) -> GroupRecord:
+        """The next prompt of the stream as a READY group; callers check capacity."""
+        prompt = self.prompts.draw()
+        record = GroupRecord(self.groups.next_id, prompt.prompt_index, prompt.pass_index)
+        self.groups.add(record)
+        assert self.lag.num_free >= 0, f"drew group {record.group_id} beyond {self.lag.capacity}"
+        return record
+
+    def draw_upto(self, group_id: int) -> bool:
+        """Draw all groups up to this number, if capacity allows: a group's prompt follows from its number."""
+        if group_id - self.groups.next_id + 1 > self.lag.num_free:
+            return False
+        while self.groups.next_id <= group_id:
+            self.draw()
+        return True
+
+    def missing(self, record: GroupRecord) -> tuple[int, ...]:
+        """Members that no attempt has completed yet."""
+        return tuple(i for i in range(self.settings.group_size) if i not in record.members)
+
+    def lease(
+        self, record: GroupRecord, actor_id: str, attempt: int, members: tuple[int, ...], now: float
+    ) -> OpenLease:
+        """A READY group goes out to an actor."""
+        record.lease = OpenLease(attempt, actor_id, members, now, now)
+        record.grants[attempt] = Grant(actor_id, members)
+        record.next_attempt = max(record.next_attempt, attempt + 1)
+        record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
+        record.holder = ""
+        record.max_lag = max(record.max_lag, self.lag.max_lag)
+        self.groups.move(record, GroupState.LEASED)
+        return record.lease
+
+    def retry(self, record: GroupRecord, now: float, *, failed: bool) -> None:
+        """An attempt ended and members are missing: by policy the group waits again, is held as it is, or dropped."""
+        settings = self.settings
+        record.num_failures += failed
+        exhausted = record.num_failures >= settings.max_attempts
+        enough = settings.group_policy == "accept_partial" and len(record.members) >= settings.min_members
+        first = record.first_granted_at
+        due = settings.group_deadline_s == 0 or (first is not None and now - first >= settings.group_deadline_s)
+        if enough and (exhausted or due):
+            self.counts["num_groups_partial"] += 1
+            self.hold(record)
+        elif exhausted:
+            self.drop(record, "attempts")
+        else:
+            if settings.group_policy == "reissue_whole" and record.members:
+                self._discard(record)
+            self._make_ready(record)
+
+    def hold(self, record: GroupRecord) -> None:
+        """The group is complete: it waits for a batch, unless the filter drops it."""
+        record.holder = ""
+        self.groups.move(record, GroupState.HELD)
+        reason = self.keep_group(self.lag.held(record, self.versions.current))
+        if reason is not None:
+            self.counts["num_groups_filtered"] += 1
+            self.drop(record, reason)
+
+    def drop(self, record: GroupRecord, reason: str) -> None:
+        """End a group untrained; its place in capacity is free at once."""
+        self.counts["num_groups_dropped"] += 1
+        self.counts[f"num_dropped_{reason}"] += 1
+        self._discard(record)
+        self.groups.settle(record, GroupState.DROPPED, reason)
+
+    def expire_stale(self, record: GroupRecord) -> None:
+        """Too old to train, by L2, and without a lease: generate it again or drop it. Nothing of it survives."""
+        self.counts["num_groups_stale"] += 1
+        self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in record.members.values())
+        record.num_failures += 1
+        if self.settings.on_stale == "drop" or record.num_failures >= self.settings.max_attempts:
+            self.drop(record, "stale")
+            return
+        self._discard(record)
+        self._make_ready(record)
+
+    def _make_ready(self, record: GroupRecord) -> None:
+        if record.state is not GroupState.READY:
+            self.groups.move(record, GroupState.READY)
+
+    def _discard(self, record: GroupRecord) -> None:
+        """Forget what was accepted for this group; its senders may forget it too."""
+        # Not only at the next checkpoint: after a restart from an older one the group would only be generated again,
+        # and until then a strict filter would fill every outbox. A full outbox stops the generation that the next
+        # checkpoint waits for.
+        self.counts["num_tokens_discarded"] += sum(one.num_action_tokens for one in record.members.values())
+        self.dedup.make_durable(record.deliveries)
+        record.members, record.frames, record.deliveries = {}, [], []
