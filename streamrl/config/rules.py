@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from math import ceil
 
+from streamrl import lag_rule
 from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
@@ -19,16 +19,13 @@ def lookahead(config: Config) -> int:
     return 0 if config.staleness.mode is StalenessMode.wait else config.rollout.num_prompts_per_step
 
 
-def admitted_lag(config: Config) -> int:
-    """What admission and the order of consumption allow at the start: eta + ceil(W / B) optimizer steps."""
-    return config.staleness.eta + ceil(lookahead(config) / config.rollout.num_prompts_per_step)
-
-
 def max_lag(config: Config) -> int:
-    """The bound at which a group is refused at the start, in optimizer steps: the setting, or `admitted_lag`."""
+    """The bound at which a group is refused at the start, in optimizer steps: the setting, or what grants allow."""
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
-    return admitted_lag(config) if given is None else given
+    if given is not None:
+        return given
+    return lag_rule.lag_bound(staleness.eta, lookahead(config), config.rollout.num_prompts_per_step)
 
 
 def soft_max_lag(config: Config) -> int:
@@ -46,7 +43,7 @@ def largest_eta(config: Config) -> int:
 
 def largest_max_lag(config: Config) -> int:
     """The largest bound that the run may ever have."""
-    return max_lag(config) + largest_eta(config) - config.staleness.eta
+    return lag_rule.moved_max_lag(max_lag(config), config.staleness.eta, largest_eta(config))
 
 
 def check(config: Config) -> None:
@@ -138,7 +135,7 @@ def _check_staleness(config: Config) -> None:
     bound, mode = max_lag(config), config.staleness.mode
     name = "hard_max_lag" if mode is StalenessMode.reweight else "max_lag"
     _need(
-        bound >= eta,
+        bound >= lag_rule.least_max_lag(eta),
         f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
         f"would drop what admission allows; raise {name} or lower eta",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from learner.hub.ledger.dedup import DedupEntry, DedupTable, outbox_error
 from learner.hub.ledger.evals import EvalTable
@@ -11,7 +12,29 @@ from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenL
 from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import Versions
-from streamrl.messages import EVAL_BIT, PROTOCOL, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
+from streamrl.messages import (
+    EVAL_BIT,
+    PROTOCOL,
+    ActorHeartbeat,
+    Hello,
+    LeaseRef,
+    SeqRange,
+    Stop,
+    StopReason,
+    VersionRef,
+)
+
+LOST_AFTER = 3
+"""A lease that no heartbeat has named for so many times `dead_after_s` since it was granted never arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something the shell must do. evict: STOP(EVICTED) and close the link; revoke: name these leases in a LEASE."""
+
+    kind: Literal["evict", "revoke"]
+    actor_id: str
+    leases: tuple[LeaseRef, ...]
 
 
 @dataclass(slots=True)
@@ -71,12 +94,11 @@ class ActorTable:
 
     Args:
         restored: this ledger came from a checkpoint.
-        grace_s: how long after the first HELLO leases of the run before wait for their actors.
     """
 
-    def __init__(self, lifecycle: GroupLifecycle, evals: EvalTable, *, restored: bool, grace_s: float) -> None:
+    def __init__(self, lifecycle: GroupLifecycle, evals: EvalTable, *, restored: bool) -> None:
         self.restored = restored
-        self._grace_s = grace_s
+        self._settings, self._counts = lifecycle.settings, lifecycle.counts
         self._grace_until: float | None = None
         self._lifecycle = lifecycle
         self._evals = evals
@@ -104,7 +126,7 @@ class ActorTable:
 
     def start_grace(self, now: float) -> None:
         if self.restored and self._grace_until is None:
-            self._grace_until = now + self._grace_s
+            self._grace_until = now + self._settings.dead_after_s
 
     def in_grace(self, now: float) -> bool:
         """Whether leases of the run before still wait for their actors."""
@@ -139,6 +161,35 @@ class ActorTable:
             for group_id, lease in actor.open_leases():
                 if lease.orphan:
                     self.release(group_id, now, failed=False)
+
+    def renew(self, actor: Actor, beat: ActorHeartbeat, now: float) -> None:
+        """A lease goes on while its actor works on it; one that its heartbeats never named was lost on the way."""
+        stuck, held = set(beat.stuck), None if beat.held is None else set(beat.held)
+        for group_id, lease in actor.open_leases():
+            ref = (group_id, lease.attempt)
+            if lease.orphan:
+                continue
+            at_work = held is None or ref in held
+            lease.seen = lease.seen or at_work
+            if at_work and ref not in stuck:
+                lease.renewed_at = now
+            elif not lease.seen and now - lease.granted_at >= LOST_AFTER * self._settings.dead_after_s:
+                self._counts["num_leases_lost"] += 1
+                self.release(group_id, now, failed=False, revoke=True)
+
+    def expire_leases(self, now: float) -> None:
+        for actor in self._actors.values():
+            for group_id, lease in actor.open_leases():
+                if now - lease.renewed_at >= self._settings.lease_ttl_s:
+                    self._counts["num_leases_expired"] += 1
+                    self.release(group_id, now, failed=True, revoke=True)
+
+    def take_revocations(self) -> list[Effect]:
+        """Leases that their actors must be told to stop."""
+        effects = [Effect("revoke", one.actor_id, tuple(one.revocations)) for one in self.all() if one.revocations]
+        for actor in self._actors.values():
+            actor.revocations.clear()
+        return effects
 
     def check(self, groups: GroupTable) -> None:
         """Assert that actors and groups agree on who has which lease."""

@@ -124,10 +124,9 @@ class BatchCutter:
         group = f"group {first.group_id} (prompt {first.prompt_index}"
         if first.lease is None:
             return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
-        age = now - first.lease.granted_at
-        return (
-            f"{lead}{group}, attempt {first.lease.attempt}) is with actor {first.lease.actor_id} for {age:.0f} s, {done}"
-        )
+        lease = first.lease
+        held_for = f"for {now - lease.granted_at:.0f} s"
+        return f"{lead}{group}, attempt {lease.attempt}) is with actor {lease.actor_id} {held_for}, {done}"
 
     def _why_nothing_is_out(self) -> str:
         if self.lag.num_free > 0:

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance, AcceptResult
-from learner.hub.ledger.actors import Actor, ActorTable, Handshake, JoinResult
+from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake, JoinResult
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.dedup import DedupTable
 from learner.hub.ledger.evals import EvalOutcome, EvalTable
@@ -53,8 +52,6 @@ from streamrl.messages import (
     VersionRef,
 )
 
-LOST_AFTER = 3
-"""A lease that no heartbeat has named for so many times `dead_after_s` since it was granted never arrived."""
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
     "num_leases_reissued", "num_groups_filtered", "num_groups_dropped", "num_lag_violations", "num_tokens_accepted",
@@ -62,15 +59,6 @@ _ALWAYS = (
     "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Something the shell must do. evict: STOP(EVICTED) and close the link; revoke: name these leases in a LEASE."""
-
-    kind: Literal["evict", "revoke"]
-    actor_id: str
-    leases: tuple[LeaseRef, ...]
 
 
 class Ledger:
@@ -104,9 +92,7 @@ class Ledger:
         self.lifecycle = GroupLifecycle(
             settings, self.groups, self.dedup, self.versions, self.lag, prompts, keep_group, self.counts
         )
-        self.actors = ActorTable(
-            self.lifecycle, self.evals, restored=learner_epoch > 1, grace_s=settings.dead_after_s
-        )
+        self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
         self.handshake = Handshake(
             settings, run_id, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
         )
@@ -167,21 +153,12 @@ class Ledger:
 
     def tick(self, now: float) -> list[Effect]:
         """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
-        effects = []
-        for actor in self.actors.all():
-            if now - actor.heard_at >= self.settings.dead_after_s:
-                effects.append(Effect("evict", actor.actor_id, tuple(self.evict(actor.actor_id, now))))
-        for actor in self.actors.all():
-            for group_id, lease in actor.open_leases():
-                if now - lease.renewed_at >= self.settings.lease_ttl_s:
-                    self.counts["num_leases_expired"] += 1
-                    self.actors.release(group_id, now, failed=True, revoke=True)
+        silent = [actor for actor in self.actors.all() if now - actor.heard_at >= self.settings.dead_after_s]
+        effects = [Effect("evict", one.actor_id, tuple(self.evict(one.actor_id, now))) for one in silent]
+        self.actors.expire_leases(now)
         if self.settings.group_deadline_s > 0:
             self._expire_groups(now)
-        for actor in self.actors.all():
-            if actor.revocations:
-                effects.append(Effect("revoke", actor.actor_id, tuple(actor.revocations)))
-                actor.revocations.clear()
+        effects += self.actors.take_revocations()
         self.check()
         return effects
 
@@ -284,23 +261,8 @@ class Ledger:
         actor.train.free, actor.train.limit = beat.free, beat.slots or actor.train.limit
         actor.eval.free, actor.eval.limit = beat.free_eval, max(actor.eval.limit, beat.free_eval)
         actor.install(self.versions.usable(beat.installed))
-        self._renew(actor, beat, now)
+        self.actors.renew(actor, beat, now)
         return True
-
-    def _renew(self, actor: Actor, beat: ActorHeartbeat, now: float) -> None:
-        """A lease goes on while its actor works on it; one that its heartbeats never named was lost on the way."""
-        stuck, held = set(beat.stuck), None if beat.held is None else set(beat.held)
-        for group_id, lease in actor.open_leases():
-            ref = (group_id, lease.attempt)
-            if lease.orphan:
-                continue
-            at_work = held is None or ref in held
-            lease.seen = lease.seen or at_work
-            if at_work and ref not in stuck:
-                lease.renewed_at = now
-            elif not lease.seen and now - lease.granted_at >= LOST_AFTER * self.settings.dead_after_s:
-                self.counts["num_leases_lost"] += 1
-                self.actors.release(group_id, now, failed=False, revoke=True)
 
     def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
         """A version is live at this actor, or it refused it. The shell has checked that the root was published."""

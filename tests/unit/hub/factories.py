@@ -197,7 +197,8 @@ def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
 
 def restart(ledger: Ledger, state: bytes) -> Ledger:
     """The learner died; its successor starts from this checkpoint."""
-    arguments = ledger_arguments(learner_epoch=ledger.versions.learner_epoch + 1, keep_group=ledger.lifecycle.keep_group)
+    epoch = ledger.versions.learner_epoch + 1
+    arguments = ledger_arguments(learner_epoch=epoch, keep_group=ledger.lifecycle.keep_group)
     successor = type(ledger).restore(state, ledger.settings, **arguments)  # type: ignore[arg-type]
     successor.publish(VersionRef(successor.versions.learner_epoch, successor.version))
     return successor
