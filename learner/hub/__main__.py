@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.server import HubServer
@@ -22,8 +23,8 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     # Ctrl-C reaches the whole foreground group; the learner decides what it means for its hub.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent_gone: list[bool] = []
     watch(lambda: parent_gone.append(True))
     try:
@@ -37,7 +38,7 @@ def main() -> int:
         hub.close()
         socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
         socket_file.unlink(missing_ok=True)
-        if socket_file.parent.exists() and not any(socket_file.parent.iterdir()):
+        with suppress(OSError):  # not empty, or gone
             socket_file.parent.rmdir()
     if parent_gone:
         for folder in (Path(settings.shm_dir), Path(settings.run_dir) / "weights"):

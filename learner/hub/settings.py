@@ -1,4 +1,4 @@
-"""What the learner tells its hub at start-up: one JSON file, plain values, no config objects."""
+"""What the learner passes to its hub at start-up: one JSON file of plain values, no config objects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from learner.hub.ledger.settings import LedgerSettings
 from streamrl.messages import Limits, Lineage, Sampling
 
 
@@ -36,31 +37,31 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     shm_dir: str
     task: TaskSettings
     welcome_task: str
+    """JSON for actors, passed on as it is."""
     total_steps: int
     limits: Limits
     sampling: Sampling
     eval_sampling: Sampling
-    ledger: dict[str, object]
+    ledger: LedgerSettings
     zero_std_min: float | None
     trained_scores: tuple[str, ...]
     accuracy_range: tuple[float, float] | None
-    dead_after_s: float
     keep_until_durable: bool
     num_keep_versions: int
     max_bytes_per_s: int
     delta_max_ratio: float
     probe_tolerance: float
     restore_path: str | None
-    transports: tuple[str, ...] = ("shm", "zmq")
-    nccl_init_deadline_s: float = 20.0
-    nccl_bucket_deadline_s: float = 10.0
-    bucket_bytes: int = 0
-    device: str = "cpu"
-    """Of the learner's rank 0; the sender of weights uses the same."""
+    transports: tuple[str, ...]
+    nccl_init_deadline_s: float
+    nccl_bucket_deadline_s: float
+    bucket_bytes: int
+    device: str
+    """Of the learner's rank 0; the broadcaster uses the same."""
 
 
 class BroadcasterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the hub tells its sender process."""
+    """What the hub passes to its broadcaster process."""
 
     rank_endpoint: str
     device: str

@@ -1,4 +1,4 @@
-"""A rank's end of the line to its hub: one DEALER, used from the training thread only."""
+"""A rank's connection to the hub: one DEALER, used from the training thread only."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from streamrl.messages.codec import Decoder, encode
 log = logging.getLogger("streamrl.learner")
 
 POLL_MS = 100
-HUB_SILENT_S = 30.0
-STOPPING_SILENT_S = 5.0
+HUB_SILENT_S, STOPPING_SILENT_S = 30.0, 5.0
+"""Longest wait for any message of the hub, and once a stop was requested."""
 
 
 class HubLink:
-    """Asks and waits; while it waits it looks after stalls, the hub's health and a request to stop.
+    """Sends and waits; while it waits it watches for stalls, the hub's health and a request to stop.
 
     Args:
         check_hub: raises if the hub process has ended (rank 0); a no-op elsewhere.
-        stop_requested: true once this process was told to stop; then no further batch is asked for.
+        stop_requested: true once this process was told to stop; then no further batch is requested.
         stall_report_s, stall_fail_s: see the settings of the same name.
     """
 
@@ -52,10 +52,10 @@ class HubLink:
         self, endpoint: str, *, rank: int, world: int, version: int, check_hub: Callable[[], None],
         stop_requested: Callable[[], bool], stall_report_s: float, stall_fail_s: float,
     ) -> None:
-        self.rank, self.version, self._world = rank, version, world
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
         self.halted: str | None = None
+        self._ready = RankReady(rank, world, version)
         self._check_hub, self._stop_requested = check_hub, stop_requested
         self._stall_report_s, self._stall_fail_s = stall_report_s, stall_fail_s
         self._decoder = Decoder(HUB_TO_RANK, max_bytes=1 << 40)
@@ -65,13 +65,13 @@ class HubLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(endpoint)
-        self._send(RankReady(rank, world, version))
-        self._heard_at = time.monotonic()
+        self._send(self._ready)
+        self._heard_at = self._reported_at = time.monotonic()
 
     def wait_until_up(self) -> None:
         """Rank 0: the hub has bound its sockets and answers."""
         while not isinstance(self._receive(), HubStatus):
-            self._look_after(None)
+            pass
 
     def next_batch(self, version: int) -> BatchShare | None:
         """This rank's share of the batch that is trained at `version`; None if the run is to stop.
@@ -79,13 +79,14 @@ class HubLink:
         Raises:
             StreamrlError: the hub is gone, or no batch came for learner.stall_fail_s although actors are there.
         """
-        self._send(BatchRequest(self.rank, version))
-        asked = reported = time.monotonic()
-        asked_to_stop = False
+        rank = self._ready.rank
+        self._send(BatchRequest(rank, version))
+        self._reported_at = time.monotonic()
+        told_to_stop = False
         while True:
-            if self._stop_requested() and not asked_to_stop:
+            if self._stop_requested() and not told_to_stop:
                 self._send(StopRequest("a stop was requested"))
-                asked_to_stop = True
+                told_to_stop = True
             message = self._receive()
             match message:
                 case BatchShare():
@@ -93,21 +94,8 @@ class HubLink:
                 case StopRequest():
                     self.halted = message.reason
                     return None
-                case BatchPending():
-                    now = time.monotonic()
-                    if now - reported > self._stall_report_s and self.rank == 0:
-                        reported = now
-                        log.warning("no batch for %.0f s: %s", now - asked, message.waiting_for)
-                    self._fail_if_stalled(message)
-            self._look_after(message)
-
-    def _fail_if_stalled(self, wait: BatchPending) -> None:
-        # Rank 0 decides for all: the others also wait here while it evaluates or saves.
-        if self.rank == 0 and self._stall_fail_s and wait.num_actors and wait.waited_s > self._stall_fail_s:
-            raise StreamrlError(
-                f"no batch for {wait.waited_s:.0f} s although {wait.num_actors} actors are connected "
-                f"(learner.stall_fail_s={self._stall_fail_s:g}): {wait.waiting_for}"
-            )
+                case BatchPending() if rank == 0:  # it decides for all: they also wait here while it evaluates or saves
+                    self._check_stall("no batch", message.waited_s, message.num_actors, message.waiting_for)
 
     def trained(
         self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None
@@ -128,50 +116,47 @@ class HubLink:
             message = self._receive()
             if isinstance(message, Snapshot) and message.version == version:
                 return message.state
-            self._look_after(message)
 
     def saved(self, version: int) -> None:
         self._send(Saved(version))
 
     def evaluate(self, eval_id: int, version: int, num_prompts: int) -> None:
-        """Ask for an evaluation; the result arrives in `evals` some time later."""
+        """Request an evaluation; the result arrives in `evals` some time later."""
         self._send(EvalRequest(eval_id, version, num_prompts))
 
-    def wait_for_eval(self, eval_id: int) -> EvalResult | None:
-        """The result, or None if a stop was requested meanwhile."""
-        asked = reported = time.monotonic()
-        while True:
-            for result in self.evals:
-                if result.eval_id == eval_id:
-                    return result
-            if self._stop_requested():
-                return None
-            message = self._receive()
-            now = time.monotonic()
-            if self._stall_fail_s and self.status.actors and now - asked > self._stall_fail_s:
-                raise StreamrlError(
-                    f"evaluation {eval_id} unfinished after {now - asked:.0f} s although {len(self.status.actors)} "
-                    f"actors are connected (learner.stall_fail_s={self._stall_fail_s:g})"
-                )
-            if now - reported > self._stall_report_s:
-                reported = now
-                log.warning("evaluation unfinished after %.0f s: %d actors are connected",
-                            now - asked, len(self.status.actors))
-            self._look_after(message)
+    def wait_for_eval(self, eval_id: int) -> None:
+        """Until the result is in `evals`, or a stop was requested."""
+        began = self._reported_at = time.monotonic()
+        while not any(result.eval_id == eval_id for result in self.evals) and not self._stop_requested():
+            self._receive()
+            num_actors = len(self.status.actors)
+            waited_s = time.monotonic() - began
+            self._check_stall(f"evaluation {eval_id} unfinished", waited_s, num_actors, "see the actors' logs")
+
+    def _check_stall(self, what: str, waited_s: float, num_actors: int, detail: str) -> None:
+        """Report a long wait now and then; fail once it is too long although actors could end it."""
+        if time.monotonic() - self._reported_at > self._stall_report_s:
+            self._reported_at = time.monotonic()
+            log.warning("%s for %.0f s with %d actors connected: %s", what, waited_s, num_actors, detail)
+        if self._stall_fail_s and num_actors and waited_s > self._stall_fail_s:
+            raise StreamrlError(
+                f"{what} for {waited_s:.0f} s although {num_actors} actors are connected "
+                f"(learner.stall_fail_s={self._stall_fail_s:g}): {detail}"
+            )
 
     def poll(self) -> None:
         """Take in what has arrived; never waits."""
         while self._socket.poll(0):
-            self._look_after(self._receive())
+            self._receive()
 
     def refresh_status(self) -> None:
         """Wait for counters that cover everything sent so far."""
         self.poll()
-        self._send(RankReady(self.rank, self._world, self.version))
+        self._send(self._ready)
         self.wait_until_up()
 
     def shutdown(self, reason: str, *, finished: bool) -> None:
-        """The last word."""
+        """The final message."""
         self._send(Shutdown(reason, finished))
 
     def close(self) -> None:
@@ -179,24 +164,24 @@ class HubLink:
         self._context.term()
 
     def _receive(self) -> Message | None:
+        """The next message, or None after a short wait; keeps `status` and `evals`."""
         if not self._socket.poll(POLL_MS):
+            self._check_hub()
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > (STOPPING_SILENT_S if self._stop_requested() else HUB_SILENT_S):
+                raise StreamrlError(
+                    f"rank {self._ready.rank} has had no message of the hub for {silent_s:.0f} s: it is presumed dead"
+                )
             return None
         message = self._decoder.decode(self._socket.recv())
         self._heard_at = time.monotonic()
         if isinstance(message, HubStatus):
             self.status = message
-        elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the second's
+        elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the status
             self.status = msgspec.structs.replace(self.status, counters=message.stats)
         elif isinstance(message, EvalResult):
             self.evals.append(message)
         return message
-
-    def _look_after(self, message: Message | None) -> None:
-        if message is None:
-            self._check_hub()
-            silent = time.monotonic() - self._heard_at
-            if silent > (STOPPING_SILENT_S if self._stop_requested() else HUB_SILENT_S):
-                raise StreamrlError(f"rank {self.rank} has not heard the hub for {silent:.0f} s: it is presumed dead")
 
     def _send(self, message: Message) -> None:
         self._socket.send(encode(message))

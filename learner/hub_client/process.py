@@ -1,4 +1,4 @@
-"""Rank 0 starts the hub as a process beside itself; each is the other's parent_watch."""
+"""The hub as a child process of rank 0; each watches the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.settings import HubSettings, write_settings
@@ -25,26 +26,25 @@ def private_rank_endpoint() -> str:
 
 
 class HubProcess:
-    """The child. Its death is the learner's death; the learner's death ends it by end-of-file on its stdin."""
+    """The child. If it dies, the learner fails; if the learner dies, end-of-file on its stdin ends it."""
 
     def __init__(self, settings: HubSettings) -> None:
         self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
         path = Path(settings.run_dir) / "hub_settings.json"
         write_settings(settings, path)
-        environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "learner.hub", str(path)], stdin=subprocess.PIPE, env=environment,
-            start_new_session=True, cwd=os.getcwd(),
+            [sys.executable, "-m", "learner.hub", str(path)], stdin=subprocess.PIPE,
+            env={**child_environment(), "OMP_NUM_THREADS": "1"}, start_new_session=True, cwd=os.getcwd(),
         )
 
     def check(self) -> None:
         """Raises StreamrlError if the hub has ended."""
         code = self._process.poll()
         if code is not None:
-            raise StreamrlError(f"the hub process ended with status {code}: its last words are above")
+            raise StreamrlError(f"the hub process ended with status {code}: its log is above")
 
     def wait(self, timeout_s: float) -> None:
-        """After Shutdown: let it flush; end it by force if it takes too long."""
+        """After Shutdown: let it flush, and kill it if that takes too long."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -53,13 +53,10 @@ class HubProcess:
             self._process.wait()
 
     def abandon(self) -> None:
-        """Close the parent_watch: the hub tells the actors that a successor will come, cleans up and ends."""
+        """Close its stdin: the hub tells the actors to wait for a successor, cleans up and ends."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         self.wait(15.0)
-        # The hub removes its socket itself, unless it was killed.
-        if self._socket_folder.name.startswith(FOLDER_PREFIX):
+        if self._socket_folder.name.startswith(FOLDER_PREFIX):  # still there if the hub was killed
             shutil.rmtree(self._socket_folder, ignore_errors=True)

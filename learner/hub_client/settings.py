@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
+from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.settings import HubSettings, TaskSettings
+from streamrl.config import schema
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_eta, largest_max_lag, lookahead, max_lag
-from streamrl.config.schema import Config, SamplingConfig, StalenessMode
 from streamrl.messages import Limits, Lineage, Sampling
+from streamrl.messages.validate import GroupBounds
 
 OUTBOX_GROUPS = 1024
 """Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
@@ -18,36 +21,50 @@ DEDUPE_WINDOW = 8192
 """Sequence numbers between an actor's oldest group that is not durable and its newest; wider than the outbox, because
 evaluations and returned leases use numbers too and are durable at once."""
 FAR_FUTURE = (1 << 31) - 1
-WELCOME_SECTIONS = ("env", "data", "rollout", "actors", "learner", "policy")
-"""What an actor gets to know of the learner's config."""
+
+
+@dataclass(frozen=True, slots=True)
+class WelcomeTask:
+    """The sections of the learner's config that an actor builds its runtime from."""
+
+    env: schema.EnvConfig
+    data: schema.DataConfig
+    rollout: schema.RolloutConfig
+    actors: schema.ActorsConfig
+    learner: schema.LearnerConfig
+    policy: schema.PolicyConfig
+
+    def encode(self) -> str:
+        return json.dumps(to_plain(self))
 
 
 def hub_settings(
-    config: Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int, lineage: tuple[Lineage, ...],
-    dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int, restore_path: Path | None,
-    bounds: tuple[int, int] | None = None, device: str = "cpu",
+    config: schema.Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int,
+    lineage: tuple[Lineage, ...], dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path,
+    vocab_size: int, restore_path: Path | None, bounds: tuple[int, int] | None = None, device: str = "cpu",
 ) -> HubSettings:
-    """Everything the hub process is told.
+    """All settings of the hub process.
 
     Args:
         bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
     """
-    zero_std = config.filter.min_std if config.filter.zero_std else None
     accuracy = config.filter.accuracy_range
     return HubSettings(
         run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
         run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, weights_port=config.hub.weights_port,
-        advertise=config.hub.advertise, rank_endpoint=rank_endpoint,
-        shm_dir=str(shm_dir),
+        advertise=config.hub.advertise, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
         task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),
-        welcome_task=json.dumps({name: to_plain(config)[name] for name in WELCOME_SECTIONS}),
+        welcome_task=WelcomeTask(
+            config.env, config.data, config.rollout, config.actors, config.learner, config.policy
+        ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(config.rollout.test.sampling),
-        ledger=ledger_settings(config, bounds),
-        zero_std_min=zero_std, accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
+        ledger=ledger_settings(config, vocab_size, bounds),
+        zero_std_min=config.filter.min_std if config.filter.zero_std else None,
+        accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
-        dead_after_s=config.hub.dead_after_s, keep_until_durable=config.checkpoint.every_steps > 0,
+        keep_until_durable=config.checkpoint.every_steps > 0,
         num_keep_versions=config.publish.num_keep_versions,
         max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
         probe_tolerance=config.publish.probe_tolerance,
@@ -58,19 +75,21 @@ def hub_settings(
     )
 
 
-def wire_sampling(sampling: SamplingConfig) -> Sampling:
+def wire_sampling(sampling: schema.SamplingConfig) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
-def steps_between_checkpoints(config: Config) -> int:
-    """`checkpoint.every_steps`, or fewer: what is trained in between and what is in flight must fit into a lone actor's
-    outbox, because a full outbox stops generation and only a checkpoint empties it. 0 is never."""
+def steps_between_checkpoints(config: schema.Config) -> int:
+    """`checkpoint.every_steps`, or fewer if a single actor's outbox would fill up in between; 0 is never.
+
+    A full outbox stops generation and only a checkpoint empties it.
+    """
     in_flight = largest_eta(config) + 3
     fit = max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
     return min(config.checkpoint.every_steps, fit)
 
 
-def response_limit(config: Config) -> int:
+def response_limit(config: schema.Config) -> int:
     """Most tokens after the prompt of one trajectory, in either split."""
     new_tokens = max(config.rollout.train.sampling.max_new_tokens, config.rollout.test.sampling.max_new_tokens)
     if config.env.max_turns == 1:
@@ -78,37 +97,35 @@ def response_limit(config: Config) -> int:
     return max(config.learner.max_tokens_per_device, config.env.max_turns * new_tokens)
 
 
-def answer_limit(config: Config) -> int:
-    """Most action tokens of one training trajectory: what answers are measured by, not what is admitted."""
+def answer_limit(config: schema.Config) -> int:
+    """Most action tokens of one training trajectory: the scale of length rewards, not the limit of admission."""
     return config.env.max_turns * config.rollout.train.sampling.max_new_tokens
 
 
-def limits(config: Config, vocab_size: int) -> Limits:
+def limits(config: schema.Config, vocab_size: int) -> Limits:
     """What actors must respect."""
-    # Actors report progress once a generation is finished; half a second a token is slower than any that lives.
-    patience_s = max(120.0, 0.5 * response_limit(config))
-    masks = config.staleness.mode is StalenessMode.mask_old_tokens
-    useful = FAR_FUTURE if masks else largest_max_lag(config)
+    masks = config.staleness.mode is schema.StalenessMode.mask_old_tokens
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        progress_deadline_s=patience_s,
-        outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_new_tokens=response_limit(config), vocab_size=vocab_size, max_lag=useful,
+        # Progress is reported once a generation is finished; half a second a token is slower than any live engine.
+        progress_deadline_s=max(120.0, 0.5 * response_limit(config)),
+        outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES, max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_new_tokens=response_limit(config), vocab_size=vocab_size,
+        max_lag=FAR_FUTURE if masks else largest_max_lag(config),
     )
 
 
-def ledger_settings(config: Config, bounds: tuple[int, int] | None = None) -> dict[str, object]:
-    """Arguments of `LedgerSettings`."""
-    eta, refused_beyond = bounds or (config.staleness.eta, max_lag(config))
+def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, int] | None = None) -> LedgerSettings:
+    eta, largest_lag = bounds or (config.staleness.eta, max_lag(config))
     batch = config.rollout.num_prompts_per_step
     steps = 0 if config.trainer.eval_only else config.trainer.num_steps
-    return {
-        "groups_per_batch": batch, "group_size": config.rollout.num_responses_per_prompt,
-        "eta": eta, "window": lookahead(config), "max_lag": refused_beyond,
-        "num_groups_total": steps * batch, "lease_ttl_s": config.hub.lease_ttl_s,
-        "dead_after_s": config.hub.dead_after_s, "max_attempts": config.hub.num_max_attempts,
-        "on_stale": config.staleness.on_stale.name, "mode": config.staleness.mode.name,
-        "group_policy": config.rollout.group_policy.name, "min_members": config.rollout.num_min_members,
-        "group_deadline_s": config.hub.group_deadline_s, "dedupe_window": DEDUPE_WINDOW,
-    }
+    return LedgerSettings(
+        groups_per_batch=batch, group_size=config.rollout.num_responses_per_prompt,
+        eta=eta, window=lookahead(config), max_lag=largest_lag,
+        num_groups_total=steps * batch, lease_ttl_s=config.hub.lease_ttl_s,
+        dead_after_s=config.hub.dead_after_s, max_attempts=config.hub.num_max_attempts,
+        on_stale=config.staleness.on_stale.name, mode=config.staleness.mode.name,
+        group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,
+        group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
+        bounds=GroupBounds(vocab_size, config.rollout.max_prompt_tokens, response_limit(config)),
+    )

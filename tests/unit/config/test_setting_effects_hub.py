@@ -11,8 +11,9 @@ import pytest
 import torch
 import zmq
 
+from learner.hub.settings import read_settings, write_settings
 from learner.hub_client.link import HubLink
-from learner.hub_client.settings import steps_between_checkpoints
+from learner.hub_client.settings import hub_settings, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.paths import wire_dtype
 from learner.publish.publisher import Publisher
@@ -33,6 +34,7 @@ from streamrl.messages import (
     HubStatus,
     Installed,
     Leases,
+    Lineage,
     Probed,
     Pull,
     PullMode,
@@ -85,6 +87,19 @@ def test_actors_are_told_the_advertised_host_for_weights(tmp_path, model_dir, ad
         (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
 
     assert offer.name.startswith(f"tcp://{host}:")
+
+
+@pytest.mark.parametrize("words", [(), ("filter.accuracy_range=[0.1,0.9]", "staleness.mode=mask_old_tokens")])
+def test_the_hub_process_reads_what_the_learner_wrote(tmp_path, words):
+    settings = hub_settings(
+        config_of(*words), run_id="run", run_dir=tmp_path, learner_epoch=2, version=3, lineage=(Lineage(1, 0, 3),),
+        dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere", shm_dir=tmp_path, vocab_size=100,
+        restore_path=None,
+    )
+
+    write_settings(settings, tmp_path / "hub_settings.json")
+
+    assert read_settings(tmp_path / "hub_settings.json") == settings
 
 
 # --- checkpoints and delivery ----------------------------------------------------------------------------------------
