@@ -23,7 +23,7 @@ from actors.engines.base import Engine, EngineSpec
 from actors.engines.registry import build_engine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer, load_tokenizer
-from actors.weights.device import DEVICE_TRANSPORTS, DeviceWeights
+from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.registry import load_task
 from streamrl.config.load import from_plain
@@ -33,6 +33,7 @@ from streamrl.messages import Welcome
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.pull.host_cache import HostShare
 from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import device_transports
 
 log = logging.getLogger("streamrl.actor")
 
@@ -120,14 +121,14 @@ def weight_source(
     """The transports that `actors.transports` allows, known before the run is.
 
     Raises:
-        ConfigError: a transport that cannot work on this machine.
+        ConfigError: a transport that is unknown or cannot work on this machine.
     """
-    source, names = WeightSource(context), local.actors.transports
-    device_weights: DeviceWeights | None = None
-    if set(names) & set(DEVICE_TRANSPORTS):
-        device_weights = make_device_weights(names, pick_device(local.actors.device), context)
-        source.factories |= device_weights.factories
-    source.factories = {name: factory for name, factory in source.factories.items() if name in names}
+    names = local.actors.transports
+    source = WeightSource(context, transports=names)
+    if not device_transports(names, setting="actors.transports"):
+        return source, None
+    device_weights = make_device_weights(names, pick_device(local.actors.device), context)
+    source.factories |= device_weights.factories
     return source, device_weights
 
 

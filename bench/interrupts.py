@@ -93,16 +93,16 @@ def die() -> None:
 
 
 class Reader:
-    """What an actor holds between rounds: the version that it serves, and the shadow for deltas."""
+    """What an actor holds between rounds: the version that it serves, and the base of deltas."""
 
     def __init__(self) -> None:
         self.document: Document | None = None
         self.version = -1
-        self.shadow = DeltaBase()
+        self.delta_base = DeltaBase()
 
     def take(self, document: Document) -> None:
         self.document, self.version = document, document.manifest.ref.version
-        self.shadow.keep(document)
+        self.delta_base.keep(document)
 
     def intact(self) -> bool:
         return self.document is None or bytes(self.document.view(0, NBYTES)) == body_of(self.version)
@@ -192,13 +192,13 @@ class Rounds:
         cut, dies = self._rng.randint(0, int(1.2 * total)), self._rng.random() < 0.7
         with ShmPublisher(self._folder / "server", "interrupts") as shm:
             paths = [(manifest_of(version), publish(shm, version)) for version in (parent, target)]
-            self._reader.shadow = DeltaBase()  # a restarted one, that trusts deltas
+            self._reader.delta_base = DeltaBase()  # a restarted one, that trusts deltas
             self._reader.take(Document.map_file(paths[0][1], paths[0][0], LAYOUT).verify())
             pid, pipe = forked(lambda out: serve(out, paths, cut, dies))
             port = os.read(pipe, 16).decode()
             receiver = ZmqReceiver(
                 f"tcp://127.0.0.1:{port}", self._context, pull_token=TOKEN, limits=LIMITS,
-                shadow=self._reader.shadow if mode == "delta" else None,
+                delta_base=self._reader.delta_base if mode == "delta" else None,
                 parent=VersionRef(1, parent) if mode == "delta" else None,
             )
             kind = f"zmq {mode} from a {'dying' if dies else 'stumbling'} server"

@@ -39,10 +39,9 @@ from streamrl.config.rules import largest_max_lag, lookahead
 from streamrl.config.schema import Config
 from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
-from streamrl.weights.gpu.cuda_memory import require_ipc
-from streamrl.weights.gpu.nccl import require_nccl
 from streamrl.weights.shm.directory import clean_stale, document_directory
 from streamrl.weights.shm.transport import ShmPublisher
+from streamrl.weights.transport import device_transports, load_transport
 
 log = logging.getLogger("streamrl.learner")
 
@@ -64,10 +63,9 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Ru
 
 
 def check_transports(transports: Sequence[str], device: torch.device) -> None:
-    """Refuse a way of moving weights that this machine cannot go. Raises ConfigError."""
-    for name, require in (("ipc", require_ipc), ("nccl", require_nccl)):
-        if name in transports:
-            require(str(device))
+    """Refuse a transport that is unknown or that this machine cannot use. Raises ConfigError."""
+    for name in transports:
+        load_transport(name, setting="publish.transports").require(str(device))
 
 
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
@@ -134,8 +132,8 @@ def _make_publisher(
 ) -> Publisher:
     return Publisher(
         policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
-        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank,
-        fence=claim.check if claim else None, fold=bool(set(config.publish.transports) & {"ipc", "nccl"}),
+        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, fence=claim.check if claim else None,
+        fold=bool(device_transports(config.publish.transports, setting="publish.transports")),
     )
 
 

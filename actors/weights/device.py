@@ -14,8 +14,6 @@ from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.source import ReceiverFactory
 
-DEVICE_TRANSPORTS = ("ipc", "nccl")
-
 
 class DeviceWeights:
     """What a process needs once, for all its fetches.

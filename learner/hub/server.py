@@ -21,7 +21,7 @@ import zmq
 from learner.hub.broadcaster_process import BroadcasterProcess
 from learner.hub.context import HubContext, Outbound
 from learner.hub.handlers.actors import ActorHandler
-from learner.hub.handlers.broadcaster import DEVICE_TRANSPORTS, Broadcaster, BroadcastHandler
+from learner.hub.handlers.broadcaster import Broadcaster, BroadcastHandler
 from learner.hub.handlers.connections import Connections
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.settings import HubSettings
@@ -29,6 +29,7 @@ from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
+from streamrl.weights.transport import device_transports
 
 log = logging.getLogger("streamrl.hub")
 
@@ -61,7 +62,7 @@ class HubServer:
         counters = Counter(num_actor_restarts=0, tokens_generated=0)
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
-        uses_device = set(settings.transports) & set(DEVICE_TRANSPORTS)
+        uses_device = device_transports(settings.transports, setting="publish.transports")
         self.broadcast = BroadcastHandler(self.context, (lambda: start_sender(settings)) if uses_device else None)
         self._actors = ActorHandler(self.context, self.broadcast)
         self._ranks = RankHandler(

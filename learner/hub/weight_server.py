@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import xxhash
 import zmq
 
@@ -22,7 +23,7 @@ from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.chunk_socket import MAX_PULL_BYTES, ChunkSocket
-from streamrl.weights.shm.transport import shm_offer
+from streamrl.weights.transport import Published, Transport, load_transport
 
 log = logging.getLogger("streamrl.hub")
 
@@ -134,6 +135,8 @@ class WeightServer:
         self._settings = settings
         self._path = ""
         self._published_at = 0.0
+        self._transports = {name: load_transport(name, setting="publish.transports") for name in settings.transports}
+        self._offers: list[Offer] | None = None
         self._roots: dict[VersionRef, bytes] = {}
         self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
@@ -164,6 +167,7 @@ class WeightServer:
             )
         self.socket.serve(self._chunks)
         self.manifest, self._path, self._published_at = message.manifest, message.path, now
+        self._offers = None
         self._roots[message.manifest.ref] = message.manifest.root
         while len(self._roots) > NUM_KNOWN_ROOTS:
             self._roots.pop(next(iter(self._roots)))
@@ -175,12 +179,16 @@ class WeightServer:
     def offers(self) -> tuple[Offer, ...]:
         """Transports of the current version, best first; an actor takes the first that it can prove."""
         assert self.layout is not None and self.manifest is not None and self._chunks is not None
-        parent = self._chunks.delta_parent(self.manifest.ref)
-        zmq_offer = Offer("zmq", self.endpoint, sum(self.layout.bucket_bytes), parent=parent)
-        try:
-            return (shm_offer(self._path), zmq_offer)
-        except OSError:
-            return (zmq_offer,)
+        if self._offers is None:
+            parent = self._chunks.delta_parent(self.manifest.ref)
+            published = Published(self.manifest, self.layout, self._path, self.endpoint, parent)
+            made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
+            self._offers = [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
+        return tuple(
+            msgspec.structs.replace(offer, parent=self._chunks.delta_parent(self.manifest.ref))
+            if offer.parent is not None else offer  # a delta may have been declined since
+            for offer in self._offers
+        )
 
     def count_install(self, message: Installed, now: float) -> None:
         self._sums.update({name: getattr(message, name) for name in TIMES}, num_installs=1)
@@ -197,3 +205,14 @@ class WeightServer:
         if sums["num_visible"]:
             found["mean_visible_s"] = sums["visible_s"] / sums["num_visible"]
         return found
+
+
+def _offer(name: str, transport: Transport, published: Published) -> Offer | None:
+    """The transport's offer; None, logged, if it cannot make one: another transport brings this version."""
+    try:
+        return transport.offer(published)
+    except OSError as error:
+        log.info("version %s is not offered over %s: %s", published.manifest.ref, name, error)
+    except Exception:
+        log.exception("version %s is not offered over %s", published.manifest.ref, name)
+    return None

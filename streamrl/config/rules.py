@@ -9,6 +9,7 @@ from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
 from streamrl.errors import ConfigError
+from streamrl.messages import TRANSPORTS
 
 
 def lookahead(config: Config) -> int:
@@ -96,8 +97,11 @@ def _check_names(config: Config) -> None:
     for name, transports in (
         ("actors.transports", config.actors.transports), ("publish.transports", config.publish.transports)
     ):
-        unknown = sorted(set(transports) - {"ipc", "nccl", "shm", "zmq"})
-        _need(not unknown, f"{name}={transports} names unknown transports {unknown}: choose from ipc, nccl, shm, zmq")
+        unknown = sorted(one for one in transports if one not in TRANSPORTS and ":" not in one)
+        _need(
+            not unknown, f"{name}={transports} names unknown transports {unknown}: choose from "
+            f"{', '.join(sorted(TRANSPORTS))}, or name your own as package.module:attribute",
+        )
         _need("zmq" in transports, f"{name} must contain zmq: it carries the model's files")
         _need(len(set(transports)) == len(transports), f"{name}={transports} names a transport twice")
     for name, value in (("run.device", config.run.device), ("actors.device", config.actors.device)):

@@ -50,7 +50,7 @@ class ActorsConfig:
     give_up_after_s: float = ranged(0.0, ge=0)
     """Exit after this long without a hub; 0 retries without limit."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
-    """Weight transports this actor may use, best first."""
+    """Weight transports this actor may use, best first; your own as package.module:attribute."""
     relay: str | None = None
     """A `streamrl relay` that this actor pulls weights from, tcp://HOST:PORT; the learner if it does not answer."""
     share_weights: bool = True
@@ -92,7 +92,8 @@ class PublishWhen(Enum):
 class PublishConfig:
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
     """Weight transports on offer, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here, shm
-    reaches this machine, zmq every actor. An actor takes the first one that it may use and that works for it."""
+    reaches this machine, zmq every actor; your own as package.module:attribute. An actor takes the first one that it
+    may use and that works for it."""
     nccl_init_deadline_s: float = ranged(20.0, gt=0)
     """For all members to build a communicator; a later member is left out and pulls."""
     nccl_bucket_deadline_s: float = ranged(10.0, gt=0)

@@ -117,6 +117,15 @@ class Offer(Message):
     slots: IpcBufferTicket | None = None
 
 
+TRANSPORTS = {
+    "shm": "streamrl.weights.shm.transport:SHM",
+    "zmq": "streamrl.weights.pull.client:ZMQ",
+    "nccl": "streamrl.weights.gpu.transports:NCCL",
+    "ipc": "streamrl.weights.gpu.transports:IPC",
+}
+"""Name in settings, HELLO and offers -> where its `streamrl.weights.transport.Transport` is defined."""
+
+
 class DeltaIndex(Message):
     """What a delta consists of: its base, and the encoded form of every bucket."""
 

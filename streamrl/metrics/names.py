@@ -201,6 +201,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("hub/num_installs_zmq_delta", "installs", "last", "Of those, by a pull of what had changed."),
         ("hub/num_installs_nccl", "installs", "last", "Of those, by broadcast between GPUs."),
         ("hub/num_installs_ipc", "installs", "last", "Of those, through IPC buffers on the learner's GPU."),
+        ("hub/num_installs_other", "installs", "last", "Of those, over a transport of the user's own."),
         ("hub/num_installs_same", "installs", "last", "Of those, without a transfer: the actor had the bytes."),
         ("hub/num_nccl_epochs", "epochs", "last",
          "Communicators formed and tested for broadcasts since the hub began."),

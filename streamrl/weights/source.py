@@ -1,11 +1,4 @@
-"""One interface over every way to get a document: try the offers in order, believe only what is proven.
-
-A transport is a *receiver*: an object made from an offer, with a `source` and one method
-
-    receive(manifest, layout, *, cancelled, deadline) -> (verified Document, transfer_s, verify_s)
-
-that raises NotAvailable if its way does not lead here. A new transport is one entry in `WeightSource.factories`.
-"""
+"""One fetch over every transport: offers are tried in order, and only bytes that match their digests are believed."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import msgspec
 import zmq
@@ -28,38 +21,25 @@ from streamrl.weights.manifest import check_manifest
 from streamrl.weights.memory import DocumentMemory
 from streamrl.weights.pull.client import ZmqReceiver
 from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
-from streamrl.weights.shm.transport import ShmReceiver
+from streamrl.weights.transport import Receiver, load_transport
 
 log = logging.getLogger(__name__)
 
 RELAY_SILENT_S = 2.0
-"""Silence of a relay that counts, instead of the longer one that a learner far away is allowed."""
-RELAY_RESTS_S = 30.0
-"""A relay that did not answer is not asked for so long."""
+"""Time-out of a relay, instead of the longer one that a distant learner is allowed."""
+RELAY_BACKOFF_S = 30.0
+"""A relay that did not answer is not asked again for so long."""
 _CONNECT_S = 1.0
 _OUT_OF = (OSError, MemoryError, RuntimeError, zmq.ZMQError)
-"""No memory, here or on the device (torch raises RuntimeErrors), or no descriptors: another way may need less of it. An
-EngineError is none of these: this process has to end, whatever other ways there are."""
-
-
-class Receiver(Protocol):
-    """One way to one document."""
-
-    source: InstallSource
-
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> tuple[Document, float, float]:
-        """(verified document, transfer_s, verify_s). Raises NotAvailable, Superseded or WeightsError."""
-        ...
-
+"""No memory, here or on the device (torch raises RuntimeErrors), or no descriptors: another transport may need less. An
+EngineError is none of these: then this process must end, whatever other transports there are."""
 
 ReceiverFactory = Callable[[Offer], Receiver]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A verified document, how it came, and the seconds for bringing and for checking it."""
+    """A verified document, how it came, and the seconds for transfer and verification."""
 
     document: Document
     source: InstallSource
@@ -72,31 +52,39 @@ class WeightSource:
 
     Args:
         context: the process's ZeroMQ context.
-        pull_token: from WELCOME; assign `pull_token` again after every WELCOME.
-        limits: from WELCOME, assigned the same way.
-        secure: sets the CURVE keys of a fresh socket; None leaves it plain.
+        pull_token, limits: from WELCOME; assign both again after every WELCOME.
+        transports: names of the transports that may be used, `actors.transports`.
+    Attributes:
+        factories: transport name to receiver; its keys are what HELLO lists. Those from GPU to GPU are added to it.
+        share: where processes of this host leave what they pulled; None pulls alone.
+        relay: a nearer endpoint that is asked before the hub's own.
+        puller: the last receiver that pulled, or pulls.
+        delta_base: what deltas start from.
+    Raises:
+        ConfigError: a transport is unknown.
     """
 
     def __init__(
         self, context: zmq.Context, *, pull_token: bytes = bytes(16), limits: Limits | None = None,
-        secure: Callable[[zmq.Socket], None] | None = None,
+        transports: Sequence[str] = ("shm", "zmq"),
     ) -> None:
+        self.context = context
         self.pull_token = pull_token
         self.limits = limits or Limits()
         self.share: HostShare | None = None
-        """Where processes of this host leave what they pulled; None pulls alone."""
         self.relay: str | None = None
-        """A nearer endpoint that is asked before the hub's own."""
-        self._context, self._secure = context, secure
-        self._relay_rests_until = 0.0
         self.puller: ZmqReceiver | None = None
-        """The last one that pulled, or does."""
-        self.shadow = DeltaBase()
+        self.delta_base = DeltaBase()
         self._memory = DocumentMemory()
-        self.factories: dict[str, ReceiverFactory] = {"shm": ShmReceiver, "zmq": self._zmq}
-        """Transport name to receiver; its keys are what HELLO says this actor can do."""
+        self._relay_blocked_until = 0.0
+        self.factories: dict[str, ReceiverFactory] = {}
+        for name in transports:
+            receiver = load_transport(name, setting="actors.transports").receiver
+            if receiver is not None:
+                self.factories[name] = partial(receiver, actor=self)
 
-    def _zmq(self, offer: Offer) -> Receiver:
+    def zmq_receiver(self, offer: Offer) -> Receiver:
+        """A receiver that pulls, and shares what it pulled with this host."""
         puller = self._puller(offer)
         return puller if self.share is None else SharedReceiver(self.share, puller)
 
@@ -105,8 +93,8 @@ class WeightSource:
         if offer.name == self.relay:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
         self.puller = ZmqReceiver(
-            offer.name, self._context, pull_token=self.pull_token, limits=limits, secure=self._secure,
-            shadow=self.shadow, parent=offer.parent, memory=self._memory,
+            offer.name, self.context, pull_token=self.pull_token, limits=limits,
+            delta_base=self.delta_base, parent=offer.parent, memory=self._memory,
         )
         return self.puller
 
@@ -116,11 +104,11 @@ class WeightSource:
             self.share.close()
 
     def _with_relay(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The relay before the hub's own socket, unless it did not answer lately."""
-        if self.relay is None or time.monotonic() < self._relay_rests_until:
+        """The relay before the hub's own socket, unless it is in back-off."""
+        if self.relay is None or time.monotonic() < self._relay_blocked_until:
             return list(offers)
         if not reachable(self.relay):
-            self._rest_relay("nobody listens there")
+            self._back_off_relay("connection refused")
             return list(offers)
         found: list[Offer] = []
         for offer in offers:
@@ -129,16 +117,15 @@ class WeightSource:
             found.append(offer)
         return found
 
-    def _rest_relay(self, why: str) -> None:
-        self._relay_rests_until = time.monotonic() + RELAY_RESTS_S
-        log.warning("the relay %s is left out for %g s, the learner is asked instead: %s",
-                    self.relay, RELAY_RESTS_S, why)
+    def _back_off_relay(self, why: str) -> None:
+        self._relay_blocked_until = time.monotonic() + RELAY_BACKOFF_S
+        log.warning("the relay %s is not asked for %g s, the learner is instead: %s", self.relay, RELAY_BACKOFF_S, why)
 
     def fetch(
         self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, *,
         cancelled: threading.Event | None = None, deadline_s: float = 120.0,
     ) -> Fetched:
-        """Bring and verify the document of `manifest`; blocks, so call it in a thread.
+        """Fetch and verify the document of `manifest`; blocks, so call it in a thread.
 
         Args:
             offers: best first, as the hub lists them.
@@ -147,43 +134,49 @@ class WeightSource:
         Raises:
             Superseded: `cancelled` was set. VersionRetired: retired everywhere.
             WeightsError: no offer led to the right bytes; says why for each.
-            EngineError: a way cannot be left any more; this process must end.
+            EngineError: a transport hangs for good; this process must end.
         """
         check_manifest(manifest, layout)
         cancelled = cancelled or threading.Event()
         deadline = time.monotonic() + deadline_s
         failures: list[str] = []
-        gone = False
+        retired = False
         for offer in self._with_relay(offers):
             if cancelled.is_set():
                 raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
-            if (factory := self.factories.get(offer.transport)) is None:
-                failures.append(f"{offer.transport}: not spoken here")
-                continue
             try:
-                receiver = factory(offer)
-                parts = receiver.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
+                return self._fetch_one(offer, manifest, layout, cancelled, deadline)
             except Superseded:
                 raise
             except NotAvailable as error:
-                gone = gone or isinstance(error, VersionRetired)
+                retired = retired or isinstance(error, VersionRetired)
                 if offer.name == self.relay and not isinstance(error, VersionRetired):
-                    self._rest_relay(str(error))
-                log.info("version %s not by %s: %s", manifest.ref, offer.transport, error)
+                    self._back_off_relay(str(error))
+                log.info("version %s not over %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
             except WeightsError as error:
                 log.warning("version %s refused from %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
             except _OUT_OF as error:
-                log.warning("version %s not by %s: %r", manifest.ref, offer.transport, error)
+                log.warning("version %s not over %s: %r", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error!r}")
-            else:
-                log.debug("version %s by %s in %.1f ms", manifest.ref, offer.transport, 1000 * (parts[1] + parts[2]))
-                if isinstance(parts[0], Document):  # deltas are applied on the host
-                    self.shadow.keep(parts[0])
-                return Fetched(parts[0], receiver.source, parts[1], parts[2])
-        message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub offered no way")
-        raise VersionRetired(message) if gone else WeightsError(message)
+        message = f"version {manifest.ref} could not be fetched: " + ("; ".join(failures) or "the hub made no offer")
+        raise VersionRetired(message) if retired else WeightsError(message)
+
+    def _fetch_one(
+        self, offer: Offer, manifest: Manifest, layout: Layout, cancelled: threading.Event, deadline: float
+    ) -> Fetched:
+        if (factory := self.factories.get(offer.transport)) is None:
+            raise NotAvailable("unsupported transport")
+        receiver = factory(offer)
+        document, transfer_s, verify_s = receiver.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
+        if isinstance(document, Document):  # on the host, where deltas are applied
+            if document.manifest != manifest:
+                raise WeightsError(f"brought version {document.manifest.ref} instead of {manifest.ref}")
+            document.verify()
+            self.delta_base.keep(document)
+        log.debug("version %s over %s in %.1f ms", manifest.ref, offer.transport, 1000 * (transfer_s + verify_s))
+        return Fetched(document, receiver.source, transfer_s, verify_s)
 
     def fetch_assets(
         self, endpoint: str, nbytes: int, digest: bytes, *,
@@ -200,12 +193,12 @@ class WeightSource:
             except VersionRetired as error:
                 log.info("no model files from the relay: %s", error)
             except WeightsError as error:
-                self._rest_relay(str(error))
+                self._back_off_relay(str(error))
         return self._puller(last).receive_assets(nbytes, digest, cancelled=cancelled, deadline=deadline)
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether anybody listens at tcp://HOST:PORT; a dead process on a living host says no at once."""
+    """Whether a connection to tcp://HOST:PORT succeeds; a dead process on a live host refuses it at once."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()

@@ -37,7 +37,6 @@ from streamrl.weights.gpu.membership import Abort, Effect, Form, Invite, Members
 
 log = logging.getLogger("streamrl.hub")
 
-DEVICE_TRANSPORTS = ("ipc", "nccl")
 RANKS_PER_ACTOR = 1
 RECENT_VERSIONS = 3
 """The newest and the two before it: a member installed one of those."""

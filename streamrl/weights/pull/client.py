@@ -9,12 +9,23 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import zmq
 
 from streamrl.errors import WeightsError, WireError
-from streamrl.messages import FROM_WEIGHTS, Chunk, InstallSource, Layout, Limits, Manifest, Pull, PullMode, VersionRef
+from streamrl.messages import (
+    FROM_WEIGHTS,
+    Chunk,
+    InstallSource,
+    Layout,
+    Limits,
+    Manifest,
+    Offer,
+    Pull,
+    PullMode,
+    VersionRef,
+)
 from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.assets import MAX_ASSETS_BYTES
 from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
@@ -22,6 +33,7 @@ from streamrl.weights.document import Document, NotAvailable, Superseded
 from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
 from streamrl.weights.memory import DocumentMemory
 from streamrl.weights.pull.plan import PullPlan, PullStats
+from streamrl.weights.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -37,21 +49,18 @@ class ZmqReceiver:
         context: the process's ZeroMQ context.
         pull_token: from WELCOME.
         limits: chunk_bytes, pull_window, chunk_timeout_s, max_message_bytes.
-        secure: sets the CURVE keys of a fresh socket; None leaves it plain.
-        shadow: what this process holds; None always pulls the full version.
+        delta_base: what this process holds; None always pulls the full version.
         parent: the version that the hub's delta starts from, as its offer says.
         memory: where documents go; one that many receivers share saves making new pages.
     """
 
     def __init__(
         self, endpoint: str, context: zmq.Context, *, pull_token: bytes, limits: Limits | None = None,
-        secure: Callable[[zmq.Socket], None] | None = None, shadow: DeltaBase | None = None,
-        parent: VersionRef | None = None, memory: DocumentMemory | None = None,
+        delta_base: DeltaBase | None = None, parent: VersionRef | None = None, memory: DocumentMemory | None = None,
     ) -> None:
         self.endpoint, self._context, self._token = endpoint, context, pull_token
         self._limits = limits or Limits()
-        self._secure = secure
-        self._shadow, self._parent = shadow, parent
+        self._delta_base, self._parent = delta_base, parent
         self._memory = memory or DocumentMemory()
         self.source = InstallSource.ZMQ
         self.stats = PullStats()
@@ -71,7 +80,7 @@ class ZmqReceiver:
             Superseded, VersionRetired, NotAvailable; WeightsError when the bytes stay wrong.
         """
         check_manifest(manifest, layout)
-        base = self._shadow.base_of(manifest, self._parent) if self._shadow is not None else None
+        base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
         with self._open() as socket:
             pull = _Line(self, socket, cancelled, deadline)
             if base is not None and (found := self._try_delta(pull, base, manifest, layout)) is not None:
@@ -92,7 +101,7 @@ class ZmqReceiver:
         self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
     ) -> tuple[Document, float, float] | None:
         """None when the full version has to be pulled; a way that leads nowhere at all raises as ever."""
-        assert self._shadow is not None
+        assert self._delta_base is not None
         try:
             found = self._receive_delta(pull, base, manifest, layout)
         except DeltaUnavailable as error:
@@ -101,9 +110,9 @@ class ZmqReceiver:
         except (Superseded, NotAvailable):
             raise
         except WeightsError as error:
-            self._shadow.failed(error)
+            self._delta_base.failed(error)
             return None
-        self._shadow.worked()
+        self._delta_base.worked()
         self.source = InstallSource.ZMQ_DELTA
         return found
 
@@ -145,8 +154,6 @@ class ZmqReceiver:
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
         socket.setsockopt(zmq.RCVHWM, 2 * self._limits.pull_window + 8)
         try:
-            if self._secure is not None:
-                self._secure(socket)
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
@@ -235,4 +242,10 @@ _OPTIONS = (
     (zmq.TCP_KEEPALIVE_IDLE, 30),
     (zmq.TCP_KEEPALIVE_INTVL, 10),
     (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+
+
+ZMQ = Transport(
+    offer=lambda published: Offer("zmq", published.endpoint, published.nbytes, parent=published.parent),
+    receiver=lambda offer, actor: actor.zmq_receiver(offer),
 )

@@ -22,6 +22,7 @@ from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, Document, NotAv
 from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.shm.directory import SPARE_NAME, RunDirectory
 from streamrl.weights.shm.writer import DocumentWriter, SpareFile
+from streamrl.weights.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -218,3 +219,6 @@ class ShmReceiver:
 
 def _open_plain(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+SHM = Transport(offer=lambda published: shm_offer(published.path), receiver=lambda offer, actor: ShmReceiver(offer))

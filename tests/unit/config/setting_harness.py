@@ -13,7 +13,7 @@ import zmq
 from transformers import AutoModelForCausalLM
 
 from learner.hub.broadcaster_process import BroadcasterProcess
-from learner.hub.handlers.broadcaster import DEVICE_TRANSPORTS, Broadcaster
+from learner.hub.handlers.broadcaster import Broadcaster
 from learner.hub.server import HubServer
 from learner.hub.settings import HubSettings
 from learner.hub_client.link import HubLink
@@ -29,6 +29,7 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.transport import ShmPublisher
+from streamrl.weights.transport import device_transports
 
 BASE = to_plain(load_config(["experiment=quickstart", "rollout.num_prompts_per_step=2", "hub.dead_after_s=60"]))
 CHARACTERS = "abcdefghij"
@@ -83,7 +84,7 @@ class LiveHub:
                 policy_parameters(AutoModelForCausalLM.from_pretrained(model_dir)),
                 wire_dtype=wire_dtype(self.config.publish.dtype, Ranks().device),
                 bucket_bytes=self.config.publish.bucket_bytes, shm=self.shm,
-                fold=bool(set(self.config.publish.transports) & set(DEVICE_TRANSPORTS)),
+                fold=bool(device_transports(self.config.publish.transports, setting="publish.transports")),
             )
             layout, assets_path = self._publisher.layout, str(assets)
         else:

@@ -109,7 +109,7 @@ class ZmqWire(HostWire):
         super().__init__(layout, folder)
         self._context = zmq.Context()
         self.server = ChunkServer(pull_token=TOKEN, delta_max_ratio=delta_max_ratio)
-        self.shadow = DeltaBase()
+        self.delta_base = DeltaBase()
         self._dead, self._moved = False, 0
         self._wrong: tuple[VersionRef, int, int] | None = None
         self.tamper: Callable[[Chunk, bytes], tuple[Chunk, bytes]] = lambda chunk, payload: (chunk, payload)
@@ -124,7 +124,7 @@ class ZmqWire(HostWire):
     def receive(self, manifest, *, layout=None, cancelled=None, deadline_s=20.0) -> Document:
         self._moved = 0
         puller = ZmqReceiver(
-            self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, shadow=self.shadow,
+            self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, delta_base=self.delta_base,
             parent=self.server.delta_parent(manifest.ref),
         )
         receiver = self._at_the_actor(puller)
@@ -133,14 +133,14 @@ class ZmqWire(HostWire):
             deadline=time.monotonic() + deadline_s,
         )
         self.source, self.moved_bytes = receiver.source, puller.moved_bytes
-        self.shadow.keep(parts[0])
+        self.delta_base.keep(parts[0])
         return parts[0]
 
     def _at_the_actor(self, puller: ZmqReceiver) -> Receiver:
         return puller
 
     def join(self) -> None:
-        self.shadow = DeltaBase()
+        self.delta_base = DeltaBase()
 
     def flip(self, offset: int) -> None:
         bucket, rest = divmod(offset, self.layout.bucket_bytes[0])

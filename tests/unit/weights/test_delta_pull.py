@@ -133,8 +133,8 @@ def test_a_delta_from_another_history_is_refused_as_a_wrong_base(story, caplog):
     """Same version number, other bytes: a run that was resumed elsewhere."""
     story.step()
     other = story.wire.impostor(body_of(story.wire.layout, 55))
-    story.wire.shadow = DeltaBase()
-    story.wire.shadow.keep(other)
+    story.wire.delta_base = DeltaBase()
+    story.wire.delta_base.keep(other)
 
     with caplog.at_level(logging.WARNING):
         assert story.step() == FULL
@@ -142,22 +142,22 @@ def test_a_delta_from_another_history_is_refused_as_a_wrong_base(story, caplog):
     assert "wrong base" in caplog.text
 
 
-def test_a_shadow_that_was_written_to_is_noticed_and_replaced(story):
+def test_a_base_that_was_written_to_is_noticed_and_replaced(story):
     story.step()
-    held = story.wire.shadow._document
+    held = story.wire.delta_base._document
     for tensor in held.tensors().values():
         tensor.mul_(1.5)
 
     assert [story.step(), story.step()] == [FULL, DELTA]
 
 
-def test_an_older_document_never_replaces_a_newer_shadow(story):
+def test_an_older_document_never_replaces_a_newer_base(story):
     older = story.wire.receive(story.publish())
     newer = story.wire.receive(story.publish())
 
-    story.wire.shadow.keep(older)
+    story.wire.delta_base.keep(older)
 
-    assert story.wire.shadow._document is newer
+    assert story.wire.delta_base._document is newer
 
 
 # --- the store, without a socket --------------------------------------------------------------------------------------

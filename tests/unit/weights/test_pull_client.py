@@ -238,9 +238,9 @@ def test_when_no_offer_works_the_error_says_why_for_each(both, layout):
     gone, nowhere = msgspec.structs.replace(shm, name="/gone"), msgspec.structs.replace(zmq, name="no")
     broken = [Offer("nccl", "x", 1), gone, nowhere]
 
-    with pytest.raises(WeightsError, match="nccl: not spoken here; shm: .*/gone.*; zmq: .*"):
+    with pytest.raises(WeightsError, match="nccl: unsupported transport; shm: .*/gone.*; zmq: .*"):
         source.fetch(manifest, broken, layout)
-    with pytest.raises(WeightsError, match="the hub offered no way"):
+    with pytest.raises(WeightsError, match="the hub made no offer"):
         source.fetch(manifest, [], layout)
 
 
