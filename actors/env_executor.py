@@ -1,4 +1,4 @@
-"""Calls of a user's environment: within a time limit, plain ones in a few threads.
+"""Calls of a user's environment with a time limit: async ones on the loop, plain ones in a few threads.
 
     queued      a plain call waits for one of num_threads places; no clock runs
     running     it has a place and a thread; the clock runs
@@ -19,7 +19,9 @@ from typing import Any
 from streamrl.errors import EngineError, TaskError
 
 MAX_ABANDONED = 16
-"""Threads cannot be ended from outside; with more than this many lost, the process had better start anew."""
+"""Threads cannot be killed; with more than this many lost, the process asks to be restarted."""
+
+Outcome = tuple[Any, Exception | None]
 
 
 class HungCallError(TimeoutError):
@@ -36,7 +38,7 @@ class _Call:
 
 
 class EnvExecutor:
-    """At most `num_threads` plain calls run at once, not counting those that hang; async ones as they come."""
+    """At most `num_threads` plain calls run at once, not counting those that hang."""
 
     def __init__(self, num_threads: int) -> None:
         self._places = asyncio.Semaphore(num_threads)
@@ -81,8 +83,8 @@ class EnvExecutor:
         call = _Call(loop.create_future())
         call.clock = loop.call_later(limit_s, self._give_up, call, _hung(method, limit_s))
 
-        def ended(done: Future[tuple[Any, Exception | None]]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        def ended(done: Future[Outcome]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._ended, call, done)
 
         self._pool.submit(_outcome, method, argument).add_done_callback(ended)
@@ -91,7 +93,7 @@ class EnvExecutor:
             raise error
         return result
 
-    def _ended(self, call: _Call, done: Future[tuple[Any, Exception | None]]) -> None:
+    def _ended(self, call: _Call, done: Future[Outcome]) -> None:
         if call.hung:
             self.num_abandoned -= 1
             return
@@ -125,8 +127,8 @@ def _hung(method: Callable[..., Any], limit_s: float) -> HungCallError:
     return HungCallError(f"{where(method)} ran for more than env.step_timeout_s={limit_s:g}")
 
 
-def _outcome(method: Callable[[Any], Any], argument: object) -> tuple[Any, Exception | None]:
-    """What became of the call, as a value: a future cannot carry StopIteration, and SystemExit would end the loop."""
+def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
+    """Result or error, as a value: a future cannot carry StopIteration, and SystemExit would end the loop."""
     try:
         return method(argument), None
     except Exception as error:

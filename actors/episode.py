@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.engines.base import Engine, GenerateRequest, Generation
 from actors.env_executor import EnvExecutor, where
 from actors.render import Renderer
-from streamrl.environment import ChatMessage, Env, Record, Step, Task
+from streamrl.environment import Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
@@ -45,13 +45,13 @@ class EpisodeRules:
 class Transcript:
     """A trajectory while it grows; positions count tokens after the prompt."""
 
-    prompt_ids: list[int]
+    prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[tuple[int, int]] = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    pending_reward: float = 0.0  # rewards of turns in which nothing was said, while there is no turn to add them to
+    pending_reward: float = 0.0  # of turns without tokens, while there is no turn to add it to
 
     def add_action(self, generation: Generation, reward: float) -> None:
         """A turn of the model. A range must not be empty, so the reward of a turn without tokens joins another's."""
@@ -80,6 +80,14 @@ class Transcript:
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
 
+    def member(self, index: int, status: MemberStatus, scores: dict[str, float], finish: str) -> Member:
+        return Member(
+            index=index, status=status, prompt_ids=pack_ids(self.prompt_ids), token_ids=pack_ids(self.token_ids),
+            logprobs=pack_logprobs(self.logprobs), mask=tuple(self.mask), versions=tuple(self.versions),
+            turns=tuple(self.turns), reward=float(sum(turn.reward for turn in self.turns)), scores=scores,
+            finish=finish,
+        )
+
 
 class EpisodeRunner:
     """Plays episodes of one task on one engine; plain environments run in a few threads with a time limit."""
@@ -88,20 +96,12 @@ class EpisodeRunner:
         self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4
     ) -> None:
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
-        self._calls = EnvExecutor(num_threads)
+        self.executor = EnvExecutor(num_threads)
         self.num_env_errors = 0
         self.last_env_error = ""
-        self.env_s = 0.0
 
-    @property
-    def num_hung_calls(self) -> int:
-        """Environment calls that ran for longer than env.step_timeout_s."""
-        return self._calls.num_hung_calls
-
-    @property
-    def exhausted(self) -> bool:
-        """Too many threads are lost to hung calls: every later episode ends in an EngineError."""
-        return self._calls.exhausted
+    def close(self) -> None:
+        self.executor.close()
 
     async def play(
         self, record: Record, index: int, seed: int, sampling: Sampling,
@@ -113,29 +113,23 @@ class EpisodeRunner:
             PromptTooLongError: the prompt is over rules.max_prompt_tokens.
             EngineError: the engine failed, or too many environment calls hang.
         """
+        transcript = Transcript()
         try:
             env = self.task.env()
-            messages = await self._call(env.reset, record)
-            prompt_ids = self.renderer.render(list(messages))
+            messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
+            transcript.prompt_ids = self.renderer.render(list(messages))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
-            return self._failed(index, Transcript([]), error)
+            return self._failed(index, transcript, error)
         on_progress()
-        longest = min(self.rules.max_prompt_tokens, (self.rules.max_tokens or self.rules.max_prompt_tokens + 1) - 1)
-        if len(prompt_ids) > longest:
+        num_prompt, rules = len(transcript.prompt_ids), self.rules
+        if num_prompt > rules.max_prompt_tokens or (rules.max_tokens and num_prompt >= rules.max_tokens):
             raise PromptTooLongError(
-                f"the prompt has {len(prompt_ids)} tokens, rollout.max_prompt_tokens is {self.rules.max_prompt_tokens} "
-                f"and a whole trajectory may have {self.rules.max_tokens or 'any number'}"
+                f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {rules.max_prompt_tokens} "
+                f"and a whole trajectory may have {rules.max_tokens or 'any number'}"
             )
-        return await self._turns(env, Transcript(prompt_ids), index, seed, sampling, on_progress)
-
-    def _room(self, transcript: Transcript, num_more: int = 0) -> int:
-        """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""
-        if self.rules.max_tokens is None:
-            return self.rules.max_new_tokens
-        used = len(transcript.prompt_ids) + len(transcript.token_ids) + num_more
-        return min(self.rules.max_new_tokens, self.rules.max_tokens - used)
+        return await self._turns(env, transcript, index, seed, sampling, on_progress)
 
     async def _turns(
         self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling,
@@ -144,13 +138,14 @@ class EpisodeRunner:
         scores: dict[str, float] = {"score": 0.0}
         finish, source = "stop", f"{where(env.step)} of task {self.task.name}"
         for turn in range(self.rules.max_turns):
+            last = turn + 1 == self.rules.max_turns
             generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
             on_progress()
-            last = turn + 1 == self.rules.max_turns
             try:
-                step = checked(await self._call(env.step, self.renderer.text(generation.token_ids)), source)
+                text = self.renderer.text(generation.token_ids)
+                step = checked(await self.executor.run(env.step, text, self.rules.step_timeout_s), source)
                 scores = _add_scores(scores, step, source)
-                more = [] if step.done or last else self._render_more(step.messages, generation)
+                more = [] if step.done or last else self._render_more(step, generation)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
@@ -161,57 +156,44 @@ class EpisodeRunner:
             finish = "env" if last and not step.done else generation.finish
             if step.done or last:
                 break
-            if self._room(transcript, len(more)) < 1:  # what the environment says leaves no room for an answer
+            if self._room(transcript, len(more)) < 1:  # the environment's words leave no room for an answer
                 finish = "length"
                 break
             transcript.add_observation(more)
         if not transcript.turns:
             return _aborted(index, "empty")
         status = MemberStatus.TRUNCATED if finish in ("length", "env") else MemberStatus.FINISHED
-        return self._member(index, transcript, status, scores, finish)
+        return transcript.member(index, status, scores, finish)
+
+    def _room(self, transcript: Transcript, num_more: int = 0) -> int:
+        """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""
+        if self.rules.max_tokens is None:
+            return self.rules.max_new_tokens
+        used = len(transcript.prompt_ids) + len(transcript.token_ids) + num_more
+        return min(self.rules.max_new_tokens, self.rules.max_tokens - used)
 
     def _request(self, transcript: Transcript, seed: int, sampling: Sampling) -> GenerateRequest:
         return GenerateRequest(
-            prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling,
-            max_new_tokens=self._room(transcript), seed=seed, stop=self.rules.stop,
-            ignore_eos=self.rules.ignore_eos,
+            prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling, seed=seed,
+            max_new_tokens=self._room(transcript), stop=self.rules.stop, ignore_eos=self.rules.ignore_eos,
         )
 
-    def _render_more(self, messages: Sequence[ChatMessage], generation: Generation) -> list[int]:
-        # A turn without tokens ends without the token that ends a turn: -1 is no token's id, so it is put there.
+    def _render_more(self, step: Step, generation: Generation) -> list[int]:
+        # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
         last_token = generation.token_ids[-1] if generation.token_ids else -1
-        return self.renderer.render_more(messages, last_token=last_token)
+        return self.renderer.render_more(step.messages, last_token=last_token)
 
     def _failed(self, index: int, transcript: Transcript, error: Exception) -> Member:
         """`env.on_error`: aborted (leased again), or an explicit floor reward if there is something to train on."""
+        description = _described(error)
         self.num_env_errors += 1
-        self.last_env_error = f"task {self.task.name}: {_described(error)}"
+        self.last_env_error = f"task {self.task.name}: {description}"
         if self.num_env_errors & (self.num_env_errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a log is not a flood
             log.warning("environment failure %d: %s", self.num_env_errors, self.last_env_error)
-        if self.rules.error_floor is not None and transcript.turns:
-            scores = {"score": self.rules.error_floor, "env_error": 1.0}
-            return self._member(index, transcript, MemberStatus.FINISHED, scores, "env")
-        return _aborted(index, _described(error))
-
-    def _member(
-        self, index: int, transcript: Transcript, status: MemberStatus, scores: dict[str, float], finish: str
-    ) -> Member:
-        return Member(
-            index=index, status=status, prompt_ids=pack_ids(transcript.prompt_ids),
-            token_ids=pack_ids(transcript.token_ids), logprobs=pack_logprobs(transcript.logprobs),
-            mask=tuple(transcript.mask), versions=tuple(transcript.versions), turns=tuple(transcript.turns),
-            reward=float(sum(turn.reward for turn in transcript.turns)), scores=scores, finish=finish,
-        )
-
-    async def _call(self, method: Callable[..., Any], argument: object) -> Any:
-        started = asyncio.get_running_loop().time()
-        try:
-            return await self._calls.run(method, argument, self.rules.step_timeout_s)
-        finally:
-            self.env_s += asyncio.get_running_loop().time() - started
-
-    def close(self) -> None:
-        self._calls.close()
+        if self.rules.error_floor is None or not transcript.turns:
+            return _aborted(index, description)
+        scores = {"score": self.rules.error_floor, "env_error": 1.0}
+        return transcript.member(index, MemberStatus.FINISHED, scores, "env")
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -255,7 +237,7 @@ def _name(name: Any, source: str) -> str:
     return str.__str__(name)
 
 
-def _add_scores(scores: Mapping[str, float], step: Step, source: str) -> dict[str, float]:
+def _add_scores(scores: dict[str, float], step: Step, source: str) -> dict[str, float]:
     """Sums over the turns; `score` is the step's score, or its reward where there is none."""
     sums = dict(scores)
     for name, part in {**step.parts, "score": step.reward if step.score is None else step.score}.items():

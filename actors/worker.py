@@ -228,7 +228,7 @@ class Worker:
         self._leases.finish(lease)
         self.client.send_group(sendable(group, lease, self._limits))
         self._update_progress()
-        dead = runtime.engine.stats().extra.get("dead") or runner.exhausted
+        dead = runtime.engine.stats().extra.get("dead") or runner.executor.exhausted
         if group.reason == ReturnReason.ENGINE_ERROR and dead:
             self._fail(group.detail)
 

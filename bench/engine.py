@@ -120,7 +120,7 @@ async def _compare(args, model: torch.nn.Module, twin: torch.nn.Module, jobs: li
     engine = NativeEngine(
         twin, None, max_num_seqs=args.slots, max_tokens=args.prompt_tokens + args.max_new, num_threads=args.threads
     )
-    weights = {name: tensors[0].detach() for name, tensors in checkpoint_tensors(model).items()}
+    weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
     await engine.install(weights, VersionRef(0, 0))
     await _check_equal(engine, model, jobs[: args.slots])
 

@@ -169,7 +169,7 @@ def measure_installs(layers: int, running: int, repeats: int, seed: int) -> Inst
     """Weights that lie on the device go into an engine whose sequences run on."""
     torch.manual_seed(seed)
     model = random_model(layers).to(DEVICE)
-    weights = {name: owners[0].detach().clone() for name, owners in checkpoint_tensors(model).items()}
+    weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     async def work() -> tuple[float, list[float], list[float]]:

@@ -68,7 +68,7 @@ async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[b
     tokenizer = load_tokenizer(model_dir)
     model = build_model(model_dir, dtype=torch.float32, device="cpu")
     engine = NativeEngine(model, tokenizer, max_num_seqs=config.actors.num_concurrent, max_tokens=64, num_threads=1)
-    weights = {name: tensors[0].detach() for name, tensors in checkpoint_tensors(model).items()}
+    weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
     await engine.install(weights, VersionRef(1, 0))
     task = load_task(config.env.name)
     runner = EpisodeRunner(task, engine, Renderer(tokenizer), episode_rules(config, sampling))

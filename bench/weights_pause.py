@@ -62,7 +62,7 @@ async def measure(repeats: int, seed: int) -> tuple[list[float], list[float], in
     model = model_of_16m_parameters(seed)
     num_steps = (repeats + 2) * 6 * CALM_STEPS
     engine = NativeEngine(model, None, max_num_seqs=SLOTS, max_tokens=PROMPT_TOKENS + num_steps, num_threads=1)
-    weights = {name: tensors[0].detach().clone() for name, tensors in checkpoint_tensors(model).items()}
+    weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
     await engine.install(weights, VersionRef(1, 0))
     clock = StepClock(engine)
     prompt = list(range(2, 2 + PROMPT_TOKENS))

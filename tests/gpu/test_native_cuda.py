@@ -32,7 +32,7 @@ def model(seed: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
 
 def document(source: torch.nn.Module, version: int) -> DeviceDocument:
     """The model's weights as a verified document in the memory of its device."""
-    tensors = {name: owners[0].detach() for name, owners in checkpoint_tensors(source).items()}
+    tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(source).items()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     layout = make_layout(((name, dtype, t.shape) for name, t in tensors.items()), bucket_bytes=1 << 16)
     body = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()])

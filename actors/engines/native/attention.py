@@ -23,21 +23,15 @@ ATTENTION_NAME = "streamrl_slots"
 
 
 def slot_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [1, heads, tokens, dim]
-    key: Tensor,  # [1, kv_heads, tokens, dim]
-    value: Tensor,  # [1, kv_heads, tokens, dim]
-    attention_mask: Tensor | None,
-    *,
-    slot_view: PassView | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **extra: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    slot_view: PassView | None = None, scaling: float | None = None, sliding_window: int | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered as attention implementation; returns ([1, tokens, heads, dim], None).
+    """The registered attention implementation; query [1, heads, tokens, dim], key and value [1, kv_heads, ...].
 
+    Returns:
+        ([1, tokens, heads, dim], None).
     Raises:
-        EngineError: the layer asks for something that changes the result and that this attention does not compute.
+        EngineError: the layer needs a feature that changes the result and that this attention lacks.
     """
     if slot_view is None:
         raise EngineError("this model belongs to a NativeEngine, which alone can run it: build another one to call it")
@@ -94,8 +88,7 @@ class PassView:
             query.reshape(n, kv_heads, -1, query.shape[-1]),
             self._cache.keys[layer][:n, :, : self._span],
             self._cache.values[layer][:n, :, : self._span],
-            attn_mask=self._mask(window, query.dtype),
-            scale=scaling,
+            attn_mask=self._mask(window, query.dtype), scale=scaling,
         )
         return out.reshape(n, query.shape[1], -1)
 
@@ -109,18 +102,13 @@ class PassView:
             self._cache.put_prompt(layer, row, key, value)
         banded = window is not None and window < len(prompt.ids)
         out = scaled_dot_product_attention(
-            query[None],
-            key[None],
-            value[None],
-            attn_mask=self._band(len(prompt.ids), window) if banded else None,
-            is_causal=not banded,
-            scale=scaling,
-            enable_gqa=query.shape[0] != key.shape[0],
+            query[None], key[None], value[None], attn_mask=self._band(len(prompt.ids), window) if banded else None,
+            is_causal=not banded, scale=scaling, enable_gqa=query.shape[0] != key.shape[0],
         )
         return out[0].transpose(0, 1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [n, 1, 1, span]; additive because a boolean one would be converted anew in every layer."""
+        """Additive [n, 1, 1, span]; additive because a boolean one would be converted in every layer."""
         if window not in self._masks:
             places = torch.arange(self._span, device=self._positions.device)
             hidden = places > self._positions[:, None]

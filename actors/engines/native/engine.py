@@ -1,7 +1,7 @@
 """The native engine: any causal language model of transformers, continuous batching, one thread of its own.
 
-The asyncio side hands work over and awaits futures; everything that touches the model runs on the engine's thread, so
-"between two forward passes" is simply "between two calls of `Scheduler.step`".
+The asyncio side posts work and awaits futures; everything that touches the model runs on the engine's thread, so
+"between two forward passes" is "between two calls of `Scheduler.step`".
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from actors.engines.base import INSTALL_POLICIES, EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
+from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
+from actors.engines.checks import check_install_policy, check_request
 from actors.engines.native.attention import ATTENTION_NAME, slot_attention
 from actors.engines.native.forward import Forward
-from actors.engines.native.sampling import check_sampling
-from actors.engines.native.scheduler import Scheduler
-from actors.engines.native.sequences import Sequence
+from actors.engines.native.scheduler import Scheduler, Sequence
 from actors.engines.native.stopping import StopMatcher, decoder
 from actors.engines.native.weight_sets import Staged, WeightSets
 from streamrl.errors import EngineError
@@ -37,10 +36,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
-    """A causal language model from its configuration alone; the weights are random until the first install.
-
-    Nothing is fetched and no code from the folder is run.
-    """
+    """A causal language model from its configuration alone, with random weights; no code from the folder is run."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
     if (Path(model_dir) / "generation_config.json").exists():
@@ -75,8 +71,7 @@ class NativeEngine:
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
         prefill_tokens: int = 2048, eos_ids: Collection[int] | None = None,
     ) -> None:
-        if install_policy not in INSTALL_POLICIES:
-            raise EngineError(f"install_policy={install_policy!r} is unknown: choose one of {INSTALL_POLICIES}")
+        check_install_policy(install_policy)
         _check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads
@@ -89,7 +84,7 @@ class NativeEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # work for the engine's thread, done between two steps
         self._swaps: deque[Callable[[], None]] = deque()  # installs; under "drain" they wait for the batch to end
-        self._open: set[Callable[[Any], None]] = set()  # everyone who still waits for an answer
+        self._open: set[Callable[[Any], None]] = set()  # callbacks of open requests
         self._closing = False
         self._death: BaseException | None = None
         self._busy_s = self._pause_s = 0.0
@@ -114,8 +109,10 @@ class NativeEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`; waits while no weights are installed yet."""
-        self._check(request)
-        future, deliver = _mailbox()
+        check_request(request, self.max_tokens, self._scheduler.forward.vocab_size)
+        if request.stop and self._decode is None:
+            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+        future, deliver = _answer_future()
         matcher = StopMatcher(request.stop, self._decode) if request.stop else None
         eos_ids = frozenset() if request.ignore_eos else self._eos_ids
         sequence = Sequence(request, tuple(map(int, request.prompt_ids)), deliver, eos_ids, matcher)
@@ -129,12 +126,7 @@ class NativeEngine:
             self._forget(deliver)
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
-        """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it.
-
-        Raises:
-            WeightsError: the document does not fit; the old version goes on serving.
-            EngineError: the engine is closed or dead.
-        """
+        """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it."""
         begin = time.perf_counter()
         async with self._installing:
             staged = await asyncio.to_thread(self._weights.stage, tensors)
@@ -142,11 +134,7 @@ class NativeEngine:
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
-        """Log-probs of token_ids[start:] under the installed weights, by one direct pass without the cache.
-
-        Raises:
-            EngineError: no weights yet, start < 1, temperature <= 0 or too many tokens.
-        """
+        """See `ScoresTokens.score`: one direct pass without the cache."""
         if self.installed is None:
             raise EngineError("score needs weights: install a version first")
         if not 1 <= start <= len(token_ids) <= self.max_tokens or temperature <= 0.0:
@@ -163,49 +151,25 @@ class NativeEngine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        extra = {
-            "dead": float(self._death is not None),
-            "installs": float(self._installs),
-            "pause_s": self._pause_s,
-            "nonfinite": float(scheduler.nonfinite_total),
-            "kv_cache_bytes": float(scheduler.forward.cache.nbytes),
-        }
         return EngineStats(
-            tokens_total=scheduler.tokens_total,
-            prefill_tokens_total=scheduler.prefill_tokens_total,
-            steps_total=scheduler.steps_total,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            tokens_total=scheduler.tokens_total, prefill_tokens_total=scheduler.prefill_tokens_total,
+            steps_total=scheduler.steps_total, running=len(scheduler.running), waiting=len(scheduler.waiting),
             busy_s=self._busy_s,
-            extra=extra,
+            extra={
+                "dead": float(self._death is not None), "installs": float(self._installs), "pause_s": self._pause_s,
+                "nonfinite": float(scheduler.nonfinite_total),
+                "kv_cache_bytes": float(scheduler.forward.cache.nbytes),
+            },
         )
 
     async def close(self) -> None:
-        """End the thread; whoever still waits gets an EngineError. A thread that hangs in a pass is left behind."""
+        """End the thread; open requests get an EngineError. A thread that hangs in a pass is left behind."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             log.error("the engine hangs in a forward pass: its thread is left to the end of the process")
-
-    def _check(self, request: GenerateRequest) -> None:
-        check_sampling(request.sampling)
-        num_prompt = len(request.prompt_ids)
-        if num_prompt < 1 or request.max_new_tokens < 1:
-            raise EngineError(f"a request needs a prompt and room: {num_prompt} tokens, {request.max_new_tokens} new")
-        if num_prompt + request.max_new_tokens > self.max_tokens:
-            raise EngineError(
-                f"prompt of {num_prompt} tokens and max_new_tokens={request.max_new_tokens} exceed the engine's "
-                f"max_tokens={self.max_tokens}: shorten one or build the engine with more"
-            )
-        vocab_size = self._scheduler.forward.vocab_size
-        if not all(0 <= token < vocab_size for token in request.prompt_ids):
-            raise EngineError(f"a prompt token lies outside the vocabulary of {vocab_size}")
-        if request.stop and self._decode is None:
-            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
-        if not all(request.stop):
-            raise EngineError("an empty stop string would end every sequence at once")
 
     def _post(self, work: Callable[[], None], deliver: Callable[[Any], None], queue: deque | None = None) -> None:
         with self._wake:
@@ -222,7 +186,7 @@ class NativeEngine:
 
     async def _on_thread(self, work: Callable[[], Any], queue: deque) -> Any:
         """Run `work` between two steps and return what it returns or raises."""
-        future, deliver = _mailbox()
+        future, deliver = _answer_future()
 
         def run() -> None:
             try:
@@ -235,7 +199,7 @@ class NativeEngine:
             return await future
         finally:
             self._forget(deliver)
-            # Given up before its turn: an install that nobody waits for must not happen later.
+            # Cancelled before its turn: an install without a caller must not happen later.
             with self._wake:
                 if run in queue:
                     queue.remove(run)
@@ -250,17 +214,17 @@ class NativeEngine:
                 while self._turn():
                     pass
         except Exception as error:
-            # Untrusted model code and device errors end up here; everyone who waits must hear of it.
+            # Model code and device errors end up here; every open request fails with them.
             self._death = error
         with self._wake:
             self._closing = True
-            waiters = list(self._open)
+            callbacks = list(self._open)
         self._scheduler.clear()
-        for deliver in waiters:
+        for deliver in callbacks:
             deliver(self._ended())
 
     def _turn(self) -> bool:
-        """Do what arrived, then one forward pass. False once the engine is to close."""
+        """Do the posted work, then one forward pass. False once the engine is closing."""
         scheduler = self._scheduler
         with self._wake:
             while not (self._closing or self._inbox or self._swaps or scheduler.has_work):
@@ -280,7 +244,7 @@ class NativeEngine:
         return True
 
     def _next_swap(self) -> Callable[[], None] | None:
-        """The install that may happen now; under "drain" one that may not closes the door to new sequences."""
+        """The install that may happen now; under "drain" one that must wait stops the admission of sequences."""
         with self._wake:
             drained = self._policy != "drain" or not self._scheduler.running
             swap = self._swaps.popleft() if self._swaps and drained else None
@@ -314,8 +278,8 @@ def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> 
         raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")
 
 
-def _mailbox() -> tuple[asyncio.Future, Callable[[Any], None]]:
-    """A future of this loop, and a way to answer it from any thread; an exception is raised in the waiter."""
+def _answer_future() -> tuple[asyncio.Future, Callable[[Any], None]]:
+    """A future of this loop, and a callback that any thread may answer it with; an exception is raised."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future = loop.create_future()
 
@@ -331,6 +295,6 @@ def _mailbox() -> tuple[asyncio.Future, Callable[[Any], None]]:
         try:
             loop.call_soon_threadsafe(settle, answer)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
+            pass  # the loop is closed
 
     return future, deliver

@@ -23,7 +23,7 @@ class Forward:
 
     def __init__(self, model: torch.nn.Module, slots: int, max_tokens: int) -> None:
         self._model = model.eval()
-        self.device = next(iter(checkpoint_tensors(model).values()))[0].device
+        self.device = next(iter(checkpoint_tensors(model).values())).device
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         # Only some positions' hidden states go through the output head; this hook picks them, so that whatever the
         # model does to its logits afterwards (scaling, capping) still happens.
@@ -88,9 +88,6 @@ class Forward:
         """ids, positions [tokens]; wanted: the tokens whose logits [wanted, vocab] are returned, None for all."""
         self._wanted = wanted
         return self._model(
-            input_ids=ids[None].to(self.device),
-            position_ids=positions[None].to(self.device),
-            attention_mask=None,
-            use_cache=False,
-            slot_view=view,
+            input_ids=ids[None].to(self.device), position_ids=positions[None].to(self.device), attention_mask=None,
+            use_cache=False, slot_view=view,
         ).logits[0]

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.errors import EngineError
 from streamrl.messages import Sampling
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -25,20 +24,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse what is no distribution. Raises EngineError naming the value."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        raise EngineError(f"temperature={sampling.temperature} must be finite and at least 0 (0 is greedy)")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise EngineError(f"top_p={sampling.top_p} must be in (0, 1] (1 keeps everything)")
-    if not 0.0 <= sampling.min_p <= 1.0:
-        raise EngineError(f"min_p={sampling.min_p} must be in [0, 1] (0 keeps everything)")
-    if sampling.top_k < -1:
-        raise EngineError(f"top_k={sampling.top_k} must be positive, or -1 or 0 to keep everything")
-
-
 class SamplingPlan:
-    """The sampling parameters of n rows as tensors; made anew only when the rows change, not at every step."""
+    """The sampling parameters of n rows as tensors; rebuilt only when the rows change."""
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Continuous batching: every forward pass decodes one token of all that run and reads the prompts of those that join.
+"""Continuous batching: a forward pass decodes one token of every running sequence and reads the prompts that join.
 
 Rows 0..n-1 of the cache are the running sequences; a sequence that ends gives its row to the last one. Members of a
 group share a prompt: those that wait together are read once, and one that comes later copies the cache of a running
@@ -9,18 +9,60 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.native.attention import Prompt
 from actors.engines.native.forward import Forward
 from actors.engines.native.sampling import SamplingPlan, draw, uniforms
-from actors.engines.native.sequences import Sequence
+from actors.engines.native.stopping import StopMatcher
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+
+Deliver = Callable[[Generation | BaseException], None]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request, what it has produced, and which weights produced it. Compared by identity."""
+
+    request: GenerateRequest
+    prompt: tuple[int, ...]
+    deliver: Deliver
+    eos_ids: frozenset[int]  # empty when the request ignores them
+    matcher: StopMatcher | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: list[tuple[VersionRef, int]] = field(default_factory=list)  # (version, first token it sampled)
+
+    def mark(self, ref: VersionRef) -> None:
+        """From the next token on, `ref` samples."""
+        self.marks.append((ref, len(self.token_ids)))
+
+    def add(self, token: int, logprob: float) -> str | None:
+        """Append a sampled token; returns why the sequence ends, or None."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.eos_ids or (self.matcher is not None and self.matcher.feed(token)):
+            return "stop"
+        return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
+
+    def generation(self, finish: str) -> Generation:
+        return Generation(self.token_ids, self.logprobs, self.spans(), finish)
+
+    def spans(self) -> list[VersionSpan]:
+        """Every token in exactly one span; a version that sampled nothing here has none."""
+        ends = [start for _, start in self.marks[1:]] + [len(self.token_ids)]
+        return [
+            VersionSpan(ref, start, end)
+            for (ref, start), end in zip(self.marks, ends, strict=True)
+            if end > start
+        ]
 
 
 @dataclass(slots=True)
@@ -79,7 +121,7 @@ class Scheduler:
     # --- admission ---------------------------------------------------------------------------------------------
 
     def _take_waiting(self) -> tuple[list[Sequence], list[tuple[int, ...]]]:
-        """Waiting sequences in order, as many as there are slots and one pass should read; and the prompts to read."""
+        """Waiting sequences in order, as many as have room and one pass should read; and the prompts to read."""
         joined: list[Sequence] = []
         fresh: dict[tuple[int, ...], None] = {}
         num_tokens = 0
@@ -115,7 +157,7 @@ class Scheduler:
     # --- decoding ----------------------------------------------------------------------------------------------
 
     def _advance(self, logits: Tensor) -> None:
-        """Sample one token for every row (logits [n, vocab]) and let those go that have ended."""
+        """Sample one token for every row (logits [n, vocab]) and release the rows that have ended."""
         n = len(self.running)
         if self._plan is None:
             self._plan = SamplingPlan([sequence.request.sampling for sequence in self.running], self.forward.device)
@@ -167,29 +209,29 @@ class Scheduler:
     # --- from outside, between two steps -----------------------------------------------------------------------
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; nothing is delivered."""
+        """Drop a sequence, running or waiting; nothing is delivered."""
         if sequence in self.running:
             self._remove(self.running.index(sequence))
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def clear(self) -> None:
-        """Forget every sequence, for the engine's end."""
+        """Drop every sequence, when the engine ends."""
         self.running.clear()
         self.waiting.clear()
         self._shared.clear()
 
     def new_version(self, ref: VersionRef, *, recompute: bool) -> None:
-        """The weights have just changed; running sequences go on, on their old cache or on one read anew."""
+        """The weights have just changed; running sequences go on, on their old cache or a recomputed one."""
         self.ref = ref
         self._shared.clear()
         for sequence in self.running:
             sequence.mark(ref)
         if recompute and self.running:
-            self._reread()
+            self._recompute()
 
-    def _reread(self) -> None:
-        """Read every running sequence anew, up to the token that is sampled but not cached yet."""
+    def _recompute(self) -> None:
+        """Read every running sequence again, up to the token that is sampled but not cached yet."""
         texts = [
             ([*sequence.prompt, *sequence.token_ids][: self._cached[row]], [row])
             for row, sequence in enumerate(self.running)

@@ -1,4 +1,4 @@
-"""Two sets of a model's tensors: one serves, the other is filled, and a pointer swap exchanges them."""
+"""Double-buffered weights: one set of tensors serves, the other is filled, and a pointer swap exchanges them."""
 
 from __future__ import annotations
 
@@ -12,53 +12,45 @@ from torch import Tensor
 from streamrl.errors import WeightsError
 
 Staged = dict[str, Tensor]
+_KEPT = "The old version goes on serving."
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """Checkpoint name -> the live tensors it fills: parameters and persistent buffers.
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Checkpoint name -> the live tensor: parameters and persistent buffers.
 
-    Of tensors that are one object (tied weights) only the first name appears, as in a checkpoint; filling it fills all.
+    Of tied weights, which are one tensor, only the first name appears, as in a checkpoint.
     """
-    named: dict[str, list[Tensor]] = {}
+    named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            named[name] = [tensor]
+            named[name] = tensor
     return named
 
 
 def check_document(tensors: Mapping[str, Any], live: Mapping[str, Tensor]) -> None:
-    """A document against a model's own tensors; a float tensor may come in another float type.
-
-    Raises:
-        WeightsError: a name is missing or unknown, a shape or type does not fit.
-    """
+    """Raise WeightsError for a name, shape or type that is not the model's; floats may come in another float type."""
     missing = sorted(live.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - live.keys())
     if missing or unknown:
         raise WeightsError(
             f"the document's names are not the model's: {len(missing)} missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}; tied copies are left out. The old version goes on serving."
+            f"{len(unknown)} unknown {unknown[:3]}; tied copies are left out. {_KEPT}"
         )
     for name, own in live.items():
         given = tensors[name]
         if tuple(given.shape) != tuple(own.shape):
-            raise WeightsError(
-                f"{name} has shape {list(given.shape)}, the model needs {list(own.shape)}. "
-                "The old version goes on serving."
-            )
+            raise WeightsError(f"{name} has shape {list(given.shape)}, the model needs {list(own.shape)}. {_KEPT}")
         if given.dtype != own.dtype and not (given.is_floating_point() and own.is_floating_point()):
-            raise WeightsError(
-                f"{name} has type {given.dtype}, the model needs {own.dtype}. The old version goes on serving."
-            )
+            raise WeightsError(f"{name} has type {given.dtype}, the model needs {own.dtype}. {_KEPT}")
 
 
 class WeightSets:
     """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._live = {name: tensors[0] for name, tensors in checkpoint_tensors(model).items()}
+        self._live = checkpoint_tensors(model)
         self._spare: Staged | None = None
 
     @property
@@ -67,15 +59,9 @@ class WeightSets:
         return MappingProxyType(self._live)
 
     def stage(self, tensors: Mapping[str, Any]) -> Staged:
-        """Check a document against the model and copy it into tensors of our own.
-
-        A float tensor may come in another float type: it is cast. Everything else must be equal.
-
-        Raises:
-            WeightsError: a name is missing or unknown, a shape or type does not fit; the model is untouched.
-        """
+        """Copy a document that fits the model (else WeightsError) into spare tensors, casting floats."""
         check_document(tensors, self._live)
-        # Taken, not borrowed: if this call is abandoned, the next one allocates its own.
+        # Moved out: if this call is abandoned halfway, the next one allocates tensors of its own.
         staged, self._spare = self._spare, None
         if staged is None:
             staged = {name: torch.empty_like(live, requires_grad=False) for name, live in self._live.items()}

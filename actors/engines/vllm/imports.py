@@ -1,7 +1,7 @@
-"""Every name of vLLM that streamrl uses, in one place: where versions differ, this file changes and no other.
+"""Every name of vLLM that streamrl uses: where versions differ, only this file changes.
 
-The table can be read without vLLM. `vllm()` imports it, and vLLM reads its environment then: be inside
-`vllm_process.environment`.
+The table can be read without vLLM. `vllm()` imports it, and vLLM reads its environment then: call it inside
+`process.environment`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ("new_version",),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("method", "timeout", "args"),
-    "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("level",),
-    "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
     "vllm.v1.engine.async_llm:AsyncLLM.errored": (),
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
     "vllm.engine.arg_utils:AsyncEngineArgs": (
         "model", "dtype", "seed", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
         "kv_cache_memory_bytes", "load_format", "generation_config", "logprobs_mode", "worker_extension_cls",
-        "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode",
+        "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization",
     ),
     "vllm.sampling_params:SamplingParams": (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
@@ -64,11 +62,7 @@ def moved(name: str, parameters: tuple[str, ...]) -> str | None:
 
 @cache
 def vllm() -> SimpleNamespace:
-    """The names that the engine calls, and the version.
-
-    Raises:
-        EngineError: vLLM is not installed.
-    """
+    """The names that the engine calls, and the version. Raises EngineError if vLLM is not installed."""
     try:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -85,11 +79,7 @@ def vllm() -> SimpleNamespace:
 
 
 def check_names() -> None:
-    """Say at the start, and by name, that this vLLM is another than the one that this file was written for.
-
-    Raises:
-        EngineError: vLLM is not installed, or lacks names; all of them are in the message.
-    """
+    """Raise EngineError if vLLM is not installed, or lacks names, with all of them in the message."""
     version = vllm().version
     problems = [problem for name, parameters in NAMES.items() if (problem := moved(name, parameters)) is not None]
     if problems:

@@ -1,4 +1,4 @@
-"""Around vLLM's processes: the environment they start in, what they are started with, and that none outlives us."""
+"""vLLM's processes: their environment and arguments, and a process group that cannot outlive the actor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from actors.engines.vllm.reaper import MARK, end_family
+from actors.engines.vllm.reaper import MARK, kill_group
 from streamrl.errors import EngineError
 
 WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
@@ -34,8 +34,7 @@ _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
 
 def engine_arguments(
-    *, max_num_seqs: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any],
-    kv_bytes_per_token: int,
+    *, max_num_seqs: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any], kv_bytes_per_token: int
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs but the model: ours, our defaults, and `actors.vllm.*` over the defaults.
 
@@ -50,10 +49,10 @@ def engine_arguments(
         )
     defaults: dict[str, Any] = {"enable_prefix_caching": True, "seed": 0}
     if device == "cpu":
-        # Compiling takes longer than most runs on a CPU; and without the warm-up nobody measures the cache's size.
+        # Compiling takes longer than most runs on a CPU; without it vLLM cannot measure the cache's size.
         defaults["enforce_eager"] = True
         if extra.get("tensor_parallel_size", 1) == extra.get("pipeline_parallel_size", 1) == 1:
-            defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process: one process less
+            defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = cache_bytes(max_num_seqs, max_tokens, kv_bytes_per_token)
     ours = {
@@ -67,11 +66,7 @@ def engine_arguments(
 
 
 def check_model(config: Any, device: str) -> None:
-    """Refuse by name what vLLM would fail on much later, and in other words.
-
-    Raises:
-        EngineError: no architecture is named, or the heads are too small for a CPU.
-    """
+    """Raise EngineError for what vLLM would refuse much later: no architecture, or heads too small for a CPU."""
     if not config.architectures:
         raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
     text = config.get_text_config()
@@ -84,7 +79,7 @@ def check_model(config: Any, device: str) -> None:
 
 
 def cache_bytes(max_num_seqs: int, max_tokens: int, bytes_per_token: int) -> int:
-    """Room for the longest sequence in every place, and as much again for prompts that may be asked for once more."""
+    """Room for the longest sequence in every place, and as much again for prompts that may come again."""
     blocks = -(-max_tokens // _BLOCK_TOKENS) * max_num_seqs
     return (2 * blocks + 8) * _BLOCK_TOKENS * bytes_per_token
 
@@ -98,7 +93,7 @@ def kv_bytes_per_token(config: Any, element_bytes: int) -> int:
 
 @contextmanager
 def environment(mark: str, device: str, num_threads: int | None, eager: bool) -> Iterator[None]:
-    """What vLLM and its children shall find; a variable that the user has set stays the user's. Put back afterwards."""
+    """Environment variables for vLLM and its children, restored afterwards; one that the user has set wins."""
     values = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets that a fork must not copy
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
@@ -108,10 +103,10 @@ def environment(mark: str, device: str, num_threads: int | None, eager: bool) ->
     if device == "cpu":
         # No binding: several actors on one host would bind to the same cores. The number of threads is enough.
         values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Or vLLM puts every model into a process of its own, to give it the binding that it does not get.
+        # Or vLLM gives every model a process of its own, for the sake of that binding.
         values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager:
-            values["TORCHDYNAMO_DISABLE"] = "1"  # the sampler's helpers would be compiled for 20 s at the first token
+            values["TORCHDYNAMO_DISABLE"] = "1"  # or the sampler's helpers compile for 20 s
     changed = {name: value for name, value in values.items() if name not in os.environ}
     if device == "cpu" and num_threads:
         changed["OMP_NUM_THREADS"] = str(num_threads)  # the variable is torch's here, the setting is the engine's
@@ -129,8 +124,8 @@ def environment(mark: str, device: str, num_threads: int | None, eager: bool) ->
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Children started inside do not hear Ctrl-C: it goes to the whole terminal group, and the actor decides."""
+def block_interrupts() -> Iterator[None]:
+    """Children started inside ignore Ctrl-C, which goes to the whole terminal group: the actor decides."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -139,7 +134,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 def check_argument_names(given: Mapping[str, Any], arguments_class: type, version: str) -> None:
-    """Raise EngineError for an `actors.vllm.*` that this vLLM does not know, naming the nearest one."""
+    """Raise EngineError for an `actors.vllm.*` that this vLLM does not have, naming the nearest one."""
     known = {item.name for item in fields(arguments_class)}
     for name in given:
         if name not in known:
@@ -149,33 +144,33 @@ def check_argument_names(given: Mapping[str, Any], arguments_class: type, versio
 
 
 class EngineProcessGroup:
-    """A folder with the model's files, a mark, and a guard that ends all marked processes when this process dies."""
+    """The processes of one engine: a mark, a folder with the model's files, and a reaper for when this process dies."""
 
     def __init__(self, model_dir: str | Path) -> None:
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self.folder = tempfile.mkdtemp(prefix="streamrl-vllm-")
         shutil.copytree(model_dir, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-        self._guard = subprocess.Popen(
+        self._reaper = subprocess.Popen(
             [sys.executable, "-m", "actors.engines.vllm.reaper", str(os.getpid()), self.mark, self.folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )
 
-    def terminate_all(self) -> int:
-        """End every process of the engine, however it is; returns how many there were."""
-        return end_family(self.mark)
+    def terminate_all(self) -> None:
+        """Kill every process of the engine, whatever its state."""
+        kill_group(self.mark)
 
     def close(self) -> None:
-        """Nothing of the engine is left; may be called twice."""
+        """Leave no process and no folder; may be called twice."""
         self.terminate_all()
-        self._guard.kill()
-        self._guard.wait()
+        self._reaper.kill()
+        self._reaper.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class StagedDocument:
-    """A document's tensors, copied into memory without a name that other processes may map by `path`.
+    """A document's tensors in anonymous shared memory, which other processes map by `path`.
 
-    It goes with the last process that has it open; nothing is left behind, whoever is killed.
+    It is freed with the last process that has it open, also after a kill.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One sequence in vLLM's terms and back: what is asked, and what its answer must hold."""
+"""One sequence in vLLM's terms and back: the sampling arguments, and what an output must hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
-from actors.engines.native.sampling import check_sampling
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
@@ -15,27 +14,9 @@ LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and re
 _WORD = (1 << 64) - 1
 
 
-def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) -> None:
-    """Refuse what cannot be generated.
-
-    Raises:
-        EngineError: names the value.
-    """
-    check_sampling(request.sampling)
-    if 0 < request.sampling.temperature < LOWEST_TEMPERATURE:
-        raise EngineError(f"temperature={request.sampling.temperature}: vLLM goes down to 0.01, or 0 for greedy")
-    num_prompt = len(request.prompt_ids)
-    if num_prompt < 1 or request.max_new_tokens < 1:
-        raise EngineError(f"a request needs a prompt and room: {num_prompt} tokens, {request.max_new_tokens} new")
-    if num_prompt + request.max_new_tokens > max_tokens:
-        raise EngineError(
-            f"prompt of {num_prompt} tokens and max_new_tokens={request.max_new_tokens} exceed the engine's "
-            f"max_tokens={max_tokens}: shorten one or build the engine with more"
-        )
-    if not all(0 <= token < vocab_size for token in request.prompt_ids):
-        raise EngineError(f"a prompt token lies outside the vocabulary of {vocab_size}")
-    if not all(request.stop):
-        raise EngineError("an empty stop string would end every sequence at once")
+def check_temperature(temperature: float) -> None:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise EngineError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
 
 
 def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
@@ -51,27 +32,18 @@ def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict
     }
 
 
-def check_scoring(token_ids: Sequence[int], start: int, temperature: float, context: int) -> None:
-    """Refuse what cannot be scored; one token of the context is kept for the one that vLLM must sample.
+def scoring_arguments(token_ids: Sequence[int], start: int, temperature: float, context: int) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams for log-probs of the prompt alone.
 
     Raises:
-        EngineError: names the values.
+        EngineError: it cannot be scored; one token of the context is kept for the one that vLLM must sample.
     """
     if not 1 <= start <= len(token_ids) < context or temperature != 1.0:
         raise EngineError(
             f"score needs 1 <= start <= tokens < {context} and temperature 1; "
             f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
         )
-
-
-def scoring_arguments() -> dict[str, Any]:
-    """Keyword arguments of SamplingParams for log-probs of the prompt alone."""
     return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-
-
-def scores_of(rows: Any, token_ids: Sequence[int], start: int) -> list[float]:
-    """The log-probs of token_ids[start:] from vLLM's `prompt_logprobs`."""
-    return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
 
 
 def turn_seed(request: GenerateRequest) -> int:
@@ -82,11 +54,7 @@ def turn_seed(request: GenerateRequest) -> int:
 
 
 def generation_of(output: Any, greedy: bool) -> Generation:
-    """A finished CompletionOutput as ours.
-
-    Raises:
-        EngineError: log-probs or version labels are missing, or are no numbers and no versions.
-    """
+    """A finished CompletionOutput as ours. Raises EngineError if log-probs or version labels are missing or wrong."""
     token_ids = list(output.token_ids)
     logprobs = [float(number) for number in output.logprobs.logprobs] if output.logprobs is not None else []
     if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
@@ -97,11 +65,7 @@ def generation_of(output: Any, greedy: bool) -> Generation:
 
 
 def spans_of(spans: Any, num_tokens: int) -> list[VersionSpan]:
-    """vLLM's spans of labels as versions.
-
-    Raises:
-        EngineError: a label that we did not set, or tokens without one.
-    """
+    """vLLM's spans of labels as versions. Raises EngineError for a label that is not ours, or tokens without one."""
     found: list[VersionSpan] = []
     for span in spans or ():
         epoch, _, version = span.version.partition(":")

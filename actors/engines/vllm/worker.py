@@ -1,8 +1,8 @@
-"""The part of the engine that runs inside vLLM's worker processes: it loads a staged document into the live model.
+"""Inside vLLM's worker processes: loads a staged document into the live model.
 
 vLLM mixes `DocumentLoader` into its worker (`worker_extension_cls`); the engine calls it by name between pause and
-resume, on every tensor-parallel rank. The document comes as a path to memory that the actor shares, so it is neither
-sent nor copied; each rank takes its part of every tensor.
+resume, on every tensor-parallel rank. The document is shared memory, so it is neither sent nor copied; each rank takes
+its part of every tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mapped_tensors(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, t
     """The tensors of a staged document in its order, as views of memory that this process maps privately."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        # Private and writable, because torch refuses read-only memory; nothing writes to it.
+        # Private and writable, because torch refuses read-only memory; it is never written.
         mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
@@ -43,13 +43,11 @@ class DocumentLoader:
     vllm_config: Any
 
     def streamrl_load(self, path: str, entries: Sequence[Entry]) -> float:
-        """Load a complete document, layer by layer, through the same fusing and packing as a first load.
+        """Load a complete document, layer by layer, through the fusing and packing of a first load; seconds it took.
 
-        Returns:
-            Seconds that it took on this rank.
         Raises:
-            RuntimeError: some of the model's tensors were given nothing; ValueError and others from vLLM's loaders.
-                The model is mixed then: load a complete document before anything is generated.
+            RuntimeError: tensors of the model got nothing; ValueError and others from vLLM's loaders. The model is
+                mixed then: load a complete document before anything is generated.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -63,21 +61,20 @@ class DocumentLoader:
             try:
                 loaded = model.load_weights(mapped_tensors(path, entries))
             finally:
-                # After a failure too: it puts back the tensors of layers that were not reached, so that another
-                # document can be loaded on top.
+                # After a failure too: it restores the layers not reached, so that another document can follow.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             _pack_tied(model, loaded or set())
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing and self.vllm_config.model_config.quantization is None:
-            raise RuntimeError(f"{len(missing)} tensors of the model were given nothing, the first is {missing[0]}")
+            raise RuntimeError(f"{len(missing)} tensors of the model got nothing, the first is {missing[0]}")
         return time.perf_counter() - began
 
 
 def _pack_tied(model: Any, loaded: set[str]) -> None:
     """Pack the weights of tied layers again.
 
-    On a CPU a layer computes with a packed copy of its weight. A reload packs the layer that was given the weight, not
-    those that share it: the output layer would go on with the copy of an older version.
+    On a CPU a layer computes with a packed copy of its weight. A reload packs only the layer that got the weight: the
+    output layer that shares it would keep the copy of an older version.
     """
     owners: dict[int, int] = {}
     for module in model.modules():

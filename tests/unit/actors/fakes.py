@@ -245,7 +245,7 @@ class Weights:
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         tensors = {"w": torch.zeros(1)}
         if model is not None:
-            tensors = {name: owners[0].detach().clone() for name, owners in checkpoint_tensors(model).items()}
+            tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
         self.layout = make_layout(((name, "float32", t.shape) for name, t in tensors.items()), bucket_bytes=1 << 20)
         by_name = {spec.name: tensors[spec.name].numpy().tobytes() for spec in self.layout.tensors}
         self.body = bytearray(b"".join(by_name.values()))

@@ -320,7 +320,7 @@ def test_env_step_timeout_s_ends_an_async_step_and_names_itself():
         await jump(2.0)
         group = await task
         assert group.reason == ReturnReason.ENV_ERROR and "env.step_timeout_s=30" in group.detail
-        assert runner.num_hung_calls == 1
+        assert runner.executor.num_hung_calls == 1
 
     run(work, loop_factory=JumpingLoop)
 

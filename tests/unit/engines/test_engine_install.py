@@ -235,8 +235,8 @@ def test_untied_heads_and_norms_are_all_exchanged():
 
     sets.swap(sets.stage(document(other)))
 
-    for name, tensors in checkpoint_tensors(model).items():
-        torch.testing.assert_close(tensors[0], other.state_dict()[name], atol=0, rtol=0)
+    for name, tensor in checkpoint_tensors(model).items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], atol=0, rtol=0)
 
 
 def test_staging_leaves_the_live_weights_alone_and_a_swap_keeps_two_sets_at_most():
@@ -246,8 +246,8 @@ def test_staging_leaves_the_live_weights_alone_and_a_swap_keeps_two_sets_at_most
 
     for seed in range(1, 6):
         staged = sets.stage(document(llama(seed)))
-        for name, tensors in checkpoint_tensors(model).items():
-            torch.testing.assert_close(tensors[0], before[name], atol=0, rtol=0)
+        for name, tensor in checkpoint_tensors(model).items():
+            torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
         sets.swap(staged)
         before = document(model)
         pointers.add(model.lm_head.weight.data_ptr())

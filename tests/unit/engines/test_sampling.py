@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.native.sampling import SamplingPlan, check_sampling, draw, processed_logprobs, uniforms
+from actors.engines.checks import check_sampling
+from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs, uniforms
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling
 

@@ -23,7 +23,7 @@ from actors.engines.vllm.process import (
     environment,
     kv_bytes_per_token,
 )
-from actors.engines.vllm.reaper import MARK, family
+from actors.engines.vllm.reaper import MARK, group_pids
 from actors.engines.vllm.requests import generation_of, spans_of, turn_seed
 from actors.engines.vllm.worker import mapped_tensors
 from streamrl.errors import EngineError
@@ -155,7 +155,7 @@ def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp
     (tmp_path / "config.json").write_text("{}")
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     mark, folder = parent.stdout.readline().split()
-    while len(family(mark)) < 2:  # the child, and what the child started
+    while len(group_pids(mark)) < 2:  # the child, and what the child started
         assert parent.poll() is None
         time.sleep(0.01)
     assert os.listdir(folder) == ["config.json"]
@@ -163,6 +163,6 @@ def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
 
-    while family(mark) or os.path.exists(folder):
+    while group_pids(mark) or os.path.exists(folder):
         time.sleep(0.01)
     parent.stdout.close()

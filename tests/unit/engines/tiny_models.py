@@ -58,7 +58,7 @@ def mistral(seed: int = 0) -> torch.nn.Module:
 
 def document(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A model's weights as they come over the wire."""
-    return {name: tensors[0].detach().clone() for name, tensors in checkpoint_tensors(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

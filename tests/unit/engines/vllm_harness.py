@@ -62,7 +62,7 @@ class Learner:
         return found
 
 
-class Theatre:
+class EngineHarness:
     """An engine and the loop that it belongs to, which runs in a thread of its own from test to test."""
 
     def __init__(self, path: Path) -> None:
