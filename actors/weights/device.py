@@ -1,4 +1,4 @@
-"""An actor's part in the ways from GPU to GPU: its place in broadcasts, and its view of slots on a shared GPU."""
+"""An actor's part in the GPU transports: its membership in broadcasts and its view of IPC buffers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DeviceWeights:
     """What a process needs once, for all its fetches.
 
     Args:
-        transports: of this actor; those that are not for a GPU are passed over.
+        transports: of this actor; others than ipc and nccl are ignored.
         device: of the engine.
-        library, memory: what communicators and slots are made of.
+        library, memory: make communicators and IPC buffers.
     Raises:
         ConfigError: a transport that cannot work here: no GPU, no cupy, no NCCL.
     """
@@ -31,7 +31,7 @@ class DeviceWeights:
         library: Callable[[str], CommunicatorLibrary] = CupyNccl, memory: Callable[[str], IpcBufferMemory] = CudaMemory,
     ) -> None:
         self.report: Callable[[NcclState], None] = lambda state: None
-        """Told of each communicator that is built, formed or lost; the hub's link, once there is one."""
+        """Called for each communicator that is built, formed or lost; the client sets it."""
         self.device_id = ""
         self._member: BroadcastMember | None = None
         self._reader: IpcBufferReader | None = None
@@ -55,7 +55,7 @@ class DeviceWeights:
         return self._member.threads.num_abandoned if self._member is not None else 0
 
     def hear(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> None:
-        """An announcement has come: take part in its broadcast, or in none, whatever the installer makes of it."""
+        """An announcement: take part in its broadcast, if any, whether or not the installer wants the version."""
         if self._member is None:
             return
         offer = next((offer for offer in offers if offer.nccl is not None and offer.manifest is not None), None)

@@ -46,7 +46,7 @@ def serve(settings: BroadcasterSettings, home: str) -> int:
 
 def main() -> int:
     logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s sender   %(message)s",
+        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s broadcaster %(message)s",
         datefmt="%H:%M:%S",
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # the hub decides
@@ -56,11 +56,11 @@ def main() -> int:
         try:
             return serve(settings, home)
         except StreamrlError as error:
-            logging.getLogger("streamrl.sender").error("%s", error)
+            logging.getLogger("streamrl.broadcaster").error("%s", error)
             return 2
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # a thread that hangs in a library's call must not hold the process up
+    os._exit(code)  # a thread that hangs in a library call must not keep the process alive

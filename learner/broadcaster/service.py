@@ -1,10 +1,10 @@
-"""The sender's loop: words of the hub in, reports out; a thread beside it does what may block.
+"""The broadcaster's loop: commands of the hub in, reports out; a second thread makes the calls that may block.
 
     hub --DEALER--> loop --queue--> epochs thread (name, form, send)
                      |                    |
-                     +-- stop() ----------+    an abort overtakes whatever the thread is in
+                     +-- stop() ----------+    an abort overtakes the call in progress
 
-Every second the loop says that it is alive, unless the thread of the slots hangs: what says nothing is replaced.
+Every second the loop sends ALIVE, unless the thread of the IPC buffers hangs: the hub replaces a silent broadcaster.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from streamrl.weights.gpu.communicator import CommunicatorStuck
 from streamrl.weights.gpu.device_document import HostBuckets
 from streamrl.weights.gpu.ipc import IpcBufferServer
 
-log = logging.getLogger("streamrl.sender")
+log = logging.getLogger("streamrl.broadcaster")
 
 EXIT_STUCK = 9
 POLL_MS = 50
 ALIVE_S = 1.0
-"""Between two words to the hub; it ends a sender that says nothing for long."""
+"""Between two ALIVE reports; the hub ends a broadcaster that sends none for long."""
 
 
 def broadcaster_is_stuck(broadcaster: Broadcaster | None) -> bool:
-    """Whether a thread was given up in it; a process of its own can simply be ended and started anew."""
+    """Whether it has an abandoned thread; then this process is to be replaced."""
     return broadcaster is not None and broadcaster.threads.num_abandoned > 0
 
 
@@ -118,7 +118,7 @@ class BroadcasterService:
         self._socket.send(encode(BroadcastReport(0, BroadcastStage.ALIVE)))
 
     def _hear(self, message: Message) -> bool:
-        """One word of the hub; False if it was the last."""
+        """Handle one command of the hub; False if it was the last."""
         match message:
             case BroadcastDocument():
                 self._take(message)
@@ -135,7 +135,7 @@ class BroadcasterService:
         return True
 
     def _take(self, message: BroadcastDocument) -> None:
-        """Map and check the newest document; the one before is kept, a broadcast may be in the middle of it."""
+        """Map and check the newest document; the previous one is kept, a broadcast of it may be in progress."""
         ref = message.manifest.ref
         try:
             document = self._open(message)
@@ -149,10 +149,10 @@ class BroadcasterService:
             try:
                 self._slots.publish(ref, self._buckets("ipc", document))
             except WeightsError as error:
-                log.warning("version %s goes by no slot: %s", ref, error)
+                log.warning("version %s is not served by ipc: %s", ref, error)
 
     def _open(self, message: BroadcastDocument) -> Document:
-        """The document, checked. That may take longer than the hub is patient, so the loop goes on saying its word."""
+        """The document, verified. ALIVE reports continue meanwhile: it may take longer than the hub's deadline."""
         done = self._files.submit(
             lambda: Document.map_file(message.path, message.manifest, message.layout).verify()
         )
@@ -179,7 +179,7 @@ class BroadcasterService:
         def form() -> None:
             unique_id = broadcaster.name()
             self._report(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
-            # The hub's deadline is the first word: it knows who is missing, and ends this process.
+            # The hub's deadline comes first: it knows which member is missing, and ends this process.
             broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
             self._report(BroadcastReport(epoch, BroadcastStage.FORMED))
 
@@ -192,7 +192,7 @@ class BroadcasterService:
         def send() -> None:
             document = self._documents.get(ref)
             if document is None:
-                raise WeightsError(f"version {ref} is not here to be sent")
+                raise WeightsError(f"version {ref} is not loaded")
             began = time.monotonic()
             broadcaster.send(
                 ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
@@ -207,11 +207,11 @@ class BroadcasterService:
             return
         try:
             work()
-        except Exception as error:  # a foreign library may raise anything; the hub must hear of it
+        except Exception as error:  # a library may raise anything; the hub must be told
             if not isinstance(error, StreamrlError):
                 log.exception("epoch %d failed", epoch)
             if isinstance(error, CommunicatorStuck) or broadcaster_is_stuck(self._broadcaster):
-                log.error("a call can neither return nor be ended: %s", error)
+                log.error("a call neither returns nor can be aborted: %s", error)
                 self._stuck.set()
                 self._wake()
                 return

@@ -1,4 +1,4 @@
-"""The hub's sender process: started with a pipe as its parent_watch, ended without asking."""
+"""The hub's broadcaster process: starting, ending and watching it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,69 @@ import msgspec
 from learner.hub.settings import BroadcasterSettings, HubSettings
 from streamrl.parent_watch import child_environment
 
+START_S = 300.0
+"""Deadline of its first report: it loads its libraries and opens its device."""
+_LONGEST_TICK_S = 1.0
+
 
 class BroadcasterProcess:
-    """The child; it ends with the hub, however the hub goes."""
+    """The child process; it ends with the hub, also after kill -9 of the hub."""
 
     def __init__(self, settings: HubSettings) -> None:
-        path = Path(settings.run_dir) / "sender_settings.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(sender_settings(settings)), indent=2))
+        path = Path(settings.run_dir) / "broadcaster_settings.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(broadcaster_settings(settings)), indent=2))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "learner.broadcaster", str(path)], stdin=subprocess.PIPE, env=child_environment(),
             start_new_session=True, cwd=os.getcwd(),
         )
 
     def alive(self) -> bool:
-        """Asked once more after its end, this is also what removes it from the system's table."""
+        """Whether it runs; a call after its end also reaps it."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Returns at once: a process that the GPU's driver holds may take minutes to die, or never do."""
+        """Returns at once: a process that the GPU driver holds may take minutes to end, or never do."""
         self._process.kill()
 
 
-def sender_settings(settings: HubSettings) -> BroadcasterSettings:
+def broadcaster_settings(settings: HubSettings) -> BroadcasterSettings:
+    """The part of the hub's settings that its broadcaster reads."""
     return BroadcasterSettings(
         rank_endpoint=settings.rank_endpoint, device=settings.device, transports=settings.transports,
         slot_bytes=settings.bucket_bytes, init_deadline_s=settings.nccl_init_deadline_s,
         bucket_deadline_s=settings.nccl_bucket_deadline_s,
     )
+
+
+class BroadcasterWatch:
+    """Liveness detector for the broadcaster process: reports and `now` in, whether it hangs out. Pure.
+
+    Of a long gap between two ticks only one second counts: a hub that was itself stopped has read no report.
+
+    Args:
+        silence_s: longer without a report, and the broadcaster hangs.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._limit_s = START_S
+        self._ticked_at: float | None = None
+        self.silent_s = 0.0  # since its last report
+
+    def started(self) -> None:
+        """A new process: until its first report the longer deadline of a start applies."""
+        self._limit_s, self.silent_s = START_S, 0.0
+
+    def heard(self) -> None:
+        """A report of any kind arrived."""
+        self._limit_s, self.silent_s = self._silence_s, 0.0
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        if self._ticked_at is not None:
+            self.silent_s += min(now - self._ticked_at, _LONGEST_TICK_S)
+        self._ticked_at = now
+
+    @property
+    def hangs(self) -> bool:
+        return self.silent_s > self._limit_s

@@ -21,7 +21,7 @@ from actors.runtime import ActorRuntime, build_runtime, weight_source
 from actors.weights.device import DeviceWeights
 from actors.worker import Worker
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.broadcaster_process import sender_settings
+from learner.hub.broadcaster_process import broadcaster_settings
 from learner.hub.settings import HubSettings
 from streamrl.messages import VersionRef, Welcome
 from streamrl.transport.client import HubClient
@@ -42,7 +42,7 @@ class SenderThread:
     """A sender as `python -m learner.broadcaster` builds it, in a thread and without a GPU. Killed, it falls silent."""
 
     def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
-        told, self._library = sender_settings(settings), library
+        told, self._library = broadcaster_settings(settings), library
         self._context = zmq.Context()
         self.broadcaster = Broadcaster(library, "cpu") if "nccl" in told.transports else None
         self.slots = None

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from learner.hub.broadcaster_watch import BroadcasterWatch
+from learner.hub.broadcaster_process import BroadcasterWatch
 from learner.hub.context import HubContext
 from learner.hub.handlers.connections import Connection
 from streamrl.messages import (
@@ -140,7 +140,7 @@ class BroadcastHandler:
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
             log.info("the sender is up on %s", message.device or "its device")
             self._tell_sender_of_document()
-            self._do(self.membership.sender_up(now), now)
+            self._do(self.membership.broadcaster_up(now), now)
         elif routing_id == self._route:
             self._watch.heard()
             self._reported(message, now)
@@ -156,7 +156,7 @@ class BroadcastHandler:
             what = f"hangs, it said nothing for {silent_s:.0f} s, and is ended" if alive else "ended"
             log.error("the sender process %s; actors pull until there is another", what)
             self._lost(now)
-            self._do(self.membership.sender_down(now), now)
+            self._do(self.membership.broadcaster_down(now), now)
         if self._sender is None and now >= self._start_at:
             self._sender = self._start()
             self._watch.started()

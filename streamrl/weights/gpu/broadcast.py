@@ -1,7 +1,7 @@
-"""Weights by broadcast, the sender's end: rank 0 of one communicator after the other.
+"""Weights by broadcast: rank 0.
 
-A broadcast of a version is a header (which version this is), then its buckets in layout order. The members' end is in
-`broadcast_member`.
+A broadcast of a version is a header (which version this is), then its buckets in layout order. The receiving
+ranks are in `broadcast_member`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"SRLB"
 HEADER_BYTES = _HEADER.size
 GRACE_S = 5.0
-"""How much longer than the hub a rank waits for the others to come."""
+"""How much longer than the hub a rank waits for the other ranks."""
 
 
 class Broadcaster:
-    """The sender's end: rank 0 of one epoch at a time. Call its methods from one thread, `stop` from any."""
+    """Rank 0 of one epoch at a time. Call its methods from one thread, `stop` from any."""
 
     def __init__(self, library: CommunicatorLibrary, device: str | torch.device) -> None:
         self.threads = Threads()
@@ -43,7 +43,7 @@ class Broadcaster:
         """Raises CommunicatorError or CommunicatorStuck."""
         self.close()
         self._guard = GuardedCommunicator(
-            self._library, self.threads, rank=0, world=world, unique_id=unique_id, what=f"epoch {epoch} at the sender"
+            self._library, self.threads, rank=0, world=world, unique_id=unique_id, what=f"epoch {epoch} as rank 0"
         )
         self._guard.form(deadline_s)
 
@@ -60,7 +60,7 @@ class Broadcaster:
         """
         guard = self._guard
         if guard is None:
-            raise CommunicatorError("there is no communicator to send by")
+            raise CommunicatorError("send() before form(): there is no communicator")
         ranges = bucket_ranges(source.layout)
         slots = self._two_slots(max(source.layout.bucket_bytes))
         guard.broadcast(pack_header(ref, self._device), deadline_s)

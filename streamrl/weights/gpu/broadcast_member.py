@@ -1,8 +1,7 @@
-"""Weights by broadcast, a member's end.
+"""Weights by broadcast: the receiving ranks.
 
-A member takes part in every broadcast it was invited to, whatever its installer thinks of the version: a collective
-call that one rank leaves out hangs all the others. So it has a thread of its own, and the installer only asks that
-thread for what came.
+A member takes part in every broadcast that it was invited to, wanted by its installer or not: a collective call that
+one rank leaves out hangs all the others. So it has a thread of its own, which the installer asks for the result.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 _LOOK_UP_S = 0.05
 _MEND_S = 1.0
 MAX_ABANDONED = 1
-"""Threads stuck in a library's call that a process may carry along; it forms no further communicator then."""
+"""Threads stuck in a library call before this process stops forming communicators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class BroadcastMember:
         return self.threads.num_abandoned >= MAX_ABANDONED
 
     def invite(self, manifest: Manifest, layout: Layout, ticket: NcclTicket) -> None:
-        """A version will come by this ticket's epoch; a newer epoch ends the present one. Asking again is no harm."""
+        """Expect a version by this ticket's epoch; a newer epoch ends the present one. Idempotent."""
         with self._changed:
             known = self._invitations.get(manifest.ref)
             if ticket.epoch < self._newest_epoch() or (known is not None and known.ticket.epoch == ticket.epoch):
@@ -94,30 +93,30 @@ class BroadcastMember:
                 self._guard is None or (self._last is not None and manifest.ref <= self._last)
             )
             if over:
-                return  # that epoch failed here, or this version went by in it
+                return  # that epoch failed here, or has delivered this version already
             if ticket.epoch > self._epoch and self._guard is not None:
                 self._guard.stop()
             for ref in [r for r, i in self._invitations.items() if i.ticket.epoch < ticket.epoch]:
-                self._settle(ref, NotAvailable(f"version {ref} was to come by an epoch that is over"))
+                self._settle(ref, NotAvailable(f"version {ref} was announced for an epoch that has ended"))
             if isinstance(self._outcome.get(manifest.ref), Exception):
-                del self._outcome[manifest.ref]  # another chance
+                del self._outcome[manifest.ref]  # allow another attempt
             self._invitations[manifest.ref] = Invitation(manifest, layout, ticket)
             self._changed.notify_all()
 
     def uninvite(self, ref: VersionRef) -> None:
-        """The hub has withdrawn its invitation: the epoch that was to bring the version is dead."""
+        """The hub has withdrawn its invitation: the epoch of this version has failed."""
         with self._changed:
             if ref in self._invitations:
                 if self._guard is not None and self._invitations[ref].ticket.epoch == self._epoch:
                     self._guard.stop()
-                self._settle(ref, NotAvailable(f"version {ref} is not broadcast after all"))
+                self._settle(ref, NotAvailable(f"the broadcast of version {ref} was canceled"))
 
     def wait_for(self, ref: VersionRef, *, cancelled: threading.Event, deadline: float) -> Received:
-        """What came under this version; kept until a newer one has come.
+        """The received version; kept until a newer one has arrived.
 
         Raises:
-            Superseded: `cancelled` was set; the broadcast goes on without anybody waiting for it.
-            NotAvailable: nothing is on its way, or not in time. WeightsError: it came damaged.
+            Superseded: `cancelled` was set; the broadcast itself continues.
+            NotAvailable: no broadcast is expected, or it is late. WeightsError: it arrived damaged.
             CommunicatorStuck: this process must end.
         """
         with self._changed:
@@ -130,7 +129,7 @@ class BroadcastMember:
                 if isinstance(outcome, Exception):
                     raise outcome
                 if ref not in self._invitations and outcome is None:
-                    raise NotAvailable(f"no broadcast of version {ref} is on its way")
+                    raise NotAvailable(f"no broadcast of version {ref} is expected")
                 if time.monotonic() >= deadline:
                     raise NotAvailable(f"the broadcast of version {ref} was not complete in time")
                 self._changed.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic())))
@@ -156,15 +155,15 @@ class BroadcastMember:
                     self._receive(invitation)
             except CommunicatorStuck as error:
                 self._over(error)
-            except Exception as error:  # a foreign library may raise anything; the others must not wait for us
+            except Exception as error:  # a library may raise anything; the other ranks must not wait for this one
                 ours = error if isinstance(error, WeightsError) else WeightsError(f"a broadcast failed: {error!r}")
-                log.warning("epoch %d is over here: %s", invitation.ticket.epoch, error)
+                log.warning("epoch %d failed on this rank: %s", invitation.ticket.epoch, error)
                 self._over(ours)
         if self._guard is not None:
             self._leave()
 
     def _next(self) -> Invitation | None:
-        """What to work on: the oldest invitation of the newest epoch; None at the end."""
+        """The oldest invitation of the newest epoch; None once closed."""
         with self._changed:
             while not self._closing:
                 if self._guard is not None and self._guard.stopped:
@@ -178,7 +177,7 @@ class BroadcastMember:
                 return None
             mended = self._guard is None
         if mended:
-            self._say(broken=False)  # the stuck thread came back after all
+            self._say(broken=False)  # the stuck thread has returned
             return self._next()
         self._over(NotAvailable(f"epoch {self._epoch} was ended"))
         return self._next()
@@ -194,7 +193,7 @@ class BroadcastMember:
                 what=f"epoch {ticket.epoch} as rank {ticket.rank}",
             )
         self._say(joining=ticket.epoch)
-        # A little longer than the hub waits: it ends the sender, which frees the others from their calls.
+        # Longer than the hub waits: the hub then ends the broadcaster, which releases the other ranks from their calls.
         guard.form(ticket.init_deadline_s + GRACE_S)
         log.info("epoch %d: rank %d of %d is formed", ticket.epoch, ticket.rank, ticket.world)
         self._say(formed=ticket.epoch, joining=0)
@@ -216,7 +215,7 @@ class BroadcastMember:
             try:
                 check_device_bucket(index, body[start:end], invitation.manifest)
             except WeightsError as error:
-                failure = failure or error  # take part to the end: the other members' bytes may be whole
+                failure = failure or error  # continue to the end: the other members' bytes may be intact
             verify_s += time.monotonic() - moved
         if failure is not None:
             with self._changed:
@@ -229,16 +228,16 @@ class BroadcastMember:
             self._settle(ref, Received(body, time.monotonic() - started - verify_s, verify_s))
 
     def _invitation_of(self, ref: VersionRef, deadline: float) -> Invitation:
-        """Its announcement came by another road than the broadcast, and may be a moment behind."""
+        """The invitation of the version in the header; it travels apart from the broadcast and may arrive later."""
         with self._changed:
             while ref not in self._invitations:
                 if time.monotonic() >= deadline or self._closing:
-                    raise CommunicatorError(f"version {ref} is broadcast, and nobody announced it")
+                    raise CommunicatorError(f"version {ref} was broadcast without an announcement")
                 self._changed.wait(_LOOK_UP_S)
             return self._invitations[ref]
 
     def _over(self, error: WeightsError | EngineError) -> None:
-        """The present epoch is dead: tell the hub, and whoever waits for something by it."""
+        """The present epoch has failed: report it, and fail every wait on it."""
         try:
             self._leave()
         except CommunicatorStuck as stuck:
@@ -261,7 +260,7 @@ class BroadcastMember:
 
     def _settle(self, ref: VersionRef, outcome: Received | WeightsError | EngineError) -> None:
         self._invitations.pop(ref, None)
-        for other, was in list(self._outcome.items()):  # one body is enough, and old errors are nobody's concern
+        for other, was in list(self._outcome.items()):  # keep one body; older errors are obsolete
             if isinstance(outcome, Received) or (other < ref and not isinstance(was, Received)):
                 del self._outcome[other]
         self._outcome[ref] = outcome
@@ -272,7 +271,7 @@ class BroadcastMember:
 
 
 class BroadcastReceiver:
-    """The way `nccl` to one document; see `streamrl.weights.source.Receiver`."""
+    """Receives one document by `nccl`; see `streamrl.weights.source.Receiver`."""
 
     source = InstallSource.NCCL
 
@@ -282,7 +281,7 @@ class BroadcastReceiver:
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
     ) -> tuple[DeviceDocument, float, float]:
-        """(verified document in the member's memory, transfer_s, verify_s). Raises as `BroadcastMember.wait_for`."""
+        """(verified document in device memory, transfer_s, verify_s). Raises as `BroadcastMember.wait_for`."""
         device_manifest, ticket = self._offer.manifest, self._offer.nccl
         if device_manifest is None or ticket is None:
             raise NotAvailable("the offer names no digests or no epoch for a broadcast")

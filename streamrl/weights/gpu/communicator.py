@@ -1,8 +1,8 @@
-"""What broadcasts need of a communication library, and how to live with calls that may never return.
+"""The communicator interface, and deadlines around collective calls that may never return.
 
-Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each such
-call runs in a thread of its own, with a deadline. A call in progress is ended by `abort` from another thread; a thread
-that does not come back even then is abandoned, and counted.
+Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each call
+runs in a thread of its own with a deadline. `abort` from another thread ends a call in progress; a thread that does not
+return even then is abandoned and counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's bytes (uint8, contiguous) into everybody's buffer; complete when this returns."""
+        """Copy rank 0's bytes (uint8, contiguous) into every rank's buffer; complete when this returns."""
         ...
 
     def abort(self) -> None:
@@ -40,7 +40,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of a healthy communicator."""
+        """Destroy a healthy communicator."""
         ...
 
 
@@ -55,20 +55,20 @@ class CommunicatorLibrary(Protocol):
         ...
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> Communicator:
-        """Blocks until all ranks are there."""
+        """Blocks until all ranks have connected."""
         ...
 
 
 class CommunicatorError(WeightsError):
-    """The communicator failed, was aborted, or was too slow; it is of no further use."""
+    """The communicator failed, was aborted, or was too slow; it must not be used again."""
 
 
 class CommunicatorStuck(EngineError):
-    """A call neither returns nor can be ended: this process must be."""
+    """A call neither returns nor can be aborted: the process must be restarted."""
 
 
 class Threads:
-    """Runs blocking calls in threads that may be given up; counts those that never came back."""
+    """Runs blocking calls in threads that can be abandoned; counts those that never returned."""
 
     def __init__(self) -> None:
         self._abandoned: set[threading.Thread] = set()
@@ -76,7 +76,7 @@ class Threads:
 
     @property
     def num_abandoned(self) -> int:
-        """Threads that were given up and still sit in their call."""
+        """Abandoned threads that are still inside their call."""
         with self._lock:
             self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
             return len(self._abandoned)
@@ -94,7 +94,7 @@ class Threads:
         def body() -> None:
             try:
                 outcome.append((work(), None))
-            except BaseException as error:  # whatever a foreign library raises belongs to whoever waits
+            except BaseException as error:  # re-raised in the waiting thread
                 outcome.append((None, error))
             finally:
                 done.set()
@@ -159,15 +159,15 @@ class GuardedCommunicator:
         """As `Communicator.broadcast`.
 
         Raises:
-            CommunicatorError: it failed or was too slow; the communicator was aborted and is dead.
-            CommunicatorStuck: not even the abort came back.
+            CommunicatorError: it failed or was too slow; the communicator was aborted.
+            CommunicatorStuck: the abort did not return either.
         """
         assert self._inner is not None, "form comes first"
         inner = self._inner
         self._call(lambda: inner.broadcast(buffer), deadline_s, "a broadcast")
 
     def stop(self) -> None:
-        """Give up whatever is in progress, soon; the thread that waits for it does the rest. Returns at once."""
+        """Request an abort of the call in progress; the thread that waits for it carries it out. Returns at once."""
         self._stop.set()
 
     @property
@@ -210,8 +210,8 @@ class GuardedCommunicator:
                 raise
             self._threads.abandon(thread)
             raise CommunicatorStuck(f"{error}: restart this process") from error
-        except Exception as error:  # it is gone already, and that is what was wanted
-            log.info("%s: its abort said %r", self._what, error)
+        except Exception as error:  # already destroyed, which is the goal
+            log.info("%s: abort raised %r", self._what, error)
 
 
 def _as_ours(error: Exception, what: str) -> CommunicatorError:

@@ -29,7 +29,7 @@ class DeviceDocument:
 
     Args:
         body: uint8 [document bytes]; owned by the document and by every tensor it gave out.
-        manifest: what was announced, under whatever digest kind: what the version is called here.
+        manifest: what was announced, under whatever digest kind: its name here.
         device_manifest: the same version in digest_kind 1: what the bytes are checked against.
     Raises:
         WeightsError: manifests, layout and body do not belong together.
@@ -101,7 +101,7 @@ def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> N
 
 
 class BucketSource(Protocol):
-    """Where a sender takes a document from."""
+    """Where a broadcaster takes a document from."""
 
     layout: Layout
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout
-
-if TYPE_CHECKING:
-    import torch
 
 _MASK = (1 << 64) - 1
 _ROW_WORDS = 1 << 12
@@ -55,8 +53,6 @@ def fold_sums(data: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
     Args:
         data: uint8 [n], contiguous.
     """
-    import torch  # here, because the hub reads manifests and must stay free of torch
-
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
     lead = min(-first_byte % 4, data.numel())
     if lead:  # they end a word that other bytes began
@@ -77,9 +73,7 @@ def fold_sums(data: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
 
 
 def _one_word(data: torch.Tensor, index: int, at: int = 0) -> torch.Tensor:
-    """Up to four bytes of word `index`, of which they are byte `at` and the next."""
-    import torch
-
+    """Both sums of up to four bytes of word `index`, from byte `at` of it on."""
     shifts = torch.arange(8 * at, 8 * (at + data.numel()), 8, device=data.device)
     word = (data.to(torch.int64) << shifts).sum()
     return torch.stack((word, word * index))
@@ -91,8 +85,6 @@ def _fold_words(words: torch.Tensor, before: int) -> torch.Tensor:
     A word with its highest bit flipped, read as signed, is the word minus 2^31. So the reductions read 32-bit numbers
     and accumulate in 64 bits, and the bias is added once; int64 arithmetic wraps, which is what modulo 2^64 asks for.
     """
-    import torch
-
     count = words.numel()
     rows, row = divmod(count, _ROW_WORDS)
     biased = words ^ (-(1 << 31))
@@ -118,7 +110,7 @@ def _signed(number: int) -> int:
 
 
 class DocumentFold:
-    """Digests of all buckets of a document whose tensors come one after the other; nothing is waited for until the end.
+    """Digests of all buckets of a document whose tensors come in order; waits for the device only at the end.
 
     Args:
         layout: its buckets are the units.
@@ -126,8 +118,6 @@ class DocumentFold:
     """
 
     def __init__(self, layout: Layout, device: Any) -> None:
-        import torch
-
         self._bucket_bytes: Sequence[int] = layout.bucket_bytes
         self._sums = torch.zeros(len(layout.bucket_bytes), 2, dtype=torch.int64, device=device)
         self._bucket = self._in_bucket = 0

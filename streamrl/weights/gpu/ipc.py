@@ -1,7 +1,7 @@
-"""Weights between two processes on one GPU: two slots of device memory that both have open, and a local socket.
+"""Weights between two processes on one GPU: two shared buffers of device memory and a local socket.
 
-The sender fills a slot and says so, the reader copies it and says so (`weights.gpu.ipc_buffers`); no byte of a weight
-leaves the GPU on the way. Slots are made and opened once, because opening is the expensive part.
+The broadcaster fills a slot and the reader copies it, by the rules of `weights.gpu.ipc_buffers`; no weight leaves the
+GPU. Slots are made and opened once, because opening is the expensive part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
-from streamrl.weights.gpu.backoff import RESTS_S, PeerBackoff
 from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
 from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket
 from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, End, Fill, IpcBufferRing, Tell
@@ -47,7 +46,7 @@ _LOOK_UP_S = 0.05
 _MAX_MESSAGE_BYTES = 4096
 
 
-# --- the sender ---------------------------------------------------------------------------------------------------
+# --- the broadcaster ----------------------------------------------------------------------------------------------
 
 
 class IpcBufferServer:
@@ -81,7 +80,7 @@ class IpcBufferServer:
         self._thread.start()
 
     def publish(self, ref: VersionRef, source: BucketSource) -> None:
-        """From now on this version is passed on to who asks for it; returns at once.
+        """Serve this version to readers that ask for it; returns at once.
 
         Raises:
             WeightsError: a bucket is larger than a slot.
@@ -93,13 +92,13 @@ class IpcBufferServer:
 
     @property
     def stuck(self) -> bool:
-        """Whether nobody is served any more: the thread has died, or one copy takes longer than readers wait for it."""
+        """Whether the readers are no longer served: the thread died, or one copy exceeds their deadline."""
         since = self._filling_since
         hangs = since is not None and time.monotonic() - since > self.ticket.deadline_s
         return hangs or not self._thread.is_alive()
 
     def close(self) -> None:
-        self._stopping.set()  # the thread looks up by itself, and closes what would wake it
+        self._stopping.set()  # the thread polls it, and closes the pipe itself
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
@@ -129,7 +128,7 @@ class IpcBufferServer:
             except zmq.Again:
                 return
             except (WireError, ValueError) as error:
-                log.warning("refused a word at the slots: %s", error)
+                log.warning("refused a message at the IPC buffers: %s", error)
                 continue
             now = time.monotonic()
             match message:
@@ -141,7 +140,7 @@ class IpcBufferServer:
                     self._do(self._ring.left(reader, now))
 
     def _do(self, effects: Sequence[Effect]) -> None:
-        """Words first, copies after: readers copy one slot while the next is filled."""
+        """Messages first, fills after: readers copy one buffer while the next is filled."""
         todo = deque(effects)
         while todo:
             effect = todo.popleft()
@@ -160,8 +159,8 @@ class IpcBufferServer:
         self._filling_since = time.monotonic()
         try:
             self._sources[ref].fill(bucket, self._slots[slot])
-        except Exception as error:  # a document that cannot be read any more ends its pass, not this thread
-            log.warning("bucket %d of version %s cannot be passed on: %r", bucket, ref, error)
+        except Exception as error:  # a document that cannot be read ends its pass, not this thread
+            log.warning("bucket %d of version %s cannot be read: %r", bucket, ref, error)
             return self._ring.fill_failed(ref, slot, f"it cannot be read: {error!r}", time.monotonic())
         finally:
             self._filling_since = None
@@ -170,17 +169,53 @@ class IpcBufferServer:
     def _send(self, reader: bytes, message: Message) -> list[Effect]:
         try:
             self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it is gone, or takes nothing: its place must not block the others
-            log.debug("a reader of the slots is gone: %s", error)
+        except zmq.ZMQError as error:  # it left or reads nothing: it must not block the others
+            log.debug("a reader of the IPC buffers left: %s", error)
             return self._ring.left(reader, time.monotonic())
         return []
 
 
 # --- a reader -----------------------------------------------------------------------------------------------------
 
+RESTS_S = 30.0
+"""For so long a peer that did not answer is not asked."""
+_ROUNDING_S = 1e-3
+
+
+class PeerBackoff:
+    """Back-off for one unresponsive peer, over all fetches: a single fetch may be too short to tell. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._address = ""
+        self._waited_s = 0.0
+        self._until = float("-inf")
+
+    def rests(self, address: str, now: float) -> bool:
+        """Whether this peer is in back-off; a peer at another address is another one."""
+        with self._lock:
+            return address == self._address and now < self._until
+
+    def heard(self, address: str) -> None:
+        """A message of the peer arrived."""
+        with self._lock:
+            if address == self._address:
+                self._waited_s = 0.0
+
+    def waited(self, address: str, seconds: float, limit_s: float, now: float) -> bool:
+        """Add a wait without an answer; True if that makes `limit_s` in a row, which starts a back-off."""
+        with self._lock:
+            if address != self._address:
+                self._address, self._waited_s, self._until = address, 0.0, float("-inf")
+            self._waited_s += seconds
+            if self._waited_s < limit_s - _ROUNDING_S:
+                return False
+            self._waited_s, self._until = 0.0, now + RESTS_S
+            return True
+
 
 class IpcBufferReader:
-    """An actor's open slots; lives as long as the process, one fetch at a time uses a pair of them."""
+    """An actor's open buffers; as long-lived as the process, used by one fetch at a time."""
 
     def __init__(self, memory: IpcBufferMemory, context: zmq.Context) -> None:
         self.memory, self.context = memory, context
@@ -189,7 +224,7 @@ class IpcBufferReader:
         self._lock = threading.Lock()
 
     def slots(self, ticket: IpcBufferTicket) -> list[torch.Tensor]:
-        """The sender's slots here; opened at the first call, and again when the sender is a new one.
+        """The broadcaster's slots here; opened at the first call, and again when the broadcaster is a new one.
 
         Raises:
             NotAvailable: they are on another device, or cannot be opened.
@@ -198,17 +233,17 @@ class IpcBufferReader:
             raise NotAvailable(f"the slots are on device {ticket.device}, this actor is on {self.memory.device_id}")
         with self._lock:
             if self._open is None or self._open[0] != ticket:
-                self._open = None  # closes those of a sender that is gone
+                self._open = None  # closes those of a former broadcaster
                 try:
                     opened = [self.memory.open(handle, ticket.slot_bytes) for handle in ticket.handles]
                 except WeightsError as error:
-                    raise NotAvailable(f"the sender's slots cannot be opened here: {error}") from error
+                    raise NotAvailable(f"the broadcaster's slots cannot be opened here: {error}") from error
                 self._open = (ticket, opened)
             return self._open[1]
 
 
 class IpcBufferReceiver:
-    """The way `ipc` to one document; see `streamrl.weights.source.Receiver`."""
+    """Receives one document by `ipc`; see `streamrl.weights.source.Receiver`."""
 
     source = InstallSource.IPC
 
@@ -229,7 +264,7 @@ class IpcBufferReceiver:
             raise NotAvailable("the offer names no digests or no slots")
         check_manifest(device_manifest, layout, DIGEST_FOLD128)
         if self._reader.silence.rests(self._offer.name, time.monotonic()):
-            raise NotAvailable(f"the sender of the slots did not answer lately and is left out for {RESTS_S:g} s")
+            raise NotAvailable(f"the broadcaster of the slots did not answer and is skipped for {RESTS_S:g} s")
         slots = self._reader.slots(ticket)
         started = time.monotonic()
         device = self._reader.memory.device
@@ -248,10 +283,10 @@ class IpcBufferReceiver:
                 copied = time.monotonic()
                 check_device_bucket(index, body[start:end], device_manifest)
                 verify_s += time.monotonic() - copied
-        except (WeightsError, RuntimeError):  # RuntimeError: no memory to fold it in; the others need not wait for that
+        except (WeightsError, RuntimeError):  # RuntimeError: no memory to fold; the others must not wait
             with contextlib.suppress(zmq.ZMQError):
                 socket.setsockopt(zmq.LINGER, 100)
-                socket.send(encode(IpcBufferEnd(manifest.ref, "given up")), zmq.NOBLOCK)
+                socket.send(encode(IpcBufferEnd(manifest.ref, "abandoned")), zmq.NOBLOCK)
             raise
         except zmq.ZMQError as error:
             raise NotAvailable(f"the slots' socket {self._offer.name!r} failed: {error}") from error
@@ -265,7 +300,7 @@ class IpcBufferReceiver:
         deadline: float,
     ) -> int:
         """The slot that holds the bucket."""
-        # The first bucket may have to wait for another pass to end.
+        # The first bucket may have to wait for the end of another pass.
         patience_s = (2 if bucket == 0 else 1) * ticket.deadline_s
         began = heard_at = time.monotonic()
         until = min(deadline, began + patience_s)
@@ -275,7 +310,7 @@ class IpcBufferReceiver:
                 self._nothing_came(now - heard_at, patience_s, now)
                 if cancelled.is_set():
                     raise Superseded(f"version {ref}: abandoned for a newer version")
-                raise NotAvailable(f"bucket {bucket} of version {ref} did not come to its slot in time")
+                raise NotAvailable(f"bucket {bucket} of version {ref} did not arrive in time")
             if not socket.poll(int(1000 * min(until - now, _LOOK_UP_S)) + 1):
                 continue
             heard_at = now
@@ -283,7 +318,7 @@ class IpcBufferReceiver:
             try:
                 message = self._decoder.decode(socket.recv())
             except WireError as error:
-                raise NotAvailable(f"the sender of the slots said something else: {error}") from error
+                raise NotAvailable(f"the broadcaster of the slots sent an unexpected message: {error}") from error
             match message:
                 case IpcBufferEnd(about, reason, gone) if about == ref:
                     raise (VersionRetired if gone else NotAvailable)(f"version {ref}: {reason}")
@@ -294,4 +329,4 @@ class IpcBufferReceiver:
 
     def _nothing_came(self, seconds: float, patience_s: float, now: float) -> None:
         if self._reader.silence.waited(self._offer.name, seconds, patience_s, now):
-            log.warning("the sender of the slots said nothing for %g s and is left out for %g s", patience_s, RESTS_S)
+            log.warning("the broadcaster sent no bucket for %g s and is skipped for %g s", patience_s, RESTS_S)

@@ -1,11 +1,11 @@
-"""Staging slots on one GPU: who may write which slot when. Pure: events and `now` in, effects out.
+"""Ownership of the IPC buffers on one GPU, as a pure state machine: events and `now` in, effects out.
 
-The sender fills a slot with a bucket and tells its readers; each copies it and says that the slot is free. One document
-is passed on at a time, to all who asked for it before the pass began; they move in step. A reader that is late is
-dropped: what it was about to copy may be overwritten, which its digest then shows.
+The broadcaster fills a slot with a bucket and notifies its readers; each copies it and frees the slot. A pass sends one
+document to all readers that asked before it began, in lockstep. A late reader is dropped: what it was about to copy may
+be overwritten, which its digest then shows.
 
     of a slot     FREE -> FILLING (the shell copies) -> FULL (readers copy) -> FREE
-    of a reader   WAITING (for the next pass, or for a version that is on its way) -> READING -> gone
+    of a reader   WAITING (for the next pass, or for an announced version) -> READING -> dropped or done
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To a reader: no more of this version. `gone`: it was retired, a newer one is there."""
+    """To a reader: no more of this version. `gone`: it was retired for a newer one."""
 
     reader: bytes
     ref: VersionRef
@@ -60,7 +60,7 @@ class _Pass:
 class _IpcBuffer:
     bucket: int = -1
     filling: bool = False
-    readers: dict[bytes, float] = field(default_factory=dict)  # who has still to copy it -> by when
+    readers: dict[bytes, float] = field(default_factory=dict)  # reader that has still to copy it -> deadline
 
     @property
     def free(self) -> bool:
@@ -68,7 +68,7 @@ class _IpcBuffer:
 
 
 class IpcBufferRing:
-    """The sender's view.
+    """The broadcaster's view.
 
     Args:
         deadline_s: for a reader to copy one bucket; and to wait for a version that was announced but is not here yet.
@@ -85,7 +85,7 @@ class IpcBufferRing:
         self.num_passes = self.num_dropped = 0
 
     def published(self, ref: VersionRef, num_buckets: int, now: float) -> list[Effect]:
-        """A newer document is here; a pass that is under way goes on to its end."""
+        """A newer document is ready; a pass in progress continues to its end."""
         self._newest, self._num_buckets_next = ref, num_buckets
         for reader, (wanted, _) in list(self._waiting.items()):
             if wanted < ref:
@@ -94,7 +94,7 @@ class IpcBufferRing:
         return self._take()
 
     def opened(self, reader: bytes, ref: VersionRef, now: float) -> list[Effect]:
-        """A reader asks for a version; whatever it had asked for before is void."""
+        """A reader asks for a version, instead of what it asked for before."""
         self._forget(reader, now)
         if self._newest is not None and ref < self._newest:
             self._effects.append(End(reader, ref, f"version {ref} was retired for {self._newest}", gone=True))
@@ -124,7 +124,7 @@ class IpcBufferRing:
         return self._take()
 
     def freed(self, reader: bytes, ref: VersionRef, bucket: int, now: float) -> list[Effect]:
-        """A reader has copied a bucket; words about slots that it does not hold change nothing."""
+        """A reader has copied a bucket; messages about slots that it does not hold change nothing."""
         if self._pass is not None and self._pass.ref == ref and reader in self._pass.readers:
             for slot in self._slots:
                 if slot.bucket == bucket:
@@ -133,12 +133,12 @@ class IpcBufferRing:
         return self._take()
 
     def left(self, reader: bytes, now: float) -> list[Effect]:
-        """A reader wants nothing more."""
+        """A reader has left."""
         self._forget(reader, now)
         return self._take()
 
     def tick(self, now: float) -> list[Effect]:
-        """Drop who is late."""
+        """Drop late readers."""
         for reader, (ref, deadline) in list(self._waiting.items()):
             if now >= deadline and (self._pass is None or self._pass.ref != ref):
                 self._drop_waiting(reader, f"version {ref} did not come in {self._deadline_s:g} s")
@@ -152,7 +152,7 @@ class IpcBufferRing:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _start(self, now: float) -> None:
-        """Begin a pass for everybody who waits for the newest version."""
+        """Begin a pass for all readers that wait for the newest version."""
         if self._pass is not None or not all(slot.free for slot in self._slots):
             return
         ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}

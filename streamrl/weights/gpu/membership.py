@@ -1,16 +1,16 @@
-"""Membership epochs: who is in a communicator, pure. Events and `now` in, effects out; no socket, no thread, no clock.
+"""Membership epochs of a communicator, as a pure state machine: events and `now` in, effects out.
 
-A communicator belongs to one frozen set of members. Who comes waits for the next one, who goes ends the present one; so
-actors may come and go although a communicator cannot. One broadcast is on its way at a time.
+A communicator has one frozen set of members. A joining actor waits for the next epoch, a leaving one ends the present
+one: actors are elastic although a communicator is not. One broadcast is in progress at a time.
 
     IDLE      no communicator
-    NAMING    members are frozen, the sender makes the unique id                  -> FORMING
-    FORMING   everybody builds the communicator, tests it and reports             -> LIVE; deadline -> fewer
-    LIVE      formed and at rest; reused while the members are the same           -> SENDING; a member leaves -> IDLE
+    NAMING    members are frozen, the broadcaster makes the unique id                  -> FORMING
+    FORMING   every rank builds the communicator, tests it and reports            -> LIVE; deadline -> fewer
+    LIVE      formed and idle; reused while the members are the same           -> SENDING; a member leaves -> IDLE
     SENDING   a version is broadcast                                         -> LIVE; any failure -> a new epoch
-    WAITING   the sender had to be ended; its successor forms the next epoch      -> NAMING; deadline -> IDLE
+    WAITING   the broadcaster had to be ended; its successor forms the next epoch      -> NAMING; deadline -> IDLE
 
-A communicator that failed is never used again. After two re-formations in one publish everybody pulls that version.
+A failed communicator is never used again. After two re-formations in one publish all actors pull that version.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from enum import Enum
 from streamrl.messages import VersionRef
 
 MAX_REFORMATIONS = 2
-"""In one publish; then everybody pulls the version."""
+"""In one publish; then all actors pull the version."""
 JOIN_INTERVAL_S = 30.0
-"""Joins alone end a healthy epoch at most this often. As long is nothing formed after a publish that was given up, and
-as long is a member left out that did not form a communicator or received wrong bytes."""
+"""Joins alone end a healthy epoch at most this often; as long no epoch is formed after an abandoned publish, and as
+long a member is excluded that did not form a communicator or received wrong bytes."""
 RESTART_WAIT_S = 60.0
-"""For a sender that had to be ended: its successor loads its libraries and opens its device."""
+"""For a broadcaster that had to be ended: its successor loads its libraries and opens its device."""
 
 
 class Phase(Enum):
@@ -41,7 +41,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """To the sender: make a unique id for epoch `epoch` of `world` ranks, you are rank 0."""
+    """To the broadcaster: make a unique id for epoch `epoch` of `world` ranks, you are rank 0."""
 
     epoch: int
     world: int
@@ -60,7 +60,7 @@ class Invite:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To the sender: broadcast this version now."""
+    """To the broadcaster: broadcast this version now."""
 
     epoch: int
     ref: VersionRef
@@ -68,7 +68,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the sender: this epoch is over. `hung`: it is inside a call that nothing can end, so end the process."""
+    """To the broadcaster: this epoch is over. `hung`: it is inside a call without an abort, so end the process."""
 
     epoch: int
     reason: str
@@ -77,7 +77,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """To these actors: version `ref` does not come by broadcast, fetch it another way."""
+    """To these actors: version `ref` does not come by broadcast, use another transport."""
 
     ref: VersionRef
     members: tuple[str, ...]
@@ -87,12 +87,12 @@ Effect = Form | Invite | Send | Abort | Pull
 
 
 class Membership:
-    """The bookkeeping of one sender's epochs.
+    """The epochs of one broadcaster.
 
     Args:
         init_deadline_s: for naming, and again for building and testing a communicator.
         bucket_deadline_s: between two signs of progress of a broadcast; what members keep to as well.
-        grace_s: how much later than the members this side gives up, so that theirs is the first word.
+        grace_s: how much later than the members this side gives up, so that their reports arrive first.
     """
 
     def __init__(self, *, init_deadline_s: float = 20.0, bucket_deadline_s: float = 10.0, grace_s: float = 5.0) -> None:
@@ -103,7 +103,7 @@ class Membership:
         self.num_formed = self.num_reformations = self.num_broadcasts = self.num_given_up = 0
         self._candidates: dict[str, int] = {}
         self._barred: dict[str, float] = {}  # member -> when it may join again
-        self._sender_up = self._sender_formed = False
+        self._broadcaster_up = self._broadcaster_formed = False
         self._unique_id = b""
         self._joined: set[str] = set()
         self._reported: set[str] = set()
@@ -117,7 +117,7 @@ class Membership:
     # --- events -------------------------------------------------------------------------------------------------
 
     def set_candidates(self, candidates: Mapping[str, int], now: float) -> list[Effect]:
-        """Who could be in a communicator now, and with how many ranks. A member that is missing here has left."""
+        """The actors that could join now, with their number of ranks. A member missing here has left."""
         self._barred = {m: until for m, until in self._barred.items() if now < until}
         gone = [m for m, ranks in self.members.items() if candidates.get(m) != ranks]
         self._candidates = {m: ranks for m, ranks in candidates.items() if m not in self._barred}
@@ -125,18 +125,18 @@ class Membership:
             self._fail(f"{', '.join(gone)} left", now)
         return self._take()
 
-    def sender_up(self, now: float) -> list[Effect]:
-        """A (new) sender process can be asked."""
-        self._sender_up = True
+    def broadcaster_up(self, now: float) -> list[Effect]:
+        """A (new) broadcaster process is ready."""
+        self._broadcaster_up = True
         if self.phase is Phase.WAITING:
             self._form_or_give_up(now)
         return self._take()
 
-    def sender_down(self, now: float) -> list[Effect]:
-        """The sender is gone, and its communicator with it."""
-        self._sender_up = False
+    def broadcaster_down(self, now: float) -> list[Effect]:
+        """The broadcaster is gone, and its communicator with it."""
+        self._broadcaster_up = False
         if self.phase is not Phase.IDLE:
-            self._fail("the sender ended", now)
+            self._fail("the broadcaster ended", now)
         return self._take()
 
     def published(self, ref: VersionRef, now: float) -> list[Effect]:
@@ -148,47 +148,47 @@ class Membership:
         self._pull(self._candidates.keys() - self.members.keys(), ref)
         if self.phase is Phase.SENDING:
             self._next = ref
-        else:  # an epoch is being formed for a version that nobody needs any more: it brings this one
+        else:  # the epoch being formed was for a version that is obsolete now: it brings this one
             self._ref = ref
             if self.phase is Phase.FORMING:
                 self._invite()
         return self._take()
 
     def named(self, epoch: int, unique_id: bytes, now: float) -> list[Effect]:
-        """The sender's unique id."""
+        """The broadcaster's unique id."""
         if (epoch, self.phase) == (self.epoch, Phase.NAMING):
             self._unique_id, self.phase, self._deadline = unique_id, Phase.FORMING, now + self._init_s
             self._invite()
         return self._take()
 
     def joined(self, member: str, epoch: int, now: float) -> list[Effect]:
-        """A member has begun to build the communicator. Nobody has formed one before all have come, so this alone tells
-        who keeps the others waiting."""
+        """A member has begun to build the communicator. No rank finishes before all have begun, so this alone
+        tells which member the others wait for."""
         if (epoch, self.phase) == (self.epoch, Phase.FORMING) and member in self.members:
             self._joined.add(member)
         return self._take()
 
     def formed(self, member: str | None, epoch: int, now: float) -> list[Effect]:
-        """A member (None: the sender) has built and tested the communicator."""
+        """A member (None: the broadcaster) has built and tested the communicator."""
         if (epoch, self.phase) == (self.epoch, Phase.FORMING):
             if member is None:
-                self._sender_formed = True
+                self._broadcaster_formed = True
             elif member in self.members:
                 self._reported.add(member)
-            if self._sender_formed and self._reported == self.members.keys():
+            if self._broadcaster_formed and self._reported == self.members.keys():
                 self.phase, self._formed_at = Phase.LIVE, now
                 self.num_formed += 1
                 self._send(now)
         return self._take()
 
     def progressed(self, epoch: int, now: float) -> list[Effect]:
-        """The sender has sent another bucket."""
+        """The broadcaster has sent another bucket."""
         if (epoch, self.phase) == (self.epoch, Phase.SENDING):
             self._deadline = now + self._bucket_s + self._grace_s
         return self._take()
 
     def sent(self, epoch: int, now: float) -> list[Effect]:
-        """The broadcast is complete at the sender."""
+        """The broadcast is complete at the broadcaster."""
         if (epoch, self.phase) == (self.epoch, Phase.SENDING):
             self.phase, self._ref = Phase.LIVE, None
             self.num_broadcasts += 1
@@ -198,7 +198,7 @@ class Membership:
         return self._take()
 
     def failed(self, member: str | None, epoch: int, reason: str, now: float) -> list[Effect]:
-        """A member (None: the sender) says that this epoch's communicator failed it, or brought wrong bytes."""
+        """A member (None: the broadcaster) reports that this epoch's communicator failed or brought wrong bytes."""
         if epoch == self.epoch and self.phase not in (Phase.IDLE, Phase.WAITING):
             if member is not None:
                 self._bar([member], now)
@@ -214,7 +214,7 @@ class Membership:
     # --- questions ----------------------------------------------------------------------------------------------
 
     def expects(self, member: str, ref: VersionRef) -> bool:
-        """Whether this version is on its way to the member by a broadcast: it needs no other offer yet."""
+        """Whether a broadcast of this version to the member is in progress: it needs no other offer yet."""
         return self.phase is not Phase.IDLE and member in self.members and ref in (self._ref, self._next)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Membership:
             self._form_or_give_up(now)
 
     def _form_or_give_up(self, now: float) -> None:
-        if self._sender_up and self._candidates:
+        if self._broadcaster_up and self._candidates:
             self._form(now)
         else:
             self._give_up()
@@ -244,7 +244,7 @@ class Membership:
         self.epoch += 1
         self.members = dict(sorted(self._candidates.items()))
         self.phase, self._deadline = Phase.NAMING, now + self._init_s
-        self._sender_formed, self._unique_id = False, b""
+        self._broadcaster_formed, self._unique_id = False, b""
         self._reported, self._joined = set(), set()
         self._effects.append(Form(self.epoch, 1 + sum(self.members.values())))
 
@@ -258,7 +258,7 @@ class Membership:
 
     def _send(self, now: float) -> None:
         assert self._ref is not None
-        # Members have the time to form in their first bucket's deadline, and so has this side.
+        # The first bucket's deadline includes the time to form, as the members count it too.
         self.phase, self._deadline = Phase.SENDING, now + self._init_s + self._bucket_s + self._grace_s
         self._effects.append(Send(self.epoch, self._ref))
 
@@ -269,11 +269,11 @@ class Membership:
         elif self.phase is Phase.FORMING:
             missing = sorted(self.members.keys() - self._reported - self._joined)
             self._bar(missing, now)
-            who = f"without {', '.join(missing)}" if missing else "although everybody came"
+            who = f"without {', '.join(missing)}" if missing else "although all members came"
             self._fail(f"not formed in {self._init_s:g} s {who}", now, excluded=missing)
         else:
             what = "gave no unique id" if self.phase is Phase.NAMING else "sent nothing more"
-            self._fail(f"the sender {what} in time", now, hung=True)
+            self._fail(f"the broadcaster {what} in time", now, hung=True)
 
     def _bar(self, members: list[str], now: float) -> None:
         for member in members:
@@ -281,9 +281,9 @@ class Membership:
             self._candidates.pop(member, None)
 
     def _fail(self, reason: str, now: float, *, hung: bool | None = None, excluded: Sequence[str] = ()) -> None:
-        """The present epoch is over; what it was to bring comes by the next one, or is pulled."""
-        # A sender in FORMING sits in a call that waits for every member, and has no handle to end it by.
-        stuck = self.phase is Phase.FORMING and not self._sender_formed
+        """End the present epoch; its version comes by the next one, or is pulled."""
+        # In FORMING the broadcaster is inside a call that waits for every member, with no handle to abort it.
+        stuck = self.phase is Phase.FORMING and not self._broadcaster_formed
         self._end(reason, hung=stuck if hung is None else hung)
         if self._ref is None:
             return
@@ -296,20 +296,20 @@ class Membership:
             self._give_up()
             return
         self.num_reformations += 1
-        if self._sender_up or not self._candidates:
+        if self._broadcaster_up or not self._candidates:
             self._form_or_give_up(now)
         else:
             self.phase, self._deadline = Phase.WAITING, now + RESTART_WAIT_S
 
     def _end(self, reason: str, *, hung: bool) -> None:
-        if self._sender_up and self.phase is not Phase.WAITING:
+        if self._broadcaster_up and self.phase is not Phase.WAITING:
             self._effects.append(Abort(self.epoch, reason, hung))
-            # A process that is ended answers no more; its successor says so when it is there.
-            self._sender_up = not hung
+            # A terminated process answers no more; its successor reports when it is ready.
+            self._broadcaster_up = not hung
         self.phase, self.members = Phase.IDLE, {}
 
     def _give_up(self) -> None:
-        """Everybody pulls `_ref`."""
+        """Have all actors pull `_ref`."""
         self.num_given_up += bool(self._candidates)
         self._pull(self._candidates)
         self._ref = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.broadcaster_process import sender_settings
+from learner.hub.broadcaster_process import broadcaster_settings
 from learner.setup import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -110,7 +110,7 @@ def test_a_sender_that_says_nothing_is_replaced_after_the_time_set(scene, second
 def test_members_are_told_the_deadlines_that_are_set(scene):
     one = scene("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
     sender, peer = one.sender(), one.actor("a")
-    told = sender_settings(sender.settings)
+    told = broadcaster_settings(sender.settings)
     assert (told.init_deadline_s, told.bucket_deadline_s, told.slot_bytes) == (7, 3, 512)
     one.candidates(1)
     one.publish()

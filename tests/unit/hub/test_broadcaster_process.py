@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.broadcaster_process import BroadcasterProcess
-from learner.hub.broadcaster_watch import START_S, BroadcasterWatch
+from learner.hub.broadcaster_process import START_S, BroadcasterProcess, BroadcasterWatch
 from learner.hub.settings import HubSettings
 from streamrl.messages import Announce, BroadcastDocument, IpcBufferTicket
 from tests.unit.hub.broadcast_harness import SpokenSender, until

@@ -13,8 +13,7 @@ import torch
 from streamrl.messages import Layout, Manifest, Offer, VersionRef
 from streamrl.weights.document import NotAvailable, Superseded
 from streamrl.weights.gpu import ipc as ipc_module
-from streamrl.weights.gpu.backoff import RESTS_S, PeerBackoff
-from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
+from streamrl.weights.gpu.ipc import RESTS_S, IpcBufferReader, IpcBufferReceiver, IpcBufferServer, PeerBackoff
 from streamrl.weights.manifest import document_nbytes
 from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.weights.conftest import random_bytes

@@ -1,4 +1,4 @@
-"""Staging slots: nobody writes what somebody still reads, everybody gets every bucket, nobody waits for ever."""
+"""IPC buffers: none is written while a reader still copies it, every reader gets every bucket or an error in time."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Slots(RuleBasedStateMachine):
         assert len(getattr(self, "filling", {})) <= NUM_SLOTS
 
     def teardown(self) -> None:
-        """Whoever still wants something gets it or is told, once everybody does what he should."""
+        """Once every party behaves, each waiting reader gets its version or is told why not."""
         for _ in range(200):
             for slot in list(self.filling):
                 fill = self.filling.pop(slot)

@@ -29,7 +29,7 @@ def v(number: int) -> VersionRef:
 
 def machine(*names: str) -> Membership:
     one = Membership(init_deadline_s=INIT_S, bucket_deadline_s=BUCKET_S, grace_s=GRACE_S)
-    one.sender_up(0.0)
+    one.broadcaster_up(0.0)
     one.set_candidates(dict.fromkeys(names, 1), 0.0)
     return one
 
@@ -99,7 +99,7 @@ def test_joins_alone_wait_for_thirty_seconds_and_pull_meanwhile():
     assert one.published(v(3), 100.0 + JOIN_INTERVAL_S) == [Abort(1, "b joined", hung=False), Form(2, world=3)]
 
 
-def test_whoever_does_not_form_is_left_out_and_the_hung_sender_is_ended():
+def test_a_member_that_does_not_form_is_excluded_and_the_hung_broadcaster_is_ended():
     one = machine("a", "b")
     one.published(v(1), 0.0)
     one.named(1, b"id", 0.0)
@@ -110,19 +110,19 @@ def test_whoever_does_not_form_is_left_out_and_the_hung_sender_is_ended():
     assert abort == Abort(1, "not formed in 20 s without b", hung=True) and pull == Pull(v(1), ("b",))
     assert one.phase is Phase.WAITING
     one.set_candidates({"a": 1, "b": 1}, INIT_S + 1)
-    assert one.sender_up(INIT_S + 5) == [Form(2, world=2)]
+    assert one.broadcaster_up(INIT_S + 5) == [Form(2, world=2)]
     assert one.named(2, b"id", INIT_S + 5)[0].first_rank == {"a": 1}
 
 
-def test_when_everybody_came_and_it_still_hangs_nobody_is_blamed():
+def test_when_every_member_joined_and_it_still_hangs_no_member_is_excluded():
     one = machine("a", "b")
     one.published(v(1), 0.0)
     one.named(1, b"id", 0.0)
     one.joined("a", 1, 1.0)
     one.joined("b", 1, 1.0)
 
-    assert one.tick(INIT_S) == [Abort(1, "not formed in 20 s although everybody came", hung=True)]
-    assert one.sender_up(INIT_S + 5) == [Form(2, world=3)]
+    assert one.tick(INIT_S) == [Abort(1, "not formed in 20 s although all members came", hung=True)]
+    assert one.broadcaster_up(INIT_S + 5) == [Form(2, world=3)]
 
 
 def test_a_member_that_was_left_out_may_join_again_later():
@@ -130,7 +130,7 @@ def test_a_member_that_was_left_out_may_join_again_later():
     one.published(v(1), 0.0)
     one.named(1, b"id", 0.0)
     one.failed("b", 1, "no route", 1.0)  # the sender is stuck in the call that waits for b
-    one.sender_up(2.0)
+    one.broadcaster_up(2.0)
     one.named(2, b"id", 2.0)
     one.formed(None, 2, 2.0)
     one.formed("a", 2, 2.0)
@@ -163,7 +163,7 @@ def test_a_broadcast_that_stands_still_ends_the_sender_and_one_that_moves_does_n
 
     assert one.tick(10.0 + first + 1) == []
     assert one.tick(10.0 + first - 1 + BUCKET_S + GRACE_S) == [
-        Abort(1, "the sender sent nothing more in time", hung=True)
+        Abort(1, "the broadcaster sent nothing more in time", hung=True)
     ]
 
 
@@ -197,8 +197,8 @@ def test_a_sender_that_ends_takes_its_epoch_with_it_and_its_successor_forms_anot
     one = live("a")
     one.published(v(2), 1.0)
 
-    assert one.sender_down(2.0) == []
-    assert one.sender_up(5.0) == [Form(2, world=2)]
+    assert one.broadcaster_down(2.0) == []
+    assert one.broadcaster_up(5.0) == [Form(2, world=2)]
 
 
 def test_words_of_a_dead_epoch_change_nothing():
@@ -284,14 +284,14 @@ class Epochs(RuleBasedStateMachine):
     @rule()
     def sender_returns(self) -> None:
         self.up = True
-        self.carry_out(self.one.sender_up(self.now))
+        self.carry_out(self.one.broadcaster_up(self.now))
 
     @precondition(lambda self: self.up)
     @rule()
     def sender_dies(self) -> None:
         self.up = False
         self.dead |= self.frozen.keys()
-        self.carry_out(self.one.sender_down(self.now))
+        self.carry_out(self.one.broadcaster_down(self.now))
 
     @rule(late=st.integers(0, 1))
     def sender_names(self, late: int) -> None:
@@ -341,7 +341,7 @@ class Epochs(RuleBasedStateMachine):
         assert self.forms_of_publish <= 1 + 2 * MAX_REFORMATIONS  # a newer version may follow a failing one
 
     def teardown(self) -> None:
-        """Whatever happened: if nobody says anything more, soon everybody here was told of the newest version."""
+        """After any history: once no event follows, every present member is told of the newest version."""
         if not self.version:
             return
         self.publish()
