@@ -44,7 +44,7 @@ class HubServer:
     """Owns the sockets and the loop; see the drawing above."""
 
     def __init__(
-        self, settings: HubSettings, *, start_sender: Callable[[HubSettings], Broadcaster] = BroadcasterProcess
+        self, settings: HubSettings, *, start_broadcaster: Callable[[HubSettings], Broadcaster] = BroadcasterProcess
     ) -> None:
         ledger = build_ledger(settings)
         self._zmq = zmq.Context()
@@ -63,7 +63,7 @@ class HubServer:
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
         uses_device = device_transports(settings.transports, setting="publish.transports")
-        self.broadcast = BroadcastHandler(self.context, (lambda: start_sender(settings)) if uses_device else None)
+        self.broadcast = BroadcastHandler(self.context, (lambda: start_broadcaster(settings)) if uses_device else None)
         self._actors = ActorHandler(self.context, self.broadcast)
         self._ranks = RankHandler(
             self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)

@@ -1,6 +1,6 @@
-"""The whole way of weights between GPUs, on a CPU: announce -> epoch -> broadcast -> verify -> install.
+"""GPU transports end to end on a CPU: announce -> epoch -> broadcast -> verify -> install.
 
-Hub, sender's loop and actors are real; where NCCL and CUDA IPC would be, there are FakeCommunicators over sockets and
+Hub, broadcaster loop and actors are real; NCCL and CUDA IPC are replaced by FakeCommunicators over sockets and by
 FakeDeviceMemory in files.
 """
 
@@ -38,8 +38,8 @@ ONE_AT_A_TIME = threading.Lock()
 """Reading settings parses source code, and CPython 3.11 does that badly in two threads; real actors are processes."""
 
 
-class SenderThread:
-    """A sender as `python -m learner.broadcaster` builds it, in a thread and without a GPU. Killed, it falls silent."""
+class BroadcasterThread:
+    """A broadcaster as `python -m learner.broadcaster` builds it, in a thread and without a GPU; `kill` silences it."""
 
     def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
         told, self._library = broadcaster_settings(settings), library
@@ -129,19 +129,19 @@ class TransportHarness:
     """A hub with its broadcaster and actors."""
 
     def __init__(self, path: Path, *words: str) -> None:
-        self.path, self.senders, self.actors = path, [], []
+        self.path, self.broadcasters, self.actors = path, [], []
         self.words = [*words, "actors.num_concurrent=4", "publish.bucket_bytes=4096"]
         self.library = FakeLibrary()
         self.folder = Path(path / "slots")
         self.folder.mkdir()
-        self.hub = LiveHub(path, config_of(*self.words), start_sender=self._start_sender)
+        self.hub = LiveHub(path, config_of(*self.words), start_broadcaster=self._start_broadcaster)
         self.model = tiny_model(path / "model")
         self.version = -1
         self.publish()
 
-    def _start_sender(self, settings: HubSettings) -> SenderThread:
-        self.senders.append(SenderThread(settings, self.folder, self.library))
-        return self.senders[-1]
+    def _start_broadcaster(self, settings: HubSettings) -> BroadcasterThread:
+        self.broadcasters.append(BroadcasterThread(settings, self.folder, self.library))
+        return self.broadcasters[-1]
 
     def publish(self) -> int:
         if self.version >= 0:
@@ -268,15 +268,15 @@ def test_a_member_that_hangs_while_forming_costs_one_deadline_and_loses_no_versi
     run.publish()
     assert set(run.everywhere(one, other)) <= {"shm", "zmq", "nccl"}
 
-    # The sender sat in a call that nothing ends, so it was replaced; `other` has a thread stuck and joins no more.
-    run.until(lambda: len(run.senders) >= 2, "a new sender")
+    # The broadcaster sat in a call that nothing ends, so it was replaced; `other` has a thread stuck and joins no more.
+    run.until(lambda: len(run.broadcasters) >= 2, "a new broadcaster")
     run.until(lambda: run.hub.server.broadcast.membership.phase.value == "live", "an epoch without it")
     run.publish()
     assert run.everywhere(one) == ["nccl"] and run.everywhere(other)[0] in ("shm", "zmq")
     run.until(lambda: run.hub.server.broadcast.metrics()["num_abandoned_threads"] >= 1, "the stuck thread is counted")
 
 
-def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(harness):
+def test_a_broadcaster_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_all_the_same(harness):
     run = harness(*NCCL, "publish.nccl_bucket_deadline_s=2")
     one = run.actor("one")
     run.everywhere(one)
@@ -288,13 +288,13 @@ def test_a_sender_that_dies_in_a_broadcast_is_replaced_and_the_version_arrives_a
     def die(rank: int, nbytes: int) -> None:
         if nbytes > 100 and not killed.is_set():
             killed.set()
-            run.senders[0]._stop.set()
-            run.senders[0].broadcaster._guard._inner.abort()
+            run.broadcasters[0]._stop.set()
+            run.broadcasters[0].broadcaster._guard._inner.abort()
 
     run.library.on_broadcast = die
     run.publish()
     assert run.everywhere(one)[0] in ("shm", "zmq", "nccl")
-    run.until(lambda: len(run.senders) == 2, "a new sender")
+    run.until(lambda: len(run.broadcasters) == 2, "a new broadcaster")
     run.ready(1)
     run.publish()
     assert run.everywhere(one) == ["nccl"]
@@ -319,12 +319,12 @@ def test_slots_that_hang_cost_one_deadline_and_lose_no_version_and_their_broadca
     run = harness("publish.transports=[ipc,shm,zmq]", "actors.transports=[ipc,shm,zmq]",
                 "publish.nccl_bucket_deadline_s=1")
     near = run.actor("near", gpu="fake-gpu-0")
-    run.until(lambda: run.hub.server.broadcast._up is not None, "a sender")
+    run.until(lambda: run.hub.server.broadcast._up is not None, "a broadcaster")
     run.everywhere(near)
     run.publish()
     assert run.everywhere(near) == ["ipc"]
 
-    first = run.senders[0]
+    first = run.broadcasters[0]
 
     class Hangs:
         """As a copy that the device never ends, in a process that only its own end frees from it."""
@@ -340,7 +340,7 @@ def test_slots_that_hang_cost_one_deadline_and_lose_no_version_and_their_broadca
         run.publish()
         assert run.everywhere(near)[0] in ("shm", "ipc")
 
-    run.until(lambda: len(run.senders) == 2 and run.hub.server.broadcast._up is not None, "a new sender")
+    run.until(lambda: len(run.broadcasters) == 2 and run.hub.server.broadcast._up is not None, "a new broadcaster")
     run.publish()
     assert run.everywhere(near) == ["ipc"]
     assert run.hub.server.broadcast.metrics()["num_sender_restarts"] == 1

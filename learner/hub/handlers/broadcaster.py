@@ -1,8 +1,7 @@
-"""Weights from GPU to GPU, seen from the hub: who is in the communicator, what the sender does, who is told what.
+"""Weights from GPU to GPU at the hub: announcements, communicator membership, the life of the broadcaster process.
 
-The hub decides nothing about bytes and touches no GPU. Its process (`learner.broadcaster`) holds the communicator and
-the slots; it is started, watched and, if it dies, falls silent or hangs in a call that nothing can end, replaced by the
-hub, which never waits for it.
+The hub touches no GPU. Its child process (`learner.broadcaster`) holds the communicator and the IPC buffers; the hub
+starts it, watches it, replaces it when it dies or hangs, and never waits for it.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ RECENT_VERSIONS = 3
 """The newest and the two before it: a member installed one of those."""
 RESTART_FIRST_S, RESTART_MAX_S = 1.0, 30.0
 SILENCE_GRACE_S = 5.0
-"""How much longer than for one bucket a sender may say nothing; it speaks every second."""
+"""How much longer than for one bucket a broadcaster may send no report; it sends one every second."""
 
 
 class Broadcaster(Protocol):
-    """A running sender, whatever runs it."""
+    """A running broadcaster process, or a stand-in."""
 
     def alive(self) -> bool: ...
 
     def kill(self) -> None:
-        """End it, whatever it is doing; does not wait until it has ended."""
+        """Terminate it; does not wait for its end."""
         ...
 
 
 class BroadcastHandler:
-    """Announcements, epochs and the sender's life.
+    """Announces versions, and manages epochs and the broadcaster process.
 
     Args:
-        start: makes a sender that reports to this hub's rank socket; None where no device transport is set.
+        start: makes a broadcaster that reports to this hub's rank socket; None where no device transport is set.
     """
 
     def __init__(self, hub: HubContext, start: Callable[[], Broadcaster] | None) -> None:
@@ -69,7 +68,7 @@ class BroadcastHandler:
             init_deadline_s=settings.nccl_init_deadline_s, bucket_deadline_s=settings.nccl_bucket_deadline_s
         )
         self._nccl = "nccl" in settings.transports
-        self._sender: Broadcaster | None = None
+        self._broadcaster: Broadcaster | None = None
         self._watch = BroadcasterWatch(settings.nccl_bucket_deadline_s + SILENCE_GRACE_S)
         self._ended: list[Broadcaster] = []
         self._route: bytes | None = None
@@ -78,17 +77,17 @@ class BroadcastHandler:
         self._backoff_s = RESTART_FIRST_S
         self._publish: Publish | None = None
         self._recent: deque[VersionRef] = deque(maxlen=RECENT_VERSIONS)
-        self.num_senders = 0
+        self.num_started = 0
 
     # --- what happens -------------------------------------------------------------------------------------------
 
     def published(self, message: Publish, now: float) -> None:
-        """Tell every actor of the new version, each by the ways that are open to it."""
+        """Announce the new version to every actor, with the transports open to it."""
         self._publish = message
         self._recent.append(message.manifest.ref)
         told: set[str] = set()
         if self._start is not None and message.device_manifest is not None:
-            self._tell_sender_of_document()
+            self._send_document()
             if self._nccl:
                 self._do(self.membership.set_candidates(self._candidates(), now), now)
                 told = self._do(self.membership.published(message.manifest.ref, now), now)
@@ -104,7 +103,7 @@ class BroadcastHandler:
         self._hub.send.to_actor(link.routing_id, Announce(manifest, self.offers(link, ticket)))
 
     def offers(self, link: Connection, ticket: NcclTicket | None = None) -> tuple[Offer, ...]:
-        """Ways to the newest version for this actor, in the order of the learner's settings."""
+        """Offers of the newest version to this actor, in the order of the settings."""
         order = self._hub.settings.transports
         offers = [offer for offer in self._hub.weights.offers() if offer.transport in order]
         device_manifest = self._device_manifest()
@@ -117,11 +116,11 @@ class BroadcastHandler:
         return tuple(sorted(offers, key=lambda offer: order.index(offer.transport)))
 
     def expects(self, link: Connection, manifest: Manifest) -> bool:
-        """Whether the version is on its way to this actor by a broadcast."""
+        """Whether a broadcast of the version to this actor is in progress."""
         return self.membership.expects(link.actor_id, manifest.ref)
 
     def beat(self, link: Connection, beat: ActorHeartbeat, now: float) -> None:
-        """An actor's heartbeat: where is it with the communicator?"""
+        """An actor's heartbeat: its state in the communicator."""
         link.installed, before = beat.installed, link.nccl
         if not self._nccl or beat.nccl is None or beat.nccl == before:
             return
@@ -131,36 +130,36 @@ class BroadcastHandler:
         self._do(one.joined(who, beat.nccl.joining, now), now)
         self._do(one.formed(who, beat.nccl.formed, now), now)
         if beat.nccl.failed > before.failed:
-            self._do(one.failed(who, beat.nccl.failed, f"{who} could not go on with it", now), now)
+            self._do(one.failed(who, beat.nccl.failed, f"{who} reported a failure", now), now)
 
-    def sender_said(self, routing_id: bytes, message: BroadcastUp | BroadcastReport, now: float) -> None:
-        """A word of the sender; one that was replaced is not listened to any more."""
+    def broadcaster_reported(self, routing_id: bytes, message: BroadcastUp | BroadcastReport, now: float) -> None:
+        """A message of the broadcaster; those of a replaced one are ignored."""
         if isinstance(message, BroadcastUp):
             self._watch.heard()
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
-            log.info("the sender is up on %s", message.device or "its device")
-            self._tell_sender_of_document()
+            log.info("the broadcaster is up on %s", message.device or "its device")
+            self._send_document()
             self._do(self.membership.broadcaster_up(now), now)
         elif routing_id == self._route:
             self._watch.heard()
             self._reported(message, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass: members come and go, deadlines end, a sender that died or hangs is replaced."""
+        """Let time pass: update members, enforce deadlines, replace a broadcaster that died or hangs."""
         if self._start is None:
             return
         self._watch.tick(now)
         self._ended = [one for one in self._ended if one.alive()]
-        if self._sender is not None and (not self._sender.alive() or self._watch.hangs):
-            alive, silent_s = self._sender.alive(), self._watch.silent_s
-            what = f"hangs, it said nothing for {silent_s:.0f} s, and is ended" if alive else "ended"
-            log.error("the sender process %s; actors pull until there is another", what)
+        if self._broadcaster is not None and (not self._broadcaster.alive() or self._watch.hangs):
+            alive, silent_s = self._broadcaster.alive(), self._watch.silent_s
+            what = f"sent no report for {silent_s:.0f} s and is killed" if alive else "exited"
+            log.error("the broadcaster process %s; actors pull until its successor is ready", what)
             self._lost(now)
             self._do(self.membership.broadcaster_down(now), now)
-        if self._sender is None and now >= self._start_at:
-            self._sender = self._start()
+        if self._broadcaster is None and now >= self._start_at:
+            self._broadcaster = self._start()
             self._watch.started()
-            self.num_senders += 1
+            self.num_started += 1
         if self._nccl:
             self._do(self.membership.set_candidates(self._candidates(), now), now)
             self._do(self.membership.tick(now), now)
@@ -172,18 +171,18 @@ class BroadcastHandler:
         return {
             "num_nccl_epochs": float(one.num_formed), "num_nccl_broadcasts": float(one.num_broadcasts),
             "num_nccl_reformations": float(one.num_reformations), "num_nccl_given_up": float(one.num_given_up),
-            "num_sender_restarts": float(max(0, self.num_senders - 1)),
+            "num_sender_restarts": float(max(0, self.num_started - 1)),
             "num_abandoned_threads": sum(
                 link.stats.get("abandoned_threads", 0.0) for link in self._hub.connections.all()
             ),
         }
 
     def close(self) -> None:
-        """The sender ends with its hub."""
-        if self._sender is not None:
-            self._to_sender(Shutdown("the hub ends", True))
-            self._sender.kill()
-            self._sender = None
+        """End the broadcaster with its hub."""
+        if self._broadcaster is not None:
+            self._to_broadcaster(Shutdown("the hub ends", True))
+            self._broadcaster.kill()
+            self._broadcaster = None
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -199,11 +198,11 @@ class BroadcastHandler:
             case BroadcastStage.SENT:
                 self._do(one.sent(epoch, now), now)
             case BroadcastStage.FAILED:
-                log.warning("epoch %d failed at the sender: %s", epoch, report.error)
+                log.warning("epoch %d failed at the broadcaster: %s", epoch, report.error)
                 self._do(one.failed(None, epoch, report.error, now), now)
 
     def _candidates(self) -> dict[str, int]:
-        """READY actors that offer nccl, are not reached inside their GPU, and have a recent version."""
+        """READY actors that use nccl, are not reached by ipc, and have a recent version."""
         return {
             link.actor_id: RANKS_PER_ACTOR
             for link in self._hub.connections.all()
@@ -212,7 +211,7 @@ class BroadcastHandler:
         }
 
     def _shares_device(self, link: Connection) -> bool:
-        """Whether this actor is on the sender's GPU, as both of them say; opening the slots is the proof."""
+        """Whether this actor reports the broadcaster's GPU; opening the buffers will prove it."""
         up = self._up
         if up is None or up.slots is None or "ipc" not in self._hub.settings.transports:
             return False
@@ -225,17 +224,17 @@ class BroadcastHandler:
         return publish.device_manifest
 
     def _do(self, effects: list[Effect], now: float) -> set[str]:
-        """Carry out what the machine asks for; returns who was told of the newest version."""
+        """Carry out the effects; returns the actors to which the newest version was announced."""
         told: set[str] = set()
         for effect in effects:
             match effect:
                 case Form(epoch, world):
-                    self._to_sender(BroadcastForm(epoch, world))
+                    self._to_broadcaster(BroadcastForm(epoch, world))
                 case Invite():
                     log.debug("epoch %d of %d ranks is to bring version %s", effect.epoch, effect.world, effect.ref)
                     told |= self._invite(effect)
                 case Send(epoch, ref):
-                    self._to_sender(BroadcastSend(epoch, ref))
+                    self._to_broadcaster(BroadcastSend(epoch, ref))
                 case Abort(epoch, reason, hung):
                     log.warning("epoch %d is over: %s", epoch, reason)
                     self._abort(epoch, hung, now)
@@ -270,25 +269,25 @@ class BroadcastHandler:
 
     def _abort(self, epoch: int, hung: bool, now: float) -> None:
         if not hung:
-            self._to_sender(BroadcastAbort(epoch))
+            self._to_broadcaster(BroadcastAbort(epoch))
             return
-        log.error("the sender hangs in epoch %d: it is ended and replaced", epoch)
+        log.error("the broadcaster hangs in epoch %d: killed and replaced", epoch)
         self._lost(now)
 
     def _lost(self, now: float) -> None:
-        """End it, if it has not ended, and remember it until it has: it may be a while."""
-        if self._sender is not None:
-            self._sender.kill()
-            self._ended.append(self._sender)
-        self._sender, self._route, self._up = None, None, None
+        """Kill it, and keep its handle until it has been reaped, which may take long."""
+        if self._broadcaster is not None:
+            self._broadcaster.kill()
+            self._ended.append(self._broadcaster)
+        self._broadcaster, self._route, self._up = None, None, None
         self._start_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)
 
-    def _tell_sender_of_document(self) -> None:
+    def _send_document(self) -> None:
         publish, layout = self._publish, self._hub.weights.layout
         if publish is not None and publish.device_manifest is not None and layout is not None:
-            self._to_sender(BroadcastDocument(publish.manifest, publish.device_manifest, publish.path, layout))
+            self._to_broadcaster(BroadcastDocument(publish.manifest, publish.device_manifest, publish.path, layout))
 
-    def _to_sender(self, message: Message) -> None:
+    def _to_broadcaster(self, message: Message) -> None:
         if self._route is not None:
             self._hub.send.to_rank(self._route, message)

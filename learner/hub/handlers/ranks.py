@@ -112,7 +112,7 @@ class RankHandler:
                 ledger.publish(message.manifest.ref)
                 self._broadcast.published(message, now)
             case BroadcastUp() | BroadcastReport():
-                self._broadcast.sender_said(routing_id, message, now)
+                self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
                 ledger.eval_request(message.eval_id, message.version, message.num_prompts, now)
                 self._evals.add(message.eval_id)

@@ -1,4 +1,4 @@
-"""A real hub and real sockets for its part in ways from GPU to GPU; sender and actors are spoken by the test."""
+"""The GPU transports at a real hub over real sockets; the test plays the broadcaster and the actors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def until(condition: Callable[[], object]) -> None:
         threading.Event().wait(0.01)
 
 
-class SpokenSender:
-    """A sender that does what the test says. One at a time, as the hub has them."""
+class ScriptedBroadcaster:
+    """A broadcaster that does what the test says. One at a time, as the hub has them."""
 
     def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
         self.settings, self.killed = settings, threading.Event()
@@ -63,35 +63,35 @@ class SpokenSender:
         self.killed.set()
 
 
-class Scene:
-    """A hub, its senders, and peers that are actors.
+class BroadcastHarness:
+    """A hub, its broadcasters, and peers that are actors.
 
     Args:
-        make_sender: makes what the hub starts; a SpokenSender with these slots unless given.
+        make_broadcaster: makes what the hub starts; a ScriptedBroadcaster with these slots unless given.
     """
 
     def __init__(
         self, path: Path, model_dir: Path, *words: str, slots: IpcBufferTicket | None = None,
-        make_sender: Callable[[HubSettings], Broadcaster] | None = None,
+        make_broadcaster: Callable[[HubSettings], Broadcaster] | None = None,
     ) -> None:
-        self.senders: list[Any] = []
+        self.broadcasters: list[Any] = []
         self._came = threading.Semaphore(0)
-        self._make = make_sender or (lambda settings: SpokenSender(settings, slots))
+        self._make = make_broadcaster or (lambda settings: ScriptedBroadcaster(settings, slots))
         self._model_dir, self._version = model_dir, -1
         if not any("bucket_deadline_s" in word for word in words):
-            words = (*words, "publish.nccl_bucket_deadline_s=600")  # a sender that only a test speaks says little
-        self.hub = LiveHub(path, config_of(NCCL, *words), start_sender=self._start)
+            words = (*words, "publish.nccl_bucket_deadline_s=600")  # a broadcaster that only a test speaks says little
+        self.hub = LiveHub(path, config_of(NCCL, *words), start_broadcaster=self._start)
         self.publish()
 
     def _start(self, settings: HubSettings) -> Broadcaster:
-        self.senders.append(self._make(settings))
+        self.broadcasters.append(self._make(settings))
         self._came.release()
-        return self.senders[-1]
+        return self.broadcasters[-1]
 
-    def sender(self) -> Any:
+    def broadcaster(self) -> Any:
         """The next one that the hub starts."""
         assert self._came.acquire(timeout=20)
-        return self.senders[-1]
+        return self.broadcasters[-1]
 
     def publish(self) -> Manifest:
         self._version += 1

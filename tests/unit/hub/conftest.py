@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.setting_harness import tiny_model
-from tests.unit.hub.broadcast_harness import Scene
+from tests.unit.hub.broadcast_harness import BroadcastHarness
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +17,13 @@ def model_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def scene(tmp_path, model_dir) -> Iterator[Callable[..., Scene]]:
-    scenes: list[Scene] = []
+def harness(tmp_path, model_dir) -> Iterator[Callable[..., BroadcastHarness]]:
+    harnesses: list[BroadcastHarness] = []
 
-    def make(*words: str, **options) -> Scene:
-        scenes.append(Scene(tmp_path, model_dir, *words, **options))
-        return scenes[-1]
+    def make(*words: str, **options) -> BroadcastHarness:
+        harnesses.append(BroadcastHarness(tmp_path, model_dir, *words, **options))
+        return harnesses[-1]
 
     yield make
-    for one in scenes:
+    for one in harnesses:
         one.hub.__exit__()

@@ -1,4 +1,4 @@
-"""The hub's part in ways from GPU to GPU: a real hub and real sockets; sender and actors are spoken by the test."""
+"""The GPU transports at a real hub over real sockets; the test plays the broadcaster and the actors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def ways(announce: Announce | Welcome) -> list[str]:
     return [offer.transport for offer in announce.offers]
 
 
-def test_an_epoch_from_publish_to_broadcast(scene):
-    one = scene()
-    sender = one.sender()
+def test_an_epoch_from_publish_to_broadcast(harness):
+    one = harness()
+    broadcaster = one.broadcaster()
     first, second = one.actor("a"), one.actor("b", transports=("zmq",))
     one.candidates(1)
     manifest = one.publish()
 
-    assert sender.hear(BroadcastForm) == BroadcastForm(1, 2)  # only one of the two can nccl
+    assert broadcaster.hear(BroadcastForm) == BroadcastForm(1, 2)  # only one of the two can nccl
     assert ways(second.hear(Announce)) == ["shm", "zmq"]
-    sender.report(1, BroadcastStage.NAMED, unique_id=b"the id")
+    broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"the id")
     announce = first.hear(Announce)
     assert ways(announce) == ["nccl", "shm", "zmq"]
     offer = announce.offers[0]
@@ -50,43 +50,43 @@ def test_an_epoch_from_publish_to_broadcast(scene):
     check_manifest(offer.manifest, first.welcome.layout, DIGEST_FOLD128)
     assert offer.manifest.ref == manifest.ref
 
-    sender.report(1, BroadcastStage.FORMED)
+    broadcaster.report(1, BroadcastStage.FORMED)
     one.beat(first, formed=1)
-    assert sender.hear(BroadcastSend) == BroadcastSend(1, manifest.ref)
+    assert broadcaster.hear(BroadcastSend) == BroadcastSend(1, manifest.ref)
 
 
-def test_the_sender_is_told_of_every_document_before_it_must_send_it(scene):
-    one = scene()
-    sender = one.sender()
+def test_the_broadcaster_is_told_of_every_document_before_it_must_send_it(harness):
+    one = harness()
+    broadcaster = one.broadcaster()
 
-    document = sender.hear(BroadcastDocument)
+    document = broadcaster.hear(BroadcastDocument)
     assert document.manifest.ref.version == 0 and Path(document.path).exists()
     assert document.device_manifest.digest_kind == DIGEST_FOLD128
     manifest = one.publish()
-    assert sender.hear(BroadcastDocument).manifest == manifest
+    assert broadcaster.hear(BroadcastDocument).manifest == manifest
 
 
-def test_a_member_that_loses_its_communicator_ends_the_epoch(scene):
-    one = scene()
-    sender, peer, other = one.sender(), one.actor("a"), one.actor("b")
+def test_a_member_that_loses_its_communicator_ends_the_epoch(harness):
+    one = harness()
+    broadcaster, peer, other = one.broadcaster(), one.actor("a"), one.actor("b")
     one.candidates(2)
     one.publish()
-    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
-    sender.report(1, BroadcastStage.FORMED)
+    broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    broadcaster.report(1, BroadcastStage.FORMED)
     for member in (peer, other):
         assert ways(member.hear(Announce))[0] == "nccl"
         one.beat(member, formed=1)
-    sender.hear(BroadcastSend)
+    broadcaster.hear(BroadcastSend)
 
     one.beat(peer, failed=1)
 
-    assert sender.hear(BroadcastAbort) == BroadcastAbort(1)
-    assert sender.hear(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
+    assert broadcaster.hear(BroadcastAbort) == BroadcastAbort(1)
+    assert broadcaster.hear(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
 
 
-def test_who_can_form_no_more_is_no_candidate(scene):
-    one = scene()
-    one.sender()
+def test_who_can_form_no_more_is_no_candidate(harness):
+    one = harness()
+    one.broadcaster()
     peer = one.actor("a")
     one.candidates(1)
     one.beat(peer, broken=True)
@@ -94,36 +94,36 @@ def test_who_can_form_no_more_is_no_candidate(scene):
 
 
 @pytest.mark.parametrize(("seconds", "replaced"), [(0.3, True), (100, False)])
-def test_a_sender_that_says_nothing_is_replaced_after_the_time_set(scene, seconds, replaced):
-    one = scene(f"publish.nccl_init_deadline_s={seconds}")
-    sender = one.sender()
+def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness, seconds, replaced):
+    one = harness(f"publish.nccl_init_deadline_s={seconds}")
+    broadcaster = one.broadcaster()
     one.actor("a")
     one.candidates(1)
     one.publish()
-    sender.hear(BroadcastForm)
+    broadcaster.hear(BroadcastForm)
 
-    assert sender.killed.wait(20.0 if replaced else 1.0) == replaced
+    assert broadcaster.killed.wait(20.0 if replaced else 1.0) == replaced
     if replaced:
-        assert one.sender().hear(BroadcastForm).epoch == 2
+        assert one.broadcaster().hear(BroadcastForm).epoch == 2
 
 
-def test_members_are_told_the_deadlines_that_are_set(scene):
-    one = scene("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
-    sender, peer = one.sender(), one.actor("a")
-    told = broadcaster_settings(sender.settings)
+def test_members_are_told_the_deadlines_that_are_set(harness):
+    one = harness("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
+    broadcaster, peer = one.broadcaster(), one.actor("a")
+    told = broadcaster_settings(broadcaster.settings)
     assert (told.init_deadline_s, told.bucket_deadline_s, told.slot_bytes) == (7, 3, 512)
     one.candidates(1)
     one.publish()
-    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
 
     ticket = peer.hear(Announce).offers[0].nccl
     assert (ticket.init_deadline_s, ticket.bucket_deadline_s) == (7, 3)
 
 
-def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communicator(scene):
-    one = scene(slots=SLOTS)
-    sender = one.sender()
-    sender.hear(BroadcastDocument)
+def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communicator(harness):
+    one = harness(slots=SLOTS)
+    broadcaster = one.broadcaster()
+    broadcaster.hear(BroadcastDocument)
     both = ("ipc", "nccl", "zmq")
     near, far = one.actor("near", transports=both, device="gpu-7"), one.actor("far", transports=both, device="gpu-8")
     one.candidates(1)
@@ -131,8 +131,8 @@ def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communic
 
     announce = near.hear(Announce)
     assert ways(announce) == ["ipc", "shm", "zmq"] and announce.offers[0].slots == SLOTS
-    assert sender.hear(BroadcastForm) == BroadcastForm(1, 2)
-    sender.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    assert broadcaster.hear(BroadcastForm) == BroadcastForm(1, 2)
+    broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
     assert ways(far.hear(Announce)) == ["nccl", "shm", "zmq"]
 
 
@@ -142,7 +142,7 @@ def test_weights_are_offered_in_the_ways_and_the_order_that_are_set(tmp_path, mo
         hub.publish(0, model_dir)
 
         assert ways(hub.dial().join()) == order
-        assert not hub.server.broadcast.metrics()  # and no sender is started
+        assert not hub.server.broadcast.metrics()  # and no broadcaster is started
 
 
 @pytest.mark.parametrize("way", ["ipc", "nccl"])

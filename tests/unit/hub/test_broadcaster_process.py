@@ -1,4 +1,4 @@
-"""The sender process as the hub sees it: one that dies, is stopped, hangs or will not die costs nobody a version."""
+"""The broadcaster process as the hub sees it: one that dies, is stopped, hangs or survives kill costs no version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from learner.hub.broadcaster_process import START_S, BroadcasterProcess, BroadcasterWatch
 from learner.hub.settings import HubSettings
 from streamrl.messages import Announce, BroadcastDocument, IpcBufferTicket
-from tests.unit.hub.broadcast_harness import SpokenSender, until
+from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
 
 pytestmark = pytest.mark.timeout(120)
 NEAR = ("ipc", "zmq")
@@ -40,8 +40,8 @@ BroadcasterService(
 """
 
 
-class RealSender:
-    """The sender's loop in a process of its own, with files where a GPU's memory would be."""
+class RealBroadcaster:
+    """The broadcaster's loop in a process of its own, with files where a GPU's memory would be."""
 
     def __init__(self, settings: HubSettings, folder: str) -> None:
         words = [settings.rank_endpoint, folder, settings.bucket_bytes, settings.nccl_bucket_deadline_s]
@@ -55,12 +55,12 @@ class RealSender:
 
 
 @pytest.fixture
-def real_senders():
-    made: list[RealSender] = []
+def real_broadcasters():
+    made: list[RealBroadcaster] = []
     with tempfile.TemporaryDirectory(prefix="slots-") as folder:
 
-        def make(settings: HubSettings) -> RealSender:
-            made.append(RealSender(settings, folder))
+        def make(settings: HubSettings) -> RealBroadcaster:
+            made.append(RealBroadcaster(settings, folder))
             return made[-1]
 
         yield make
@@ -73,16 +73,16 @@ def sockets(announce: Announce) -> list[str]:
     return [offer.name for offer in announce.offers if offer.transport == "ipc"]
 
 
-def test_a_sender_process_that_is_stopped_is_ended_and_its_successor_is_offered(scene, real_senders):
-    one = scene("publish.nccl_bucket_deadline_s=1", make_sender=real_senders)
-    first, devices = one.sender(), one.hub.server.broadcast
+def test_a_broadcaster_process_that_is_stopped_is_ended_and_its_successor_is_offered(harness, real_broadcasters):
+    one = harness("publish.nccl_bucket_deadline_s=1", make_broadcaster=real_broadcasters)
+    first, devices = one.broadcaster(), one.hub.server.broadcast
     until(lambda: devices._up is not None)
     near = one.actor("near", transports=NEAR, device="gpu-7")
     one.publish()
     (socket,) = sockets(near.hear(Announce))
 
     os.kill(first.process.pid, signal.SIGSTOP)
-    second = one.sender()
+    second = one.broadcaster()
     until(lambda: devices._up is not None and devices._up.socket != socket)
 
     one.publish()
@@ -92,7 +92,7 @@ def test_a_sender_process_that_is_stopped_is_ended_and_its_successor_is_offered(
     assert devices.metrics()["num_sender_restarts"] == 1
 
 
-class Undying(SpokenSender):
+class Undying(ScriptedBroadcaster):
     """In the hands of a driver: told to end, and there all the same."""
 
     def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
@@ -103,10 +103,10 @@ class Undying(SpokenSender):
         return not self.ended
 
 
-def test_a_sender_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_it_does(scene):
-    one = scene("publish.nccl_bucket_deadline_s=0.1", make_sender=Undying)
-    first = one.sender()
-    second = one.sender()
+def test_a_broadcaster_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_it_does(harness):
+    one = harness("publish.nccl_bucket_deadline_s=0.1", make_broadcaster=Undying)
+    first = one.broadcaster()
+    second = one.broadcaster()
 
     assert first.killed.is_set() and second.hear(BroadcastDocument).manifest.ref.version == 0
     devices = one.hub.server.broadcast
@@ -115,18 +115,18 @@ def test_a_sender_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_
     until(lambda: first not in devices._ended)
 
 
-def test_ending_a_real_sender_process_waits_for_nothing_and_leaves_no_zombie(scene):
-    sender = BroadcasterProcess(scene().sender().settings)
-    assert sender.alive()
+def test_ending_a_real_broadcaster_process_waits_for_nothing_and_leaves_no_zombie(harness):
+    broadcaster = BroadcasterProcess(harness().broadcaster().settings)
+    assert broadcaster.alive()
 
-    sender.kill()
-    assert sender._process.returncode is None, "nobody has waited for its end"
-    until(lambda: not sender.alive())
-    assert not Path(f"/proc/{sender._process.pid}").exists()
+    broadcaster.kill()
+    assert broadcaster._process.returncode is None, "the hub did not wait for its end"
+    until(lambda: not broadcaster.alive())
+    assert not Path(f"/proc/{broadcaster._process.pid}").exists()
 
 
 def watch_at(*seconds: float) -> BroadcasterWatch:
-    """One that ticks every tenth of a second between these times; it has heard its sender at the first."""
+    """One that ticks every tenth of a second between these times; it has heard its broadcaster at the first."""
     one = BroadcasterWatch(15.0)
     one.started()
     one.tick(seconds[0])
@@ -146,13 +146,13 @@ def test_silence_is_counted_from_the_last_word():
     assert watch_at(100.0, 115.2).hangs
 
 
-def test_a_hub_that_was_stopped_itself_blames_nobody():
+def test_a_hub_that_was_stopped_itself_replaces_no_broadcaster():
     one = watch_at(100.0, 101.0)
     one.tick(10_000.0)
     assert not one.hangs
 
 
-def test_before_its_first_word_a_sender_has_the_time_to_load_its_libraries():
+def test_before_its_first_word_a_broadcaster_has_the_time_to_load_its_libraries():
     one = watch_at(100.0, 114.0)
     one.started()
     for tick in range(int(START_S)):

@@ -1,4 +1,4 @@
-"""The sender's loop: the hub hears every second that it is alive, unless it really hangs."""
+"""The broadcaster's loop: the hub hears every second that it is alive, unless it really hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Hub:
-    """The hub's end of the line, and a sender without a GPU in a thread."""
+    """The hub's end of the line, and a broadcaster without a GPU in a thread."""
 
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self._socket = context.socket(zmq.ROUTER)
@@ -58,7 +58,7 @@ class Hub:
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     context = zmq.Context()
-    with tempfile.TemporaryDirectory(prefix="sender-") as folder:
+    with tempfile.TemporaryDirectory(prefix="broadcaster-") as folder:
         one = Hub(context, f"ipc://{folder}/ranks")
         one.hear()  # BroadcastUp
         yield one
@@ -70,12 +70,12 @@ def alive(message: Message) -> bool:
     return isinstance(message, BroadcastReport) and message.stage == BroadcastStage.ALIVE
 
 
-def test_a_sender_without_work_says_that_it_is_alive(hub):
+def test_a_broadcaster_without_work_says_that_it_is_alive(hub):
     assert alive(hub.hear()) and alive(hub.hear())
 
 
 def test_a_document_that_takes_long_to_read_is_no_silence(hub, tmp_path):
-    """The hub would end a sender for it, and the next one, and the one after that."""
+    """The hub would end a broadcaster for it, and the next one, and the one after that."""
     layout = make_layout([("w", "uint8", (10,))], 10)
     manifest = make_manifest(layout, VersionRef(1, 1), None, [bucket_digest(bytes(10))])
     folds = make_manifest(layout, VersionRef(1, 1), None, [fold128_numpy(bytes(10))], DIGEST_FOLD128)
@@ -86,5 +86,5 @@ def test_a_document_that_takes_long_to_read_is_no_silence(hub, tmp_path):
     try:
         assert all(alive(hub.hear()) for _ in range(4))
     finally:
-        os.close(os.open(path, os.O_WRONLY))  # it was no document: the sender says so in its log and goes on
+        os.close(os.open(path, os.O_WRONLY))  # it was no document: the broadcaster says so in its log and goes on
     assert alive(hub.hear())

@@ -79,8 +79,8 @@ class FakeBroadcastWire(Shelf):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._senders_library, self._members_library = FakeLibrary(), FakeLibrary()
-        self._sender = Broadcaster(self._senders_library, "cpu")
+        self._root_library, self._members_library = FakeLibrary(), FakeLibrary()
+        self._broadcaster = Broadcaster(self._root_library, "cpu")
         self._epoch, self._formed = 0, False
         self._sent: set[VersionRef] = set()
         self._ticket: NcclTicket | None = None
@@ -97,21 +97,21 @@ class FakeBroadcastWire(Shelf):
         if not self._formed or self._ticket is None:
             self._epoch += 1
             self._sent = set()
-            unique_id = self._sender.name()
+            unique_id = self._broadcaster.name()
             self._ticket = NcclTicket(self._epoch, unique_id, 2, 1, 20.0, 5.0)
-            self._sender.stop()
+            self._broadcaster.stop()
         return self._ticket
 
     def _serve(self, ref: VersionRef, ticket: NcclTicket, form: bool) -> None:
         try:
             if form:
-                self._sender.form(ticket.epoch, 2, ticket.unique_id, 20.0)
+                self._broadcaster.form(ticket.epoch, 2, ticket.unique_id, 20.0)
             if ref in self.documents:
                 self._sent.add(ref)
-                self._sender.send(ref, self.documents[ref], deadline_s=5.0)
+                self._broadcaster.send(ref, self.documents[ref], deadline_s=5.0)
         except WeightsError:
             self._formed = False
-            self._sender.close()
+            self._broadcaster.close()
 
     def receive(
         self, manifest: Manifest, *, layout: Layout | None = None, cancelled: threading.Event | None = None,
@@ -133,7 +133,7 @@ class FakeBroadcastWire(Shelf):
             )
         except WeightsError:
             if cancelled is None:
-                self._sender.stop()
+                self._broadcaster.stop()
                 self._formed = False
             raise
         self.source = receiver.source
@@ -157,14 +157,14 @@ class FakeBroadcastWire(Shelf):
         self._members_library.on_broadcast = look
 
     def die(self) -> None:
-        guard = self._sender._guard
+        guard = self._broadcaster._guard
         assert guard is not None and guard._inner is not None
         guard._inner.abort()  # what the system does with the sockets of a dead process
 
     def close(self) -> None:
-        self._sender.stop()
+        self._broadcaster.stop()
         self._member.close()
-        self._sender.close()
+        self._broadcaster.close()
         if self._thread is not None:
             self._thread.join(timeout=10)
 

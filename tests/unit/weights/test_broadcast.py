@@ -50,7 +50,7 @@ class States:
 
 
 class Group:
-    """A sender and members in threads; the test is the hub."""
+    """A broadcaster and members in threads; the test is the hub."""
 
     def __init__(self, layout: Layout, num_members: int) -> None:
         self.layout, self.library = layout, FakeLibrary()
@@ -120,7 +120,7 @@ def test_an_unwanted_version_is_received_all_the_same(group):
     assert receive(group.members[0], later).body.numpy().tobytes() == body
 
 
-def test_a_version_skipped_by_the_sender_is_known_from_the_header(group):
+def test_a_version_skipped_by_the_broadcaster_is_known_from_the_header(group):
     first, _, _ = group.document(1)
     second, _, body = group.document(2)
     group.form(1, first)
@@ -134,7 +134,7 @@ def test_a_version_skipped_by_the_sender_is_known_from_the_header(group):
 
 def test_a_newer_epoch_frees_a_member_from_one_that_hangs(group):
     ref, _, body = group.document(1)
-    group.form(1, ref)  # and now the sender says nothing
+    group.form(1, ref)  # and now the broadcaster says nothing
 
     unique_id = group.sender.name()
     group.invite(2, ref, unique_id)

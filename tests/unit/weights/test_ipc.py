@@ -30,7 +30,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Slots:
-    """A sender's slots, and readers of them."""
+    """A broadcaster's slots, and readers of them."""
 
     def __init__(self, folder, context, layout: Layout) -> None:
         self.layout, self.body = layout, random_bytes(document_nbytes(layout), 1)
@@ -90,7 +90,7 @@ def test_a_reader_without_memory_to_check_a_bucket_in_frees_its_place_at_once(sl
     assert slots.read(slots.reader(), server) == slots.body
 
 
-def test_a_sender_that_says_nothing_is_left_out_for_a_while_and_its_successor_is_asked_at_once(slots, monkeypatch):
+def test_a_broadcaster_that_says_nothing_is_left_out_for_a_while_and_its_successor_is_asked_at_once(slots, monkeypatch):
     server = slots.serve(deadline_s=0.2)
     hangs = threading.Event()
     slots.document.before_fill = lambda index: hangs.wait(NEVER_S)

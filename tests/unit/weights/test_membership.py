@@ -129,7 +129,7 @@ def test_a_member_that_was_left_out_may_join_again_later():
     one = machine("a", "b")
     one.published(v(1), 0.0)
     one.named(1, b"id", 0.0)
-    one.failed("b", 1, "no route", 1.0)  # the sender is stuck in the call that waits for b
+    one.failed("b", 1, "no route", 1.0)  # the broadcaster is stuck in the call that waits for b
     one.broadcaster_up(2.0)
     one.named(2, b"id", 2.0)
     one.formed(None, 2, 2.0)
@@ -155,7 +155,7 @@ def test_after_two_reformations_everybody_pulls_and_nothing_is_formed_for_a_whil
     assert one.published(v(3), JOIN_INTERVAL_S) == [Form(4, world=2)]
 
 
-def test_a_broadcast_that_stands_still_ends_the_sender_and_one_that_moves_does_not():
+def test_a_broadcast_that_stands_still_ends_the_broadcaster_and_one_that_moves_does_not():
     one = live("a")
     one.published(v(2), 10.0)
     first = INIT_S + BUCKET_S + GRACE_S
@@ -186,14 +186,14 @@ def test_a_newer_version_takes_the_place_of_one_that_waits_for_its_epoch():
 
 
 @pytest.mark.parametrize("names", [(), ("a",)])
-def test_without_a_sender_or_without_members_everybody_pulls(names):
+def test_without_a_broadcaster_or_without_members_everybody_pulls(names):
     one = Membership()
     one.set_candidates(dict.fromkeys(names, 1), 0.0)
 
     assert one.published(v(1), 0.0) == ([Pull(v(1), names)] if names else [])
 
 
-def test_a_sender_that_ends_takes_its_epoch_with_it_and_its_successor_forms_another():
+def test_a_broadcaster_that_ends_takes_its_epoch_with_it_and_its_successor_forms_another():
     one = live("a")
     one.published(v(2), 1.0)
 
@@ -217,7 +217,7 @@ NAMES = st.sampled_from("abcd")
 
 
 class Epochs(RuleBasedStateMachine):
-    """The machine beside a sender and members that answer, fail, die and come back in any order."""
+    """The machine beside a broadcaster and members that answer, fail, die and come back in any order."""
 
     @initialize()
     def start(self) -> None:
