@@ -53,7 +53,7 @@ class LiveHub:
 
     def __init__(
         self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE,
-        start_sender: Callable[[HubSettings], Broadcaster] = BroadcasterProcess,
+        start_broadcaster: Callable[[HubSettings], Broadcaster] = BroadcasterProcess,
     ) -> None:
         self.path, self.config = path, config
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short
@@ -62,7 +62,7 @@ class LiveHub:
             config, run_id="run", run_dir=path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
             bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
             restore_path=None,
-        ), start_sender=start_sender)
+        ), start_broadcaster=start_broadcaster)
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._gone.is_set,), name="hub")
         self._thread.start()

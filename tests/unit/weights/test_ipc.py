@@ -95,11 +95,11 @@ def test_a_broadcaster_that_says_nothing_is_left_out_for_a_while_and_its_success
     hangs = threading.Event()
     slots.document.before_fill = lambda index: hangs.wait(NEVER_S)
     reader = slots.reader()
-    with pytest.raises(NotAvailable, match="bucket 0 .* did not come to its slot in time"):
+    with pytest.raises(NotAvailable, match="bucket 0 .* did not arrive in time"):
         slots.read(reader, server)
 
     monkeypatch.setattr(reader.context, "socket", lambda kind: pytest.fail("it was asked again"))
-    with pytest.raises(NotAvailable, match="did not answer lately and is left out for 30 s"):
+    with pytest.raises(NotAvailable, match="did not answer and is skipped for 30 s"):
         slots.read(reader, server)
     monkeypatch.undo()
 
@@ -126,7 +126,7 @@ def test_a_silence_is_noticed_although_every_fetch_of_it_is_abandoned_for_a_newe
         finally:
             timer.cancel()
 
-    until(lambda: "left out" in newer_version())
+    until(lambda: "is skipped" in newer_version())
     hangs.set()
 
 
