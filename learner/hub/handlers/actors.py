@@ -123,7 +123,7 @@ class ActorHandler:
         assert weights.manifest is not None
         self._send(routing_id, Welcome(
             protocol=PROTOCOL, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
-            version=weights.manifest.ref.version, lineage=ledger.lineage, limits=settings.limits,
+            version=weights.manifest.ref.version, lineage=ledger.versions.lineage, limits=settings.limits,
             task=settings.welcome_task.encode(), layout=weights.layout, manifest=weights.manifest,
             offers=self._broadcast.offers(actor), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
             assets_digest=weights.assets_digest, settled_upto=result.settled_upto, settled=tuple(result.settled),
@@ -182,7 +182,7 @@ class ActorHandler:
         self._announce_again(actor, beat if quarantined else trusted, now)
         self._num_heartbeats += 1
         self._send(actor.routing_id, HubHeartbeat(
-            self._num_heartbeats, hub.settings.learner_epoch, hub.ledger.version, hub.ledger.min_useful(),
+            self._num_heartbeats, hub.settings.learner_epoch, hub.ledger.version, hub.ledger.lag.min_useful(),
             hub.waiting_for[:128],
         ))
 

@@ -106,15 +106,15 @@ class RankHandler:
             case StepDone():
                 ledger.trained(message.version, message.skipped, message.reason)
                 if message.bounds is not None:
-                    ledger.set_bounds(*message.bounds)
+                    ledger.lag.set_bounds(*message.bounds)
             case Publish():
                 self._hub.weights.publish(message, now)
-                ledger.publish(message.manifest.ref)
+                ledger.versions.published(message.manifest.ref)
                 self._broadcast.published(message, now)
             case BroadcastUp() | BroadcastReport():
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
-                ledger.eval_request(message.eval_id, message.version, message.num_prompts, now)
+                ledger.evals.request(message.eval_id, message.version, message.num_prompts)
                 self._evals.add(message.eval_id)
             case SnapshotRequest():
                 self._send(0, Snapshot(message.version, ledger.freeze(message.version)))
@@ -157,7 +157,7 @@ class RankHandler:
         self._shares[0] = msgspec.structs.replace(self._shares[0], stats=self._counters())
 
     def _finish_eval(self, eval_id: int) -> None:
-        outcome = self._hub.ledger.eval_result(eval_id)
+        outcome = self._hub.ledger.evals.outcome(eval_id)
         if outcome is None or not outcome.done:
             return
         self._evals.discard(eval_id)

@@ -117,9 +117,9 @@ class Acceptance:
     def _accept_train(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
         """Take a training group in; True if its delivery needs no checkpoint. Raises _Refused."""
         record = self.groups.live.get(group.group_id)
-        grant = record.grants.get(group.attempt) if record is not None else None
-        mine = grant is not None and grant.actor_id == actor.actor_id
-        summaries = self._check_content(group, grant.members if mine else range(self.settings.group_size))
+        mine = record is not None and record.was_granted(actor.actor_id, group.attempt)
+        leased = record.grants[group.attempt].members if mine else range(self.settings.group_size)
+        summaries = self._check_content(group, leased)
         if record is None:
             record = self._find(actor, group, summaries)
         elif not mine and not actor.survived_restart:
@@ -183,7 +183,7 @@ class Acceptance:
         if not stale:
             return
         oldest = min(span.version for one in stale for span in one.spans)
-        if record.lease is not None and record.lease.is_of(actor.actor_id, group.attempt):
+        if record.is_with(actor.actor_id, group.attempt):
             self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
             self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
             self.lifecycle.expire_stale(record)
@@ -211,7 +211,7 @@ class Acceptance:
     def _settle_lease(self, actor: Actor, record: GroupRecord, group: Group, fresh: set[int], now: float) -> None:
         """End the open lease if this message completes or ends it, and move the group on."""
         lease = record.lease
-        current = lease is not None and lease.is_of(actor.actor_id, group.attempt)
+        current = record.is_with(actor.actor_id, group.attempt)
         complete = len(record.members) == self.settings.group_size
         over = current and group.outcome != Outcome.PARTIAL
         # First valid completion wins; an attempt that lost part of its members to another is called off.
@@ -228,7 +228,7 @@ class Acceptance:
         """RETURNED without members. From an attempt that is no longer current it changes nothing."""
         reason = group.reason
         self.counts[f"num_returned_{reason.name.lower()}"] += 1
-        if record.lease is None or not record.lease.is_of(actor.actor_id, group.attempt):
+        if not record.is_with(actor.actor_id, group.attempt):
             return
         self.actors.detach(record, revoke=False)
         if reason in HOPELESS:
@@ -241,26 +241,25 @@ class Acceptance:
     def _accept_eval(self, actor: Actor, group: Group, now: float) -> bool:
         """The same order of tests, without capacity and age; durable at once. Raises _Refused."""
         summaries = self._check_content(group, (0,))
-        item = self.evals.item(group.group_id)
+        record = self.evals.record(group.group_id)
         name = f"evaluation group {group.group_id:#x}"
-        if item is None:
+        if record is None:
             raise _Refused(RejectReason.NO_LEASE, f"{name} is not under way")
-        if item.grants.get(group.attempt) != actor.actor_id:
+        if not record.was_granted(actor.actor_id, group.attempt):
             raise _Refused(
                 RejectReason.NO_LEASE, f"{name} attempt {group.attempt} was never leased to {actor.actor_id}",
                 strike=not actor.survived_restart,
             )
         scored = [one for one in summaries if not one.aborted]
-        if scored and not item.open:
+        if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
             raise _Refused(RejectReason.DUPLICATE, f"{name} has its score")
         self._check_versions(group, summaries)
-        current = item.lease is not None and item.lease.is_of(actor.actor_id, group.attempt)
+        current = record.is_with(actor.actor_id, group.attempt)
         if scored:
-            holder = self.actors.get(item.lease.actor_id) if item.lease is not None else None
-            if holder is not None:
-                holder.end_lease(group.group_id, revoke=not current)
+            if record.lease is not None:
+                self.actors.detach(record, revoke=not current)
             self.counts["num_eval_groups"] += 1
-            self.evals.finish(group.group_id, scored[0])
+            self.evals.finish(record, scored[0])
         elif current:
             self.actors.release(group.group_id, now, failed=_is_failure(group))
         return True

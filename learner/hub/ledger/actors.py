@@ -148,8 +148,9 @@ class ActorTable:
     def release(self, group_id: int, now: float, *, failed: bool, revoke: bool = False) -> None:
         """End an open lease without data; its group goes back to the pool or runs out of attempts."""
         if group_id & EVAL_BIT:
-            lease = self._evals.release(group_id, failed=failed)
-            self._actors[lease.actor_id].end_lease(group_id, revoke=revoke)
+            record = self._evals.record(group_id)
+            self.detach(record, revoke=revoke)
+            self._evals.release(record, failed=failed)
         else:
             record = self._lifecycle.groups.live[group_id]
             self.detach(record, revoke=revoke)
@@ -293,8 +294,8 @@ class Handshake:
         """Whether a lease that a HELLO lists goes on: it must be this actor's, and its group with no other actor."""
         group_id, attempt = ref
         if group_id & EVAL_BIT:
-            item = self.evals.item(group_id)
-            return item is not None and item.lease is not None and item.lease.is_of(actor.actor_id, attempt)
+            record = self.evals.record(group_id)
+            return record is not None and record.is_with(actor.actor_id, attempt)
         groups = self.lifecycle.groups
         if group_id >= groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
             return False
@@ -302,14 +303,13 @@ class Handshake:
         if record is None:
             return False
         if record.lease is not None:
-            return record.lease.is_of(actor.actor_id, attempt)
-        grant = record.grants.get(attempt)
-        mine = grant is not None and grant.actor_id == actor.actor_id
+            return record.is_with(actor.actor_id, attempt)
+        mine = record.was_granted(actor.actor_id, attempt)
         full = len(actor.train.leases) >= actor.train.limit
         if record.state is not GroupState.READY or not (mine or actor.survived_restart) or full:
             return False
         missing = self.lifecycle.missing(record)
-        members = grant.members if mine else missing
+        members = record.grants[attempt].members if mine else missing
         if not set(members) <= set(missing):
             return False
         self.actors.lease(actor, record, attempt, members, now)

@@ -1,14 +1,14 @@
 """What each incarnation of each actor has delivered: the tables that make a repeated message harmless.
 
-A sequence number is *settled* once it has a verdict and *durable* once its outcome is in a published checkpoint (or
-never will matter again). Both are a low-water mark plus bits above it. A rejected number is durable at once: its sender
-forgets it, so nobody will ever send it again.
+A sequence number is *settled* once it is accepted or rejected, and *durable* once its outcome is in a published
+checkpoint or will never matter again. A rejected number is durable at once: its sender forgets it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
@@ -25,36 +25,33 @@ _MAX_RANGES = 256
 _MAX_REJECTED = 64
 
 
+@dataclass(slots=True)
 class SeqWindow:
     """A set of positive integers: everything up to `upto`, and bits above it."""
 
-    __slots__ = ("bits", "upto")
-
-    def __init__(self, upto: int = 0, bits: int = 0) -> None:
-        self.upto = upto
-        self.bits = bits
+    upto: int = 0
+    bits: int = 0
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.upto or bool(self.bits >> (seq - self.upto - 1) & 1)
 
     def add(self, seq: int) -> None:
-        if seq <= self.upto:
-            return
-        self.bits |= 1 << (seq - self.upto - 1)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Move `upto` over the ones that touch it."""
-        num_ones = (~self.bits & (self.bits + 1)).bit_length() - 1
-        self.upto += num_ones
-        self.bits >>= num_ones
+        if seq > self.upto:
+            self.bits |= 1 << (seq - self.upto - 1)
+            self._absorb()
 
     def raise_to(self, upto: int) -> None:
         """Add everything up to a number, however far it is."""
         if upto > self.upto:
             self.bits >>= upto - self.upto
             self.upto = upto
-            self._settle()
+            self._absorb()
+
+    def _absorb(self) -> None:
+        """Move `upto` over the ones that touch it."""
+        num_ones = (~self.bits & (self.bits + 1)).bit_length() - 1
+        self.upto += num_ones
+        self.bits >>= num_ones
 
     def ranges(self) -> tuple[SeqRange, ...]:
         """What lies above `upto`, as inclusive ranges."""
@@ -85,7 +82,7 @@ def outbox_error(outbox: Sequence[SeqRange], next_seq: int, window: int) -> str 
 
 
 class DedupRow(Struct, array_like=True):
-    """A sender as the checkpoint stores it. Bits travel as bytes: they are wider than any integer on the wire."""
+    """A sender in the checkpoint. Bits are stored as bytes: they are wider than any integer of the format."""
 
     actor_id: str
     incarnation: int
@@ -116,19 +113,12 @@ class DedupEntry:
         """Where a number falls: not yet judged, judged before, or further ahead than any honest sender goes."""
         if seq in self.settled:
             return "repeat"
-        if seq > self.settled.upto + self._window:
-            return "beyond"
-        return "new"
+        return "beyond" if seq > self.settled.upto + self._window else "new"
 
     def forget_all_but(self, outbox: Sequence[SeqRange], next_seq: int) -> None:
-        """The sender's own word: it will never again send a number below `next_seq` that is not in its outbox.
-
-        Without this a number whose ack the sender acted on, but which no checkpoint remembers, would hold the low-water
-        mark down for ever after a restart.
-
-        Args:
-            outbox: valid by `outbox_error`.
-        """
+        """The sender will never again send a number below `next_seq` outside its outbox, valid by `outbox_error`."""
+        # A number whose ack the sender acted on, but which no checkpoint remembers, would otherwise hold the low-water
+        # mark down forever after a restart.
         starts = [first for first, _ in outbox] + [next_seq]
         ends = [last for _, last in outbox]
         for seqs in (self.settled, self.durable):
@@ -152,7 +142,7 @@ class DedupEntry:
                 self._rejections.popitem(last=False)
 
     def repeat(self, seq: int) -> None:
-        """Say again what was said about this number."""
+        """Put what was answered about this number into the next ack again."""
         if seq in self._rejections:
             self._to_reject[seq] = self._rejections[seq]
         elif seq > self.settled.upto:
@@ -167,7 +157,7 @@ class DedupEntry:
             self._to_make_durable.add(seq)
 
     def take_ack(self) -> Ack | None:
-        """The next ack, or None if there is nothing to say. What does not fit one message stays for the next."""
+        """The next ack, or None if there is none due. What does not fit one message stays for the next."""
         accepted = as_ranges(sorted(seq for seq in self._to_accept if seq > self.settled.upto))
         durable = as_ranges(sorted(seq for seq in self._to_make_durable if seq > self.durable.upto))
         rejected = list(self._to_reject.items())
@@ -192,20 +182,20 @@ class DedupEntry:
 
 
 class DedupTable:
-    """All senders the hub remembers, and the incarnations that may never come back."""
+    """All senders the hub remembers, and the incarnations that may never return."""
 
     def __init__(self, window: int) -> None:
         self.num_saves = 0
         self._window = window
-        self._senders: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
         self._current: dict[str, int] = {}
         self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._senders)
+        return len(self._entries)
 
     def get(self, actor_id: str, incarnation: int) -> DedupEntry | None:
-        return self._senders.get((actor_id, incarnation))
+        return self._entries.get((actor_id, incarnation))
 
     def is_fenced(self, actor_id: str, incarnation: int) -> bool:
         return incarnation in self._fenced.get(actor_id, ())
@@ -213,19 +203,16 @@ class DedupTable:
     def open(self, actor_id: str, incarnation: int) -> tuple[DedupEntry, int | None]:
         """The sender of a HELLO, and the incarnation that it supersedes, if any."""
         older = self._current.get(actor_id)
-        if older is not None and older != incarnation:
-            self._fence(actor_id, older)
-        else:
-            older = None
+        fenced = older if older != incarnation else None
+        if fenced is not None:
+            self._fence(actor_id, fenced)
         self._current[actor_id] = incarnation
-        sender = self._senders.get((actor_id, incarnation))
-        if sender is None:
-            sender = self._senders[actor_id, incarnation] = DedupEntry(actor_id, incarnation, self._window)
-        sender.departed_at = None
-        return sender, older
+        entry = self._entries.setdefault((actor_id, incarnation), DedupEntry(actor_id, incarnation, self._window))
+        entry.departed_at = None
+        return entry, fenced
 
     def make_durable(self, deliveries: Iterable[Delivery]) -> None:
-        """These will never matter again; senders that are forgotten by now do not ask."""
+        """The outcome of these is settled for good; a sender that is forgotten by now needs no ack."""
         for delivery in deliveries:
             entry = self.get(delivery.actor_id, delivery.incarnation)
             if entry is not None:
@@ -233,20 +220,20 @@ class DedupTable:
 
     def depart(self, actor_id: str, incarnation: int) -> None:
         """Its link is gone; it may come back, so it is remembered for a while."""
-        sender = self._senders.get((actor_id, incarnation))
-        if sender is None:
+        entry = self.get(actor_id, incarnation)
+        if entry is None:
             return
-        sender.departed_at = self.num_saves
-        self._senders.move_to_end((actor_id, incarnation))
-        departed = [key for key, one in self._senders.items() if one.departed_at is not None]
+        entry.departed_at = self.num_saves
+        self._entries.move_to_end((actor_id, incarnation))
+        departed = [key for key, one in self._entries.items() if one.departed_at is not None]
         for key in departed[: max(0, len(departed) - MAX_DEPARTED)]:
             self._forget(key)
 
     def saved(self) -> None:
         """A checkpoint was published: fenced senders that two of them have seen are forgotten."""
         self.num_saves += 1
-        for key, sender in list(self._senders.items()):
-            gone = sender.departed_at is not None and self.num_saves - sender.departed_at >= FORGET_AFTER_SAVES
+        for key, entry in list(self._entries.items()):
+            gone = entry.departed_at is not None and self.num_saves - entry.departed_at >= FORGET_AFTER_SAVES
             if gone and self.is_fenced(*key):
                 self._forget(key)
 
@@ -258,12 +245,12 @@ class DedupTable:
         self.depart(actor_id, incarnation)
 
     def _forget(self, key: tuple[str, int]) -> None:
-        del self._senders[key]
+        del self._entries[key]
         if self._current.get(key[0]) == key[1]:
             del self._current[key[0]]
 
     def rows(self) -> list[DedupRow]:
-        return [sender.row() for sender in self._senders.values()]
+        return [entry.row() for entry in self._entries.values()]
 
     def fenced_rows(self) -> list[tuple[str, list[int]]]:
         return [(actor_id, list(incarnations)) for actor_id, incarnations in self._fenced.items()]
@@ -277,7 +264,7 @@ class DedupTable:
             entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
             entry.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
             entry.departed_at = 0
-            self._senders[row.actor_id, row.incarnation] = entry
+            self._entries[row.actor_id, row.incarnation] = entry
             if not self.is_fenced(row.actor_id, row.incarnation):
                 self._current[row.actor_id] = row.incarnation
 

@@ -1,16 +1,16 @@
 """Evaluation groups: one member each, outside capacity and age, never trained on, forgotten with the learner.
 
-Their numbers carry `EVAL_BIT`, the evaluation's id and the prompt's index, so nothing about them needs a table on disk.
+A group's number holds `EVAL_BIT`, the evaluation's id and the prompt's index, so a checkpoint need not store it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import nan
 
-from learner.hub.ledger.groups import OpenLease
+from learner.hub.ledger.groups import GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, MemberStatus
 from streamrl.messages.validate import MemberSummary
 
@@ -39,48 +39,28 @@ class EvalOutcome:
 
 
 @dataclass(slots=True)
-class EvalItem:
-    """One prompt of an evaluation."""
-
-    next_attempt: int = 0
-    num_failures: int = 0
-    lease: OpenLease | None = None
-    grants: dict[int, str] = field(default_factory=dict)
-    facts: MemberSummary | None = None
-    failed: bool = False
-
-    @property
-    def open(self) -> bool:
-        return self.facts is None and not self.failed
-
-
-@dataclass(slots=True)
 class EvalRun:
     eval_id: int
     version: int
-    items: list[EvalItem]
-    waiting: list[int]  # indices to lease, last one first
+    records: list[GroupRecord]  # HELD with their score, DROPPED after too many failures
+    waiting: list[GroupRecord]  # to lease, last one first
 
     def outcome(self) -> EvalOutcome:
-        facts = [item.facts for item in self.items if item.facts is not None]
-        num = len(facts)
+        scored = [record.members[0] for record in self.records if record.members]
+        names = sorted({name for one in scored for name in one.scores})
         return EvalOutcome(
-            eval_id=self.eval_id, version=self.version, num_prompts=len(self.items), num_scored=num,
-            num_failed=sum(item.failed for item in self.items),
-            score=sum(one.scores.get("score", one.reward) for one in facts) / num if num else nan,
-            reward=sum(one.reward for one in facts) / num if num else nan,
-            mean_tokens=sum(one.num_action_tokens for one in facts) / num if num else nan,
-            truncated_fraction=sum(one.status == MemberStatus.TRUNCATED for one in facts) / num if num else nan,
-            scores=_mean_scores(facts),
+            eval_id=self.eval_id, version=self.version, num_prompts=len(self.records), num_scored=len(scored),
+            num_failed=sum(record.state is GroupState.DROPPED for record in self.records),
+            score=_mean([one.scores.get("score", one.reward) for one in scored]),
+            reward=_mean([one.reward for one in scored]),
+            mean_tokens=_mean([one.num_action_tokens for one in scored]),
+            truncated_fraction=_mean([one.status == MemberStatus.TRUNCATED for one in scored]),
+            scores={name: _mean([one.scores[name] for one in scored if name in one.scores]) for name in names},
         )
 
 
-def _mean_scores(facts: Sequence[MemberSummary]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for one in facts:
-        for name, value in one.scores.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else nan
 
 
 class EvalTable:
@@ -91,73 +71,49 @@ class EvalTable:
         self._runs: OrderedDict[int, EvalRun] = OrderedDict()
 
     def request(self, eval_id: int, version: int, num_prompts: int) -> None:
-        """Start one.
+        """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
 
         Raises:
-            ValueError: the id is in use, or there is nothing to score.
+            ValueError: the id was used before, or num_prompts is 0.
         """
         if eval_id in self._runs:
             raise ValueError(f"evaluation {eval_id} was already asked for: use a new id")
         if num_prompts < 1:
             raise ValueError(f"evaluation {eval_id} has num_prompts={num_prompts}: ask for at least one")
-        items = [EvalItem() for _ in range(num_prompts)]
-        self._runs[eval_id] = EvalRun(eval_id, version, items, list(range(num_prompts - 1, -1, -1)))
+        records = [GroupRecord(EVAL_BIT | eval_id << 32 | index, index, 0) for index in range(num_prompts)]
+        self._runs[eval_id] = EvalRun(eval_id, version, records, records[::-1])
         finished = [key for key, run in self._runs.items() if run.outcome().done]
         for key in finished[: max(0, len(finished) - MAX_FINISHED)]:
             del self._runs[key]
 
     def outcome(self, eval_id: int) -> EvalOutcome | None:
+        """How that evaluation stands (`.done` when it has ended), or None if it is not known."""
         run = self._runs.get(eval_id)
         return run.outcome() if run is not None else None
 
-    def next_for(self, version: int) -> tuple[int, int] | None:
-        """(group_id, version asked for) of the next item that weights of this version may score."""
-        for run in self._runs.values():
-            if run.waiting and run.version <= version:
-                return group_id_of(run.eval_id, run.waiting[-1]), run.version
-        return None
+    def next_for(self, version: int) -> EvalRun | None:
+        """The oldest evaluation with something to lease that weights of this version may score."""
+        return next((run for run in self._runs.values() if run.waiting and run.version <= version), None)
 
-    def lease(self, group_id: int, actor_id: str, now: float) -> OpenLease:
-        """Give the item that `next_for` named to an actor."""
-        run = self._runs[split_id(group_id)[0]]
-        item = run.items[run.waiting.pop()]
-        item.lease = OpenLease(item.next_attempt, actor_id, (0,), now, now)
-        item.grants[item.next_attempt] = actor_id
-        item.next_attempt += 1
-        return item.lease
+    def record(self, group_id: int) -> GroupRecord | None:
+        run, index = self._runs.get((group_id & ~EVAL_BIT) >> 32), group_id & 0xFFFFFFFF
+        return run.records[index] if run is not None and index < len(run.records) else None
 
-    def item(self, group_id: int) -> EvalItem | None:
-        eval_id, index = split_id(group_id)
-        run = self._runs.get(eval_id)
-        return run.items[index] if run is not None and index < len(run.items) else None
+    def finish(self, record: GroupRecord, summary: MemberSummary) -> None:
+        """The prompt has its score, whichever actor held the lease."""
+        record.members[0], record.lease, record.state = summary, None, GroupState.HELD
+        run = self._run_of(record)
+        if record in run.waiting:
+            run.waiting.remove(record)
 
-    def finish(self, group_id: int, facts: MemberSummary) -> None:
-        """The item has its score, whoever held the lease."""
-        item = self.item(group_id)
-        assert item is not None and item.open
-        item.facts, item.lease = facts, None
-        waiting = self._runs[split_id(group_id)[0]].waiting
-        if split_id(group_id)[1] in waiting:
-            waiting.remove(split_id(group_id)[1])
-
-    def release(self, group_id: int, *, failed: bool) -> OpenLease:
+    def release(self, record: GroupRecord, *, failed: bool) -> None:
         """The lease ended without a score: back to the pool, or given up after `max_attempts` failures."""
-        item = self.item(group_id)
-        assert item is not None and item.lease is not None
-        lease, item.lease = item.lease, None
-        item.num_failures += failed
-        if item.num_failures >= self._max_attempts:
-            item.failed = True
+        record.lease = None
+        record.num_failures += failed
+        if record.num_failures >= self._max_attempts:
+            record.state = GroupState.DROPPED
         else:
-            eval_id, index = split_id(group_id)
-            self._runs[eval_id].waiting.append(index)
-        return lease
+            self._run_of(record).waiting.append(record)
 
-
-def group_id_of(eval_id: int, index: int) -> int:
-    return EVAL_BIT | eval_id << 32 | index
-
-
-def split_id(group_id: int) -> tuple[int, int]:
-    """(eval_id, index) of an evaluation group's number."""
-    return (group_id & ~EVAL_BIT) >> 32, group_id & 0xFFFFFFFF
+    def _run_of(self, record: GroupRecord) -> EvalRun:
+        return self._runs[(record.group_id & ~EVAL_BIT) >> 32]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from learner.hub.ledger.actors import Actor, ActorTable
-from learner.hub.ledger.evals import EvalTable, split_id
+from learner.hub.ledger.evals import EvalRun, EvalTable
 from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.prompts import PromptStream, member_seed
@@ -116,22 +116,23 @@ class Grants:
     def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
         leases: list[Lease] = []
         while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
-            found = self.evals.next_for(actor.installed.version)
-            if found is None:
+            run = self.evals.next_for(actor.installed.version)
+            if run is None:
                 break
-            leases.append(self._lease_eval(actor, *found, now))
+            leases.append(self._lease_eval(actor, run, now))
         return leases
 
-    def _lease_eval(self, actor: Actor, group_id: int, version: int, now: float) -> Lease:
-        lease = self.evals.lease(group_id, actor.actor_id, now)
-        _, index = split_id(group_id)
-        actor.eval.leases[group_id] = lease
+    def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
+        record = run.waiting.pop()
+        index = record.prompt_index
+        lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
+        actor.eval.leases[record.group_id] = lease
         actor.eval.free -= 1
         self.counts["num_eval_leases"] += 1
         # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
-        asked_for = self.versions.usable(VersionRef(self.versions.learner_epoch, version))
+        asked_for = self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
         return Lease(
-            group_id=group_id, attempt=lease.attempt, prompt_index=index, pass_index=0,
+            group_id=record.group_id, attempt=lease.attempt, prompt_index=index, pass_index=0,
             prompt=self.eval_record(index) if self.eval_record is not None else None, members=(0,),
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | index, 0),),

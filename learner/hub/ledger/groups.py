@@ -64,9 +64,6 @@ class OpenLease(Struct):
     seen: bool = False
     """A heartbeat of its actor has named it, so it did arrive."""
 
-    def is_of(self, actor_id: str, attempt: int) -> bool:
-        return (self.actor_id, self.attempt) == (actor_id, attempt)
-
 
 class GroupRecord(Struct, array_like=True):
     """A live group. `frames` are accepted GROUP frames in order of arrival; `members` those completed so far."""
@@ -87,6 +84,20 @@ class GroupRecord(Struct, array_like=True):
     first_granted_at: float | None = None
     max_lag: int = 0
     """The largest bound that was in force when one of its leases was granted: what its actors were promised."""
+
+    def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
+        self.lease = OpenLease(attempt, actor_id, members, now, now)
+        self.grants[attempt] = Grant(actor_id, members)
+        self.next_attempt = max(self.next_attempt, attempt + 1)
+        return self.lease
+
+    def is_with(self, actor_id: str, attempt: int) -> bool:
+        """Whether this actor has the open lease, under this attempt."""
+        return self.lease is not None and (self.lease.actor_id, self.lease.attempt) == (actor_id, attempt)
+
+    def was_granted(self, actor_id: str, attempt: int) -> bool:
+        """Whether this attempt, open or not, was this actor's."""
+        return attempt in self.grants and self.grants[attempt].actor_id == actor_id
 
 
 @dataclass(frozen=True, slots=True)

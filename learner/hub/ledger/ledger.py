@@ -4,7 +4,7 @@
     time           tick: expired leases, silent actors, overdue groups
     durability     freeze -> saved; restore after a crash
     actors         hello -> beat, installed ... drain -> bye        (or suspend, evict)
-    the rest       publish, set_bounds, evaluations, counters
+    one table      versions.published, lag.set_bounds, evals.request and outcome: such verbs are the table's own
 
 It is a pure state machine: no socket, no clock, no thread, no randomness. `now` is the caller's monotonic time in
 seconds, and every answer is a value. Its promises:
@@ -15,7 +15,7 @@ seconds, and every answer is a value. Its promises:
     an actor never holds more training leases than it has slots
 
 It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and of a part for each long verb (`grant`,
-`accept`, `cut`, the handshake in `actors`); `lifecycle` has the transitions of a group that they share.
+`accept`, `cut`, the handshake in `actors`), which names the tables it uses; `lifecycle` has the transitions they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from learner.hub.ledger.accept import Acceptance, AcceptResult
 from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake, JoinResult
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.dedup import DedupTable
-from learner.hub.ledger.evals import EvalOutcome, EvalTable
+from learner.hub.ledger.evals import EvalTable
 from learner.hub.ledger.filters import GroupFilter, keep_all
 from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.groups import GroupState, GroupTable, HeldGroup, SettledSinceCheckpoint
@@ -144,10 +144,6 @@ class Ledger:
     def why_waiting(self, now: float) -> str:
         """What the next batch waits for, as a sentence for a person."""
         return self.cutter.why_waiting(now)
-
-    def held_groups(self) -> list[HeldGroup]:
-        """Complete groups that wait for a batch, in dispatch order, as of the present version."""
-        return [self.lag.held(record, self.version) for record in self.groups.in_state(GroupState.HELD)]
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -317,49 +313,8 @@ class Ledger:
         return self.versions.current
 
     @property
-    def eta(self) -> int:
-        return self.lag.eta
-
-    @property
     def max_lag(self) -> int:
         return self.lag.max_lag
-
-    @property
-    def lineage(self) -> tuple[Lineage, ...]:
-        """For WELCOME: the versions of every epoch that lie on this history."""
-        return self.versions.lineage
-
-    def publish(self, ref: VersionRef) -> None:
-        """A version was announced: its tokens are accepted from now on."""
-        self.versions.published(ref)
-
-    def min_useful(self) -> VersionRef:
-        """For the hub's heartbeat: a group that began with anything older can only be refused."""
-        return self.lag.min_useful()
-
-    def set_bounds(self, eta: int, max_lag: int) -> None:
-        """Move the lead and the bound of a running hub.
-
-        Raising acts at once. Lowering drains: what was leased under a wider bound keeps it and is trained, and nothing
-        new is drawn until the lead has shrunk. So every group is trained within the larger of the bound at its grant
-        and the bound now, and lowering throws nothing away.
-
-        Raises:
-            ValueError: the pair contradicts itself; nothing is changed.
-        """
-        self.lag.move(eta, max_lag)
-
-    def eval_request(self, eval_id: int, version: int, num_prompts: int, now: float) -> None:
-        """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
-
-        Raises:
-            ValueError: the id was used before, or num_prompts is 0.
-        """
-        self.evals.request(eval_id, version, num_prompts)
-
-    def eval_result(self, eval_id: int) -> EvalOutcome | None:
-        """How that evaluation stands (`.done` when it has ended), or None if it is not known."""
-        return self.evals.outcome(eval_id)
 
     def counters(self) -> dict[str, float]:
         """Everything counted since the run began, and how many groups and leases there are now."""
@@ -371,7 +326,7 @@ class Ledger:
             num_groups_held=float(self.groups.num(GroupState.HELD)),
             num_groups_in_batch=float(self.groups.num(GroupState.IN_BATCH)),
             num_actors=float(len(self.actors)),
-            eta=float(self.eta),
+            eta=float(self.lag.eta),
             max_lag=float(self.max_lag),
         )
         return counts

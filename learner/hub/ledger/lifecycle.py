@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from learner.hub.ledger.dedup import DedupTable
 from learner.hub.ledger.filters import GroupFilter
-from learner.hub.ledger.groups import Grant, GroupRecord, GroupState, GroupTable, OpenLease
+from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenLease
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import LagBounds, Versions
@@ -50,14 +50,11 @@ class GroupLifecycle:
         self, record: GroupRecord, actor_id: str, attempt: int, members: tuple[int, ...], now: float
     ) -> OpenLease:
         """A READY group goes out to an actor."""
-        record.lease = OpenLease(attempt, actor_id, members, now, now)
-        record.grants[attempt] = Grant(actor_id, members)
-        record.next_attempt = max(record.next_attempt, attempt + 1)
         record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
         record.holder = ""
         record.max_lag = max(record.max_lag, self.lag.max_lag)
         self.groups.move(record, GroupState.LEASED)
-        return record.lease
+        return record.lease_to(actor_id, attempt, members, now)
 
     def retry(self, record: GroupRecord, now: float, *, failed: bool) -> None:
         """An attempt ended and members are missing: by policy the group waits again, is held as it is, or dropped."""

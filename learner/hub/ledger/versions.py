@@ -35,7 +35,7 @@ class Versions:
 
     @property
     def lineage(self) -> tuple[Lineage, ...]:
-        """Every epoch's versions that lie on this history, the present epoch last."""
+        """For WELCOME: every epoch's versions that lie on this history, the present epoch last."""
         return (*self._past.values(), Lineage(self.learner_epoch, self._first, self._last))
 
     def known(self, learner_epoch: int, version: int) -> bool:
@@ -85,8 +85,16 @@ class LagBounds:
         self._lowered: list[tuple[int, int]] = []  # (bound that was lowered, version up to which it may still bind)
         self._drawn_before = 0  # live groups when eta was lowered: the only ones that may exceed capacity
 
-    def move(self, eta: int, max_lag: int) -> None:
-        """See `Ledger.set_bounds`."""
+    def set_bounds(self, eta: int, max_lag: int) -> None:
+        """Move the lead and the bound of a running hub.
+
+        Raising acts at once. Lowering drains: what was leased under a wider bound keeps it and is trained, and nothing
+        new is drawn until the lead has shrunk. So every group is trained within the larger of the bound at its grant
+        and the bound now, and lowering throws nothing away.
+
+        Raises:
+            ValueError: the pair contradicts itself; nothing is changed.
+        """
         self._settings.check_bounds(eta, max_lag)
         version = self._versions.current
         if max_lag < self.max_lag:
@@ -127,7 +135,7 @@ class LagBounds:
         return max(record.max_lag, self.max_lag)
 
     def min_useful(self) -> VersionRef:
-        """A group that began with anything older than this version can only be refused."""
+        """For the hub's heartbeat: a group that began with anything older can only be refused."""
         if self._masks_old_tokens:
             return VersionRef(0, 0)  # the young end of a sequence is of use, however old its beginning
         version = self._versions.current

@@ -39,7 +39,7 @@ def settings_of(*words: str, run_dir: Path = Path("/nowhere"), bind: str = "tcp:
 
 def ledger_of(*words: str) -> Ledger:
     ledger = build_ledger(settings_of(*words))
-    ledger.publish(VersionRef(1, 0))
+    ledger.versions.published(VersionRef(1, 0))
     return ledger
 
 
@@ -71,7 +71,7 @@ def test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run(word, num
 
 def test_an_evaluation_only_run_still_leases_evaluations():
     ledger = ledger_of("trainer.eval_only=true")
-    ledger.eval_request(0, version=0, num_prompts=3, now=0.0)
+    ledger.evals.request(0, version=0, num_prompts=3)
 
     assert [lease.purpose for lease in joined(ledger).ask(free_eval=9)] == [1, 1, 1]
 
@@ -117,7 +117,7 @@ def test_another_task_or_another_option_of_it_gives_other_prompts(tmp_path):
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.8), ("top_k", 9), ("min_p", 0.125)])
 def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
     ledger = ledger_of(f"rollout.{split}.sampling.{name}={value}")
-    ledger.eval_request(0, version=0, num_prompts=1, now=0.0)
+    ledger.evals.request(0, version=0, num_prompts=1)
     leases = joined(ledger).ask(free_eval=1)
 
     for lease in leases:
@@ -190,9 +190,9 @@ def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
         shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
     )
     ledger = build_ledger(settings)
-    ledger.publish(VersionRef(1, 0))
+    ledger.versions.published(VersionRef(1, 0))
 
-    assert (ledger.eta, ledger.max_lag) == (5, 6)
+    assert (ledger.lag.eta, ledger.max_lag) == (5, 6)
     assert len(joined(ledger).ask()) == 2 * (5 + 1)
 
 

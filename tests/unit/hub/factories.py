@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import hypothesis
 
+from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import AcceptResult, Ledger, LedgerSettings
 from learner.hub.ledger.prompts import PromptStream
 from streamrl.messages import (
@@ -56,7 +57,7 @@ def ledger_arguments(**changes: object) -> dict[str, object]:
 def make_ledger(kind: type[Ledger] = Ledger, *, keep_group=None, **changes: object) -> Ledger:
     arguments = ledger_arguments() if keep_group is None else ledger_arguments(keep_group=keep_group)
     ledger = kind(settings(**changes), **arguments)  # type: ignore[arg-type]
-    ledger.publish(VersionRef(1, 0))
+    ledger.versions.published(VersionRef(1, 0))
     return ledger
 
 
@@ -185,13 +186,18 @@ class FakeActor:
             self.leases.pop(ref, None)
 
 
+def held_groups(ledger: Ledger) -> list[HeldGroup]:
+    """Complete groups that wait for a batch, in dispatch order, as they would be trained now."""
+    return [ledger.lag.held(record, ledger.version) for record in ledger.groups.in_state(GroupState.HELD)]
+
+
 def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
     """Cut a batch and train on it at once; the group ids."""
     batch = ledger.cut_batch(ledger.version)
     assert batch is not None, ledger.why_waiting(0.0)
     ledger.trained(ledger.version + (not skipped), skipped, "")
     if not skipped:
-        ledger.publish(VersionRef(ledger.versions.learner_epoch, ledger.version))
+        ledger.versions.published(VersionRef(ledger.versions.learner_epoch, ledger.version))
     return [group.group_id for group in batch]
 
 
@@ -200,5 +206,5 @@ def restart(ledger: Ledger, state: bytes) -> Ledger:
     epoch = ledger.versions.learner_epoch + 1
     arguments = ledger_arguments(learner_epoch=epoch, keep_group=ledger.lifecycle.keep_group)
     successor = type(ledger).restore(state, ledger.settings, **arguments)  # type: ignore[arg-type]
-    successor.publish(VersionRef(successor.versions.learner_epoch, successor.version))
+    successor.versions.published(VersionRef(successor.versions.learner_epoch, successor.version))
     return successor

@@ -72,7 +72,7 @@ class World:
         self.publishes_late = publishes_late  # only when half the lead is used up that way
         self.now = 0.0
         self.published = VersionRef(1, 0)
-        self.ledger.publish(self.published)
+        self.ledger.versions.published(self.published)
         self.actors: dict[str, SimActor] = {}
         self.zombies: list[SimActor] = []
         self.batch: list[HeldGroup] | None = None
@@ -341,7 +341,7 @@ class World:
             self._publish(now)
 
     def _publish(self, ref: VersionRef) -> None:
-        self.ledger.publish(ref)
+        self.ledger.versions.published(ref)
         self.published = ref
         self.valid.add(ref)
 
@@ -349,7 +349,7 @@ class World:
         """The controller moves the lead; max_lag keeps its distance to what admission allows."""
         slack = self.settings.max_lag - lag_bound(self.settings)
         max_lag = max(eta, lag_bound(self.settings, eta) + slack)
-        self.ledger.set_bounds(eta, max_lag)
+        self.ledger.lag.set_bounds(eta, max_lag)
         self._took_bounds(eta, max_lag)
         self._publish_if_due()
 

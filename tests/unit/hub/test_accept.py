@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from streamrl.messages import Outcome, RejectReason, ReturnReason, VersionRef
-from tests.unit.hub.factories import FakeActor, make_ledger, restart, train
+from tests.unit.hub.factories import FakeActor, held_groups, make_ledger, restart, train
 
 
 def one_actor(**changes: object) -> tuple:
@@ -115,7 +115,7 @@ def test_tokens_of_a_version_that_is_published_but_not_yet_reported_as_trained_a
         actor.finish(lease)
     ledger.cut_batch(0)
 
-    ledger.publish(VersionRef(1, 1))
+    ledger.versions.published(VersionRef(1, 1))
 
     assert actor.finish(leases[2], versions=[(1, 0), (1, 1)]).kind == "accepted"
 
@@ -146,7 +146,7 @@ def test_missing_members_are_leased_again_alone():
 
     assert (again.attempt, again.members, again.seeds) == (1, (1,), lease.seeds[1:2])
     assert actor.finish(again).kind == "accepted"
-    (held,) = ledger.held_groups()
+    (held,) = held_groups(ledger)
     assert [one.index for one in held.members] == [0, 1, 2] and len(held.frames) == 2
 
 
@@ -158,7 +158,7 @@ def test_reissue_whole_throws_the_finished_members_away():
 
     assert again.members == (0, 1)
     actor.finish(again)
-    assert len(ledger.held_groups()[0].frames) == 1
+    assert len(held_groups(ledger)[0].frames) == 1
 
 
 def test_accept_partial_holds_a_group_that_has_enough_members():
@@ -167,7 +167,7 @@ def test_accept_partial_holds_a_group_that_has_enough_members():
     actor.finish(lease, aborted=[1])
     actor.finish(other, aborted=[0, 1])
 
-    (held,) = ledger.held_groups()
+    (held,) = held_groups(ledger)
     assert (held.group_id, [one.index for one in held.members]) == (lease.group_id, [0, 2])
 
 
@@ -178,11 +178,11 @@ def test_accept_partial_waits_for_its_deadline_if_it_has_one():
     actor.finish(lease, 1.0, members=[0, 2], outcome=Outcome.PARTIAL)
 
     actor.beat(9.0), ledger.tick(9.0)
-    assert ledger.held_groups() == []
+    assert held_groups(ledger) == []
     actor.beat(10.0)
     effects = ledger.tick(10.0)
 
-    assert [group.group_id for group in ledger.held_groups()] == [lease.group_id]
+    assert [group.group_id for group in held_groups(ledger)] == [lease.group_id]
     assert lease.ref in [ref for effect in effects for ref in effect.leases]
 
 
@@ -206,7 +206,7 @@ def test_partial_messages_add_up_and_survive_the_death_of_their_actor():
 
     assert (again.ref, again.members) == ((lease.group_id, 1), (1, 2))
     second.finish(again, 1.0)
-    assert sorted(one.index for one in ledger.held_groups()[0].members) == [0, 1, 2]
+    assert sorted(one.index for one in held_groups(ledger)[0].members) == [0, 1, 2]
 
 
 def test_late_partial_data_call_off_the_attempt_that_would_repeat_them():
@@ -366,7 +366,7 @@ def test_a_group_trained_and_forgotten_is_a_duplicate_not_a_strike():
 
 def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     ledger, actor, _ = one_actor()
-    ledger.eval_request(3, version=0, num_prompts=3, now=0.0)
+    ledger.evals.request(3, version=0, num_prompts=3)
     evals = [lease for lease in actor.ask(free_eval=4) if lease.purpose == 1]
 
     assert actor.finish(evals[0], rewards=[1.0]).kind == "accepted"
@@ -380,22 +380,22 @@ def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
             assert lease.attempt == 1
             other.finish(lease, 1.0, rewards=[0.25])
 
-    outcome = ledger.eval_result(3)
+    outcome = ledger.evals.outcome(3)
     assert outcome.done and outcome.num_scored == 3
     assert (outcome.score, outcome.reward, outcome.mean_tokens) == (0.5, 0.5, 1.0)
     assert ledger.take_acks("a2").durable_upto == 2
-    assert ledger.eval_result(99) is None
+    assert ledger.evals.outcome(99) is None
 
 
 def test_an_evaluation_item_that_keeps_failing_does_not_hold_the_result_up():
     ledger, actor, _ = one_actor(max_attempts=2)
-    ledger.eval_request(3, version=0, num_prompts=1, now=0.0)
+    ledger.evals.request(3, version=0, num_prompts=1)
 
     for _ in range(2):
         (lease,) = [one for one in actor.ask(free_eval=4) if one.purpose == 1]
         actor.finish(lease, aborted=[0])
 
-    assert (ledger.eval_result(3).done, ledger.eval_result(3).num_failed) == (True, 1)
+    assert (ledger.evals.outcome(3).done, ledger.evals.outcome(3).num_failed) == (True, 1)
 
 
 def test_an_actor_that_was_in_the_run_before_may_deliver_what_no_table_knows():

@@ -166,7 +166,7 @@ def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
     train(ledger)
     fresh.install(1)
 
-    ledger.eval_request(7, version=1, num_prompts=2, now=0.0)
+    ledger.evals.request(7, version=1, num_prompts=2)
 
     assert old.ask(free_eval=4) == []
     leases = fresh.ask(free_eval=4)

@@ -144,9 +144,9 @@ def test_raising_the_lead_acts_at_once_and_lowering_it_drains():
     actor = FakeActor(ledger, "a1", slots=20)
     actor.join()
     first = actor.ask()
-    ledger.set_bounds(3, 4)
+    ledger.lag.set_bounds(3, 4)
     more = actor.ask()
-    ledger.set_bounds(0, 1)
+    ledger.lag.set_bounds(0, 1)
 
     assert (len(first), len(more), len(actor.ask())) == (4, 4, 0)
     for version in range(4):  # eight groups, four batches; with eta 0 the fourth has lag 3 and is trained all the same
@@ -163,20 +163,20 @@ def test_an_actor_is_not_told_to_give_up_groups_that_were_leased_under_a_wider_b
     actor = FakeActor(ledger, "a1", slots=9)
     actor.join()
     leases = actor.ask()
-    ledger.set_bounds(0, 0)
+    ledger.lag.set_bounds(0, 0)
     for lease in leases:
-        assert ledger.min_useful().version == 0
+        assert ledger.lag.min_useful().version == 0
         actor.finish(lease)
         train(ledger)
-    assert ledger.min_useful().version == 4  # whatever was leased before the change is trained by now
+    assert ledger.lag.min_useful().version == 4  # whatever was leased before the change is trained by now
 
 
 def test_a_lead_that_contradicts_its_bound_changes_nothing():
     ledger = make_ledger(groups_per_batch=2, eta=1, window=2, max_lag=2)
 
     with pytest.raises(ValueError, match="max_lag=2 is below 3"):
-        ledger.set_bounds(3, 2)
-    assert (ledger.eta, ledger.max_lag) == (1, 2)
+        ledger.lag.set_bounds(3, 2)
+    assert (ledger.lag.eta, ledger.max_lag) == (1, 2)
 
 
 # --- waiting instead of dropping --------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_under_wait_a_slow_group_is_waited_for_and_trained_at_lag_eta():
                 assert f"group 0 (prompt {first.prompt_index}, attempt 0) is with actor a1" in ledger.why_waiting(0.0)
                 break
             ledger.trained(version + 1, False, "")
-            ledger.publish(VersionRef(1, version + 1))
+            ledger.versions.published(VersionRef(1, version + 1))
             quick.install(version + 1)
         verdict = slow.finish(first).kind
         outcomes[mode] = (waited, verdict, ledger.counters()["num_groups_stale"])

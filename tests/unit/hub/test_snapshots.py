@@ -7,7 +7,7 @@ import pytest
 from learner.hub.ledger.ledger import Ledger
 from streamrl.errors import CheckpointError
 from streamrl.messages import Lineage, RejectReason, VersionRef
-from tests.unit.hub.factories import FakeActor, ledger_arguments, make_ledger, restart, settings, train
+from tests.unit.hub.factories import FakeActor, held_groups, ledger_arguments, make_ledger, restart, settings, train
 
 
 def started(**changes: object) -> tuple:
@@ -88,12 +88,12 @@ def test_accepted_but_unsaved_work_is_sent_again_and_trained():
 def test_held_groups_and_their_bytes_survive():
     ledger, actor, leases = started()
     actor.finish(leases[0], rewards=[0.25, 0.5])
-    before = ledger.held_groups()
+    before = held_groups(ledger)
     ledger.cut_batch(0)  # a batch that is cut but not trained counts as held
 
     successor = restart(ledger, ledger.freeze(0))
 
-    assert successor.held_groups() == before
+    assert held_groups(successor) == before
     assert train(successor) == [0]
 
 
@@ -109,7 +109,7 @@ def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
     successor = actor.ledger = restart(ledger, state)
     actor.join()
 
-    assert successor.lineage == (Lineage(1, 0, 0), Lineage(2, 0, 0))
+    assert successor.versions.lineage == (Lineage(1, 0, 0), Lineage(2, 0, 0))
     assert actor.send(dead).reason is RejectReason.VERSION
     assert actor.ask() == []  # weights of the dead branch earn no lease
     actor.install(0, epoch=2)
@@ -120,7 +120,7 @@ def test_a_version_that_was_published_but_not_in_the_checkpoint_is_a_dead_branch
     ledger, actor, leases = started()
     actor.finish(leases[0])
     ledger.cut_batch(0)
-    ledger.publish(VersionRef(1, 1))
+    ledger.versions.published(VersionRef(1, 1))
 
     successor = restart(ledger, ledger.freeze(0))
 
@@ -217,7 +217,7 @@ def test_a_lower_eta_after_a_restart_draws_nothing_until_the_lead_is_used_up():
         ledger.freeze(0), settings(groups_per_batch=1, eta=0, window=0, max_lag=0), **arguments
     )
     actor.ledger = successor
-    successor.publish(VersionRef(2, 0))
+    successor.versions.published(VersionRef(2, 0))
 
     actor.join()
     successor.check()
