@@ -1,4 +1,4 @@
-"""Importance ratios and what they say about the data: row statistics, effective sample size, trace length.
+"""Importance ratios and their statistics: by row, effective sample size, trace length.
 
 `ell_t = log pi(a_t|s_t) - log mu_t(a_t|s_t)`; the denominator is what the actor recorded, never a recomputation. With
 versions mixed inside a trajectory nothing changes, because mu_t is recorded per token.
@@ -34,7 +34,7 @@ def token_log_ratios(
     """`policy - behavior` per action token, clamped to +-bound, 0 elsewhere; [B, T], nats, detached.
 
     The clamp turns an infinite ratio into a finite one, so non-finite behavior log-probs must be rejected when the
-    batch is assembled; NaN is not hidden. Compare with `behavior_logprobs`, never with the reference policy.
+    batch is assembled; NaN is not hidden.
     """
     require(bound > 0.0, f"bound={bound} must be positive")
     return differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask, bound=bound)
@@ -54,22 +54,22 @@ def differentiable_log_ratios(
 @torch.no_grad()
 def sequence_stats(log_ratios: Tensor, mask: Tensor) -> SequenceStats:
     """Row statistics of `log_ratios` [B, T] over action tokens; each [B], 0 for an empty row. See `SequenceStats`."""
-    ell = read_log_ratios(mask, log_ratios)
-    count = row_counts(mask, ell.dtype)
-    half_squares = ell.square() / 2
-    infinite = torch.full((), torch.inf, dtype=ell.dtype, device=ell.device)
-    occupied = mask.any(1)
-    log_sum = ell.sum(1)
+    log_ratios = read_log_ratios(mask, log_ratios)
+    count = row_counts(mask, log_ratios.dtype)
+    half_squares = log_ratios.square() / 2
+    infinite = torch.full((), torch.inf, dtype=log_ratios.dtype, device=log_ratios.device)
+    occupied, wide = mask.any(1), mask.shape[1] > 0
+    log_sum = log_ratios.sum(1)
     return SequenceStats(
         num_tokens=mask.sum(1),
         log_sum=log_sum,
         log_mean=log_sum / count,
         k2_sum=half_squares.sum(1),
-        k2_max=half_squares.amax(1) if mask.shape[1] else log_sum,
+        k2_max=half_squares.amax(1) if wide else log_sum,
         # expm1 keeps the digits that exp(ell) - 1 loses for the small log-ratios of fresh data
-        k3_mean=(torch.expm1(ell) - ell).sum(1) / count,
-        min_log=only(occupied, torch.where(mask, ell, infinite).amin(1)) if mask.shape[1] else log_sum,
-        max_log=only(occupied, torch.where(mask, ell, -infinite).amax(1)) if mask.shape[1] else log_sum,
+        k3_mean=(torch.expm1(log_ratios) - log_ratios).sum(1) / count,
+        min_log=only(occupied, torch.where(mask, log_ratios, infinite).amin(1)) if wide else log_sum,
+        max_log=only(occupied, torch.where(mask, log_ratios, -infinite).amax(1)) if wide else log_sum,
     )
 
 
@@ -103,13 +103,13 @@ def ess_report(log_ratios: Tensor, mask: Tensor, *, keep: Tensor | None = None, 
     weights of `sequence_clipped` from above, nothing from below. Raises `ValueError` on shapes or cap <= 0.
     """
     require(cap > 0.0, f"cap={cap} must be positive")
-    ell = read_log_ratios(mask, log_ratios)
+    log_ratios = read_log_ratios(mask, log_ratios)
     if keep is not None:
         check_tokens(mask, keep=keep)
     kept = mask if keep is None else mask & keep
-    token = only(kept, ell.exp())
+    token = only(kept, log_ratios.exp())
     rows = kept.any(1)
-    sequence = only(rows, only(kept, ell).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp())
+    sequence = only(rows, only(kept, log_ratios).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp())
     num_kept, num_rows = kept.sum().clamp(min=1), rows.sum().clamp(min=1)
     return EssReport(
         token=effective_sample_size(token, kept),
@@ -117,7 +117,7 @@ def ess_report(log_ratios: Tensor, mask: Tensor, *, keep: Tensor | None = None, 
         sequence_clipped=effective_sample_size(sequence.clamp(max=cap), rows),
         mean_token_weight=token.sum() / num_kept,
         mean_sequence_weight=sequence.sum() / num_rows,
-        kept_fraction=(kept.sum() / mask.sum().clamp(min=1)).to(ell.dtype),
+        kept_fraction=(kept.sum() / mask.sum().clamp(min=1)).to(log_ratios.dtype),
     )
 
 
@@ -133,9 +133,9 @@ def trace_length(
     require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
     require(c_bar > 0.0, f"c_bar={c_bar} must be positive")
     require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
-    ell = read_log_ratios(mask, log_ratios)
-    traces = lam * (ell / trace_temperature).exp().clamp(max=c_bar)
+    log_ratios = read_log_ratios(mask, log_ratios)
+    traces = lam * (log_ratios / trace_temperature).exp().clamp(max=c_bar)
     decays = torch.where(mask, traces, torch.ones_like(traces))
     # L_s = c_s (1 + L_{s+1})
-    lengths = suffix_scan(only(mask, traces), decays, ell.new_zeros(ell.shape[0]))
-    return only(mask, lengths).sum(1) / row_counts(mask, ell.dtype)
+    lengths = suffix_scan(only(mask, traces), decays, log_ratios.new_zeros(log_ratios.shape[0]))
+    return only(mask, lengths).sum(1) / row_counts(mask, log_ratios.dtype)

@@ -26,9 +26,7 @@ def retrace_v(
     mask: Tensor,  # bool [B, T]
     *,
     bootstrap_values: Tensor,  # [B]
-    gamma: float | Tensor = 1.0,
-    lam: float = 1.0,
-    target_rho_bar: float | None = None,
+    gamma: float | Tensor = 1.0, lam: float = 1.0, target_rho_bar: float | None = None,
 ) -> Returns:
     """Retrace with the state value as control variate, [B, T], detached; the surrogate supplies the own ratio.
 
@@ -39,36 +37,26 @@ def retrace_v(
         target_rho_bar: None gives `targets = V_t + A_t`, a target for Q(s_t, a_t). A critic of *states* regressed on it
             would learn the behavior policy's first action; train it with 1.0, `targets = V_t + min(1, rho_t) A_t`,
             whose fixed point is V-trace's.
-    Raises:
-        ValueError: shapes differ or a knob is out of range.
-    Example:
-        With equal log-probs it is `gae` with the same lam.
-    Source:
-        arXiv:1606.02647, eq. 3 and 4, with Q replaced by V.
+    Example: with equal log-probs it is `gae` with the same lam.
+    Source: arXiv:1606.02647, eq. 3 and 4, with Q replaced by V.
     """
     require(target_rho_bar is None or target_rho_bar > 0.0, f"target_rho_bar={target_rho_bar} must be positive or None")
-    ell, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
-    paid, value = read(mask, rewards=rewards, values=values)
-    last, gammas = _ends(mask, bootstrap_values, gamma, ell, paid)
-    paid, value = paid.to(last.dtype), value.to(last.dtype)
-    deltas = only(mask, paid + gammas * next_action(value, mask, last) - value)
+    log_ratios, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
+    rewards, values = read(mask, rewards=rewards, values=values)
+    last, gammas = _ends(mask, bootstrap_values, gamma, log_ratios, rewards)
+    rewards, values = rewards.to(last.dtype), values.to(last.dtype)
+    deltas = only(mask, rewards + gammas * next_action(values, mask, last) - values)
     advantages = _scan(deltas, traces.to(last.dtype), gammas, mask)
-    step = advantages if target_rho_bar is None else advantages * ell.exp().clamp(max=target_rho_bar)
-    return Returns(advantages=advantages, targets=only(mask, value + step))
+    step = advantages if target_rho_bar is None else advantages * log_ratios.exp().clamp(max=target_rho_bar)
+    return Returns(advantages=advantages, targets=only(mask, values + step))
 
 
 @torch.no_grad()
 def retrace_q(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    rewards: Tensor,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, rewards: Tensor,
     q_values: Tensor,  # [B, T] Q(s_t, a_t)
     expected_q: Tensor,  # [B, T] sum_a pi(a|s_t) Q(s_t, a)
-    mask: Tensor,
-    *,
-    bootstrap_values: Tensor,
-    gamma: float | Tensor = 1.0,
-    lam: float = 1.0,
+    mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0, lam: float = 1.0,
 ) -> Returns:
     """Retrace with real action values: targets `G_t` for Q, advantages `G_t - expected_q_t`; [B, T], detached.
 
@@ -76,14 +64,14 @@ def retrace_q(
     expected_q. Do not pass the one-step `q = r + gamma V'` with `expected_q = V`: the bracket vanishes and Retrace
     becomes TD(0). Source: arXiv:1606.02647, eq. 3 and 4.
     """
-    ell, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
-    paid, action_value, state_value = read(mask, rewards=rewards, q_values=q_values, expected_q=expected_q)
-    last, gammas = _ends(mask, bootstrap_values, gamma, ell, paid)
-    paid, action_value, state_value = paid.to(last.dtype), action_value.to(last.dtype), state_value.to(last.dtype)
+    log_ratios, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
+    inputs = read(mask, rewards=rewards, q_values=q_values, expected_q=expected_q)
+    last, gammas = _ends(mask, bootstrap_values, gamma, log_ratios, inputs[0])
+    rewards, q_values, expected_q = (tensor.to(last.dtype) for tensor in inputs)
     # D_t = G_t - Q_t obeys the same recursion as the advantages of `retrace_v`.
-    deltas = only(mask, paid + gammas * next_action(state_value, mask, last) - action_value)
-    targets = only(mask, action_value + _scan(deltas, traces.to(last.dtype), gammas, mask))
-    return Returns(advantages=only(mask, targets - state_value), targets=targets)
+    deltas = only(mask, rewards + gammas * next_action(expected_q, mask, last) - q_values)
+    targets = only(mask, q_values + _scan(deltas, traces.to(last.dtype), gammas, mask))
+    return Returns(advantages=only(mask, targets - expected_q), targets=targets)
 
 
 def dueling_q(
@@ -109,16 +97,16 @@ def dueling_q(
             "expected [B, T] and [B, T, A]",
         )
     dtype = float_dtype(values, action_advantages, policy_logprobs_all)
-    state, advantages = values.to(dtype), action_advantages.to(dtype)
+    values, advantages = values.to(dtype), action_advantages.to(dtype)
     mean = (policy_logprobs_all.detach().to(dtype).exp() * advantages).sum(-1)
     chosen = advantages.gather(-1, tokens.long()[..., None]).squeeze(-1)
-    return state + chosen - mean, state
+    return values + chosen - mean, values
 
 
 def _traces(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, lam: float) -> tuple[Tensor, Tensor]:
     require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
-    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
-    return ell, lam * ell.exp().clamp(max=1.0)
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    return log_ratios, lam * log_ratios.exp().clamp(max=1.0)
 
 
 def _ends(mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, *like: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,7 @@ from streamrl.algorithms.types import Returns, SegmentReturns
 
 __all__ = ["vtrace", "vtrace_critic_free", "vtrace_segments"]
 
-# exp of this is finite in float32: a suffix product beyond it cannot be told from infinity, and inf times 0 would be
-# NaN.
+# exp of this is finite in float32; a larger suffix product would be inf, and inf times 0 is NaN.
 _MAX_LOG_PRODUCT = 80.0
 
 
@@ -33,13 +32,8 @@ def vtrace(
     mask: Tensor,  # bool [B, T]
     *,
     bootstrap_values: Tensor,  # [B]
-    gamma: float | Tensor = 1.0,
-    lam: float = 1.0,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    rho_bar_pg: float | None = None,
-    trace_temperature: float = 1.0,
-    leak: float = 1.0,
+    gamma: float | Tensor = 1.0, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0,
+    rho_bar_pg: float | None = None, trace_temperature: float = 1.0, leak: float = 1.0,
 ) -> Returns:
     """V-trace targets `v_t` and advantages `r_t + gamma v_{t+1} - V_t`, [B, T], detached.
 
@@ -47,52 +41,38 @@ def vtrace(
     `v_t = V_t + delta_t + gamma_t c_t (v_{t+1} - V_{t+1})`. The advantage bootstraps from v_{t+1} for every lam.
 
     Args:
-        behavior_logprobs: what the actor recorded; policy_logprobs: current policy. Nats.
-        rewards, values, bootstrap_values: reward units.
         gamma: float or [B, T], in [0, 1].
-        rho_bar: truncation in the TD error, decides the fixed point; c_bar <= rho_bar: truncation of the trace, decides
-            speed and variance; keep it at 1.
+        rho_bar: truncation in the TD error, decides the fixed point.
+        c_bar: truncation of the trace, at most rho_bar; decides speed and variance; keep it at 1.
         rho_bar_pg: multiply the advantage by `min(rho_bar_pg, rho_t)`; None leaves the own ratio to the surrogate.
         trace_temperature: kappa >= 1 lengthens the trace, `c = lam min(c_bar, exp(ell / kappa))`; experimental.
         leak: alpha, `(1 - alpha) rho + alpha min(bar, rho)` for every truncation; 1 is V-trace, 0 full per-decision IS.
     Raises:
         ValueError: shapes differ, c_bar > rho_bar, or a knob out of range.
-    Example:
-        With equal log-probs the targets are TD(lam) returns and `targets - values` is GAE(lam).
-    Source:
-        Espeholt et al. 2018, arXiv:1802.01561, eq. 1, remarks 1 and 2; leak: arXiv:2002.12928.
+    Example: with equal log-probs the targets are TD(lam) returns and `targets - values` is GAE(lam).
+    Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1, remarks 1 and 2; leak: arXiv:2002.12928.
     """
     _check_bars(lam, rho_bar, c_bar, rho_bar_pg)
     require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
     require(0.0 <= leak <= 1.0, f"leak={leak} must lie in [0, 1]")
     check_rows(mask, bootstrap_values=bootstrap_values)
-    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
-    paid, value = read(mask, rewards=rewards, values=values)
-    dtype = float_dtype(ell, paid, bootstrap_values)
-    ell, paid, value = ell.to(dtype), paid.to(dtype), value.to(dtype)
-    ratio = ell.exp()
-    traces = lam * _truncate((ell / trace_temperature).exp(), c_bar, leak)
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    rewards, values = read(mask, rewards=rewards, values=values)
+    dtype = float_dtype(log_ratios, rewards, bootstrap_values)
+    log_ratios, rewards, values = log_ratios.to(dtype), rewards.to(dtype), values.to(dtype)
+    ratio = log_ratios.exp()
+    traces = lam * _truncate((log_ratios / trace_temperature).exp(), c_bar, leak)
     own = None if rho_bar_pg is None else _truncate(ratio, rho_bar_pg, leak)
-    decays = discounts(gamma, mask, dtype)
-    return _vtrace_core(_truncate(ratio, rho_bar, leak), traces, own, paid, value, mask, bootstrap_values, decays)
+    gammas = discounts(gamma, mask, dtype)
+    return _recursion(_truncate(ratio, rho_bar, leak), traces, own, rewards, values, mask, bootstrap_values, gammas)
 
 
 @torch.no_grad()
 def vtrace_segments(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, rewards: Tensor, values: Tensor, mask: Tensor,
     segment_ids: Tensor,  # int64 [B, T], non-decreasing along a row
-    *,
-    bootstrap_values: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    rho_bar_pg: float | None = None,
-    trace: str = "product",
+    *, bootstrap_values: Tensor, gamma: float = 1.0, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0,
+    rho_bar_pg: float | None = None, trace: str = "product",
 ) -> SegmentReturns:
     """V-trace on segments (turns, or blocks of 16 to 64 tokens), so that long rows keep a usable trace.
 
@@ -105,39 +85,36 @@ def vtrace_segments(
         gamma: float, per segment.
         trace: "product", or "geometric": `c = lam min(c_bar, exp(ell_seg / length))` with rhohat unchanged, the same
             fixed point with a longer trace.
-        Others as in `vtrace`.
-    Example:
-        One token per segment is `vtrace`.
+        Others as in `vtrace`, which is the case of one token per segment.
     """
     _check_bars(lam, rho_bar, c_bar, rho_bar_pg)
     require(trace in ("product", "geometric"), f"trace={trace!r} must be one of product, geometric")
     require(not isinstance(gamma, Tensor), "gamma of vtrace_segments must be a float: it applies once per segment")
     check_tokens(mask, segment_ids=segment_ids)
     check_rows(mask, bootstrap_values=bootstrap_values)
-    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
-    paid, value = read(mask, rewards=rewards, values=values)
-    dtype = float_dtype(ell, paid, bootstrap_values)
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    rewards, values = read(mask, rewards=rewards, values=values)
+    dtype = float_dtype(log_ratios, rewards, bootstrap_values)
     starts, segment = _segment_numbers(segment_ids, mask)
 
     def per_segment(tokens: Tensor) -> Tensor:
-        # Masked positions hold 0 and may fall on any slot.
+        # Masked positions hold 0 and may fall on any segment.
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).scatter_add_(1, segment, tokens.to(dtype))
 
     lengths = per_segment(mask)
-    slots = lengths > 0
-    ell_sum = per_segment(ell).clamp(-LOG_BOUND, LOG_BOUND)
-    ratio = ell_sum.exp()
-    trace_log = ell_sum if trace == "product" else per_segment(ell) / lengths.clamp(min=1.0)
+    occupied = lengths > 0
+    log_sums = per_segment(log_ratios).clamp(-LOG_BOUND, LOG_BOUND)
+    ratio = log_sums.exp()
+    trace_log = log_sums if trace == "product" else per_segment(log_ratios) / lengths.clamp(min=1.0)
     traces = lam * trace_log.exp().clamp(max=c_bar)
     own = None if rho_bar_pg is None else ratio.clamp(max=rho_bar_pg)
-    decays = discounts(gamma, slots, dtype)
-    per_slot = _vtrace_core(
-        ratio.clamp(max=rho_bar), traces, own, per_segment(paid), per_segment(only(starts, value)), slots,
-        bootstrap_values, decays,
-    )  # fmt: skip
+    returns = _recursion(
+        ratio.clamp(max=rho_bar), traces, own, per_segment(rewards), per_segment(only(starts, values)), occupied,
+        bootstrap_values, discounts(gamma, occupied, dtype),
+    )
     return SegmentReturns(
-        advantages=only(mask, per_slot.advantages.gather(1, segment)),
-        targets=only(starts, per_slot.targets.gather(1, segment)),
+        advantages=only(mask, returns.advantages.gather(1, segment)),
+        targets=only(starts, returns.targets.gather(1, segment)),
         starts=starts,
     )
 
@@ -149,11 +126,7 @@ def vtrace_critic_free(
     scores: Tensor,  # [B]
     baselines: Tensor,  # [B]
     mask: Tensor,  # bool [B, T]
-    *,
-    lam: float = 1.0,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    rho_bar_pg: float | None = None,
+    *, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, rho_bar_pg: float | None = None,
 ) -> Tensor:
     """V-trace advantages with a constant value, gamma 1 and one terminal score: a truncated suffix product.
 
@@ -162,26 +135,23 @@ def vtrace_critic_free(
     given. Evaluated as exp of a reversed cumulative sum. Keep lam at 1: less merely decays early tokens. For turn
     rewards use `vtrace` with a per-turn baseline as `values`.
 
-    Raises:
-        ValueError: shapes differ, c_bar > rho_bar, or a knob out of range.
-    Example:
-        Equal to `vtrace(values=baseline on every token, rewards=place_terminal(scores, mask))`.
+    Example: equal to `vtrace(values=baseline on every token, rewards=place_terminal(scores, mask))`.
     """
     _check_bars(lam, rho_bar, c_bar, rho_bar_pg)
     check_rows(mask, scores=scores, baselines=baselines)
-    ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
-    dtype = float_dtype(ell, scores, baselines)
-    ell = ell.to(dtype)
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    dtype = float_dtype(log_ratios, scores, baselines)
+    log_ratios = log_ratios.to(dtype)
     log_lam = math.log(lam) if lam > 0.0 else -math.inf
-    inner = ell.clamp(max=math.log(c_bar)) + log_lam
-    factors = only(mask, torch.where(last_action(mask), ell.clamp(max=math.log(rho_bar)), inner))
+    inner = log_ratios.clamp(max=math.log(c_bar)) + log_lam
+    factors = only(mask, torch.where(last_action(mask), log_ratios.clamp(max=math.log(rho_bar)), inner))
     suffix = factors.flip(1).cumsum(1).flip(1)
     # Exclusive of token s itself. Shifted rather than subtracted: -inf minus -inf (lam = 0) is NaN.
     exclusive = torch.cat([suffix[:, 1:], torch.zeros_like(suffix[:, :1])], dim=1)
-    credit = (scores.to(dtype) - baselines.to(dtype))[:, None]
-    advantages = exclusive.clamp(max=_MAX_LOG_PRODUCT).exp() * credit
+    centered = (scores.to(dtype) - baselines.to(dtype))[:, None]
+    advantages = exclusive.clamp(max=_MAX_LOG_PRODUCT).exp() * centered
     if rho_bar_pg is not None:
-        advantages = advantages * ell.exp().clamp(max=rho_bar_pg)
+        advantages = advantages * log_ratios.exp().clamp(max=rho_bar_pg)
     return only(mask, advantages)
 
 
@@ -195,17 +165,13 @@ def _truncate(ratio: Tensor, bar: float, leak: float) -> Tensor:
     return (1.0 - leak) * ratio + leak * ratio.clamp(max=bar)
 
 
-def _vtrace_core(
+def _recursion(
     rhos: Tensor,  # [B, T] truncated ratios
     traces: Tensor,  # [B, T] c_t, lam included
     own: Tensor | None,  # [B, T] factor on the advantage
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    bootstrap_values: Tensor,
-    gammas: Tensor,
+    rewards: Tensor, values: Tensor, mask: Tensor, bootstrap_values: Tensor, gammas: Tensor,
 ) -> Returns:
-    """The recursion itself, on clean inputs of one dtype; shared by tokens and segments."""
+    """V-trace on clean inputs of one dtype, shared by tokens and segments."""
     last = bootstrap_values.to(values.dtype)
     following = next_action(values, mask, last)
     deltas = only(mask, rhos * (rewards + gammas * following - values))

@@ -1,7 +1,7 @@
-"""Controllers that set the lag bound, the step size and the clip from measured staleness. All are off by default.
+"""Controllers of the lag bound, the step size and the clip, from measured staleness.
 
-They take a state and a measurement and return the next state; measurements are detached global means. ESS and drift
-come from `ratios` and `drift`.
+They are pure: those with a state take it with one measurement (a detached global mean) and return the next state; a
+caller steps them once per optimizer step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "step_breaker", "step_goodput", "step_lag_bound", "zscore_keep",
 ]
 
-_LR_FLOOR = 0.1  # of `lr_scale`
+_LR_FLOOR = 0.1  # of `lr_scale`; the circuit breaker counts the steps spent there
 _LARGEST_LAG = 2**20  # answer of `spread_budget` when no finite spread costs anything
 
 
@@ -61,12 +61,7 @@ def step_lag_bound(
 
 
 def lr_scale(
-    ess: float,
-    *,
-    reference: float = 1.0,
-    rule: str = "sqrt",
-    floor: float = 0.1,
-    m2: float | None = None,
+    ess: float, *, reference: float = 1.0, rule: str = "sqrt", floor: float = _LR_FLOOR, m2: float | None = None,
     m2_target: float | None = None,
 ) -> float:
     """Factor on the learning rate in [floor, 1]: `sqrt(min(1, ess/reference))`, or linear, or 1 for rule "none".
@@ -87,19 +82,14 @@ def lr_scale(
 
 @torch.no_grad()
 def clip_from_budget(
-    log_ratios: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    budget: float = 0.04,
-    floor_low: float = 0.2,
+    log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float = 0.04, floor_low: float = 0.2,
     floor_high: float = 0.28,
 ) -> ClipBounds:
     """The widest clip whose harmful tokens keep a clipped second moment within `budget`.
 
-    Harmful are tokens that the update would push further away: A > 0 and u > 1, or A < 0 and u < 1. `log_cap` is the
-    largest tau with `mean_H min(ell^2, tau^2) <= budget` (inf if the mean is within), `eps_low = max(1 - exp(-tau),
-    floor_low)`, `eps_high = max(exp(tau) - 1, floor_high)`. Reads numbers back from the device: call once per batch.
+    `log_cap` is the largest tau with `mean_H min(ell^2, tau^2) <= budget` over harmful tokens (inf if the mean is
+    within), `eps_low = max(1 - exp(-tau), floor_low)`, `eps_high = max(exp(tau) - 1, floor_high)`. Reads numbers back
+    from the device: call once per batch.
     Source: M2PO, arXiv:2510.01161, with the authors' harmful-only rule.
     """
     require(budget >= 0.0, f"budget={budget} must not be negative")
@@ -107,13 +97,17 @@ def clip_from_budget(
         0.0 <= floor_low <= 1.0 and floor_high >= 0.0,
         f"floor_low={floor_low} and floor_high={floor_high} must satisfy 0 <= floor_low <= 1, floor_high >= 0",
     )
-    ell = read_log_ratios(mask, log_ratios)
-    (credit,) = read(mask, advantages=advantages)
-    harmful = mask & (((credit > 0) & (ell > 0)) | ((credit < 0) & (ell < 0)))
-    squares = ell[harmful].double().square().sort().values
+    log_ratios = read_log_ratios(mask, log_ratios)
+    (advantages,) = read(mask, advantages=advantages)
+    squares = log_ratios[_harmful(log_ratios, advantages)].double().square().sort().values
     log_cap = _second_moment_cap(squares, budget)
     widest = math.inf if log_cap > 700.0 else math.expm1(log_cap)
     return ClipBounds(eps_low=max(-math.expm1(-log_cap), floor_low), eps_high=max(widest, floor_high), log_cap=log_cap)
+
+
+def _harmful(log_ratios: Tensor, advantages: Tensor) -> Tensor:
+    """Tokens that the update would push further away: A > 0 and u > 1, or A < 0 and u < 1; never a masked one."""
+    return ((advantages > 0) & (log_ratios > 0)) | ((advantages < 0) & (log_ratios < 0))
 
 
 def _second_moment_cap(squares: Tensor, budget: float) -> float:
@@ -131,25 +125,19 @@ def _second_moment_cap(squares: Tensor, budget: float) -> float:
 
 @torch.no_grad()
 def zscore_keep(
-    log_ratios: Tensor,
-    advantages: Tensor,
-    lag_m2: Tensor,
-    mask: Tensor,
-    *,
-    z_bound: float = 2.5,
+    log_ratios: Tensor, advantages: Tensor, lag_m2: Tensor, mask: Tensor, *, z_bound: float = 2.5,
     log_bound: float = 1.6094379,
 ) -> Tensor:
-    """Trust region by lag: drop harmful tokens unusual *for their lag*; bool [B, T]. Untested idea.
+    """Trust region by lag: drop harmful tokens unusual *for their lag*; bool [B, T]. Experimental.
 
     `lag_m2` [B, T] is m2 at each token's lag; dropped if `abs(ell) > z_bound sqrt(lag_m2)` or `abs(ell) > log_bound`
-    (log 5), among tokens with A > 0 and u > 1, or A < 0 and u < 1.
+    (log 5).
     """
     require(z_bound > 0.0 and log_bound > 0.0, f"z_bound={z_bound} and log_bound={log_bound} must be positive")
-    ell = read_log_ratios(mask, log_ratios)
-    credit, usual = read(mask, advantages=advantages, lag_m2=lag_m2)
-    harmful = ((credit > 0) & (ell > 0)) | ((credit < 0) & (ell < 0))
-    far = (ell.abs() > z_bound * usual.clamp(min=0.0).sqrt()) | (ell.abs() > log_bound)
-    return mask & ~(harmful & far)
+    log_ratios = read_log_ratios(mask, log_ratios)
+    advantages, lag_m2 = read(mask, advantages=advantages, lag_m2=lag_m2)
+    far = (log_ratios.abs() > z_bound * lag_m2.clamp(min=0.0).sqrt()) | (log_ratios.abs() > log_bound)
+    return mask & ~(_harmful(log_ratios, advantages) & far)
 
 
 @torch.no_grad()
@@ -216,7 +204,7 @@ def step_goodput(state: GoodputState, value: float, *, num_steps: int = 20, t_bo
 
     The accepted eta is measured for `num_steps`, then a neighbor for as many. If the neighbor is better by Welch's
     t > `t_bound` it becomes the accepted one and the climb goes on; otherwise eta returns, the direction turns and the
-    accepted eta is measured anew, because goodput drifts during training. eta stays >= 0.
+    accepted eta is measured again, because goodput drifts during training. eta stays >= 0.
     """
     require(num_steps >= 2, f"num_steps={num_steps} must be at least 2")
     if len(state.baseline) < num_steps:

@@ -25,42 +25,28 @@ def ppo_clip(
     policy_logprobs: Tensor,  # [B, T]
     advantages: Tensor,  # [B, T]
     mask: Tensor,  # bool [B, T]
-    *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    ratio_cap: float | None = None,
+    *, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None, ratio_cap: float | None = None,
 ) -> TokenLoss:
     """`-min(u A, clip(u, 1 - eps_low, 1 + eps_high) A)`, u = pi/anchor.
 
     Args:
         eps_high: 0.28 with eps_low 0.2 is clip-higher (DAPO, arXiv:2503.14476).
-        dual_clip: c > 1; bounds the loss of negative tokens by -c A, where plain PPO lets u run away
-            (arXiv:1912.09729).
+        dual_clip: c > 1 bounds the loss of negative tokens by -c A, where plain PPO lets u run away (arXiv:1912.09729).
         ratio_cap: d > 1 + eps_high; `min(u, d)` in the unclipped branch (two-sided GRPO, arXiv:2505.07291).
     Returns:
         `clipped` is True exactly where the gradient of a token with A != 0 vanishes (also beyond the +-20 clamp).
-    Source:
-        Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
     """
     _check_clip(eps_low, eps_high, dual_clip, ratio_cap)
-    ell, credit = _ratio_inputs(anchor_logprobs, policy_logprobs, advantages, mask)
-    # For A < 0 both knobs say the same thing: beyond this ratio the loss is constant.
+    log_ratios, advantages = _ratio_inputs(anchor_logprobs, policy_logprobs, advantages, mask)
+    # For A < 0 both knobs mean the same: beyond this ratio the loss is constant.
     ceiling = min(bound for bound in (dual_clip, ratio_cap, math.inf) if bound is not None)
-    return _clipped_loss(ell.exp(), ell, credit, mask, eps_low, eps_high, ceiling)
+    return _clipped_loss(log_ratios.exp(), log_ratios, advantages, mask, eps_low, eps_high, ceiling)
 
 
 def decoupled_ppo(
-    behavior_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    cap: float = 2.0,
-    dual_clip: float | None = None,
+    behavior_logprobs: Tensor, proximal_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+    eps_low: float = 0.2, eps_high: float = 0.2, cap: float = 2.0, dual_clip: float | None = None,
 ) -> TokenLoss:
     """`sg(min(pi_prox/mu, cap))` times `ppo_clip` of pi against pi_prox: together one pi/mu.
 
@@ -73,10 +59,10 @@ def decoupled_ppo(
     inner = ppo_clip(
         proximal_logprobs, policy_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    staleness = token_log_ratios(behavior_logprobs, proximal_logprobs, mask).exp()
+    weight = token_log_ratios(behavior_logprobs, proximal_logprobs, mask).exp()
     return TokenLoss(
-        losses=only(mask, staleness.clamp(max=cap).to(inner.losses.dtype) * inner.losses),
-        clipped=inner.clipped | (mask & (staleness > cap)),
+        losses=only(mask, weight.clamp(max=cap).to(inner.losses.dtype) * inner.losses),
+        clipped=inner.clipped | (mask & (weight > cap)),
     )
 
 
@@ -88,18 +74,13 @@ def loglinear_proximal(behavior_logprobs: Tensor, policy_logprobs: Tensor, lags:
     lag`, so a clip of r at 1 +- eps is one of u at about (1 +- eps)^lag. A-3PO, arXiv:2512.06547.
     """
     behavior, policy = read(mask, behavior_logprobs=behavior_logprobs, policy_logprobs=policy_logprobs)
-    (age,) = read(mask, lags=lags)
-    alpha = (1.0 - 1.0 / age.clamp(min=1.0)).to(behavior.dtype)
+    (lags,) = read(mask, lags=lags)
+    alpha = (1.0 - 1.0 / lags.clamp(min=1.0)).to(behavior.dtype)
     return only(mask, behavior + alpha * (policy - behavior))
 
 
 def gspo(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    eps_low: float = 3e-4,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> TokenLoss:
     """PPO clip on the geometric mean ratio `s = exp(g)` of the row; widen the clip for lagged data.
@@ -109,20 +90,15 @@ def gspo(
     Source: arXiv:2507.18071.
     """
     _check_clip(eps_low, eps_high, None, None)
-    ell, credit = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
-    mean = (ell.detach().sum(1) / row_counts(mask, ell.dtype))[:, None]
+    log_ratios, advantages = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
+    mean = (log_ratios.detach().sum(1) / row_counts(mask, log_ratios.dtype))[:, None]
     # ell - sg(ell) is log pi - sg(log pi), finite where log pi is not
-    ratio = mean.exp() * (ell - ell.detach()).exp()
-    return _clipped_loss(ratio, ell, credit, mask, eps_low, eps_high)
+    ratio = mean.exp() * (log_ratios - log_ratios.detach()).exp()
+    return _clipped_loss(ratio, log_ratios, advantages, mask, eps_low, eps_high)
 
 
 def gmpo(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    log_clip: float = 0.4,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, log_clip: float = 0.4
 ) -> TokenLoss:
     """`-A exp(mean_t ell'_t)`, ell' = min(ell, log_clip) if A > 0, max(ell, -log_clip) if A < 0.
 
@@ -130,21 +106,17 @@ def gmpo(
     seq-mean-token-mean. Source: arXiv:2507.20673.
     """
     require(log_clip > 0.0, f"log_clip={log_clip} must be positive")
-    ell, credit = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
-    high = (credit > 0) & (ell.detach() > log_clip)
-    low = (credit < 0) & (ell.detach() < -log_clip)
-    bounded = torch.where(high, torch.full_like(ell, log_clip), torch.where(low, torch.full_like(ell, -log_clip), ell))
-    row = (bounded.sum(1) / row_counts(mask, ell.dtype)).exp()[:, None]
-    return TokenLoss(losses=only(mask, -credit * row), clipped=mask & (high | low))
+    log_ratios, advantages = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
+    high = (advantages > 0) & (log_ratios.detach() > log_clip)
+    low = (advantages < 0) & (log_ratios.detach() < -log_clip)
+    bounded = torch.where(low, torch.full_like(log_ratios, -log_clip), log_ratios)
+    bounded = torch.where(high, torch.full_like(log_ratios, log_clip), bounded)
+    row = (bounded.sum(1) / row_counts(mask, log_ratios.dtype)).exp()[:, None]
+    return TokenLoss(losses=only(mask, -advantages * row), clipped=mask & (high | low))
 
 
 def sapo(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    tau_pos: float = 1.0,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
     """Soft gate instead of a clip: `-(4 / tau) sigmoid(tau (u - 1)) A`, tau by the sign of A; nothing is clipped hard.
@@ -152,23 +124,16 @@ def sapo(
     Source: arXiv:2511.20347.
     """
     require(tau_pos > 0.0 and tau_neg > 0.0, f"tau_pos={tau_pos} and tau_neg={tau_neg} must be positive")
-    ell, credit = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
-    ratio = ell.exp()
-    tau = torch.where(credit < 0, torch.full_like(ratio, tau_neg), torch.full_like(ratio, tau_pos))
-    losses = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * credit
+    log_ratios, advantages = _ratio_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
+    ratio = log_ratios.exp()
+    tau = torch.where(advantages < 0, torch.full_like(ratio, tau_neg), torch.full_like(ratio, tau_pos))
+    losses = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
     return TokenLoss(losses=only(mask, losses), clipped=torch.zeros_like(mask))
 
 
 def m2po(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    budget: float = 0.04,
-    floor_low: float = 0.3,
-    floor_high: float = 0.5,
-    bounds: ClipBounds | None = None,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, budget: float = 0.04,
+    floor_low: float = 0.3, floor_high: float = 0.5, bounds: ClipBounds | None = None,
 ) -> TokenLoss:
     """`ppo_clip` on mu, with the widest clip whose harmful tokens keep a second moment within `budget`.
 
@@ -176,9 +141,9 @@ def m2po(
     them. Source: M2PO, arXiv:2510.01161.
     """
     if bounds is None:
-        ell = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+        log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
         bounds = clip_from_budget(
-            ell, advantages.detach(), mask, budget=budget, floor_low=floor_low, floor_high=floor_high
+            log_ratios, advantages.detach(), mask, budget=budget, floor_low=floor_low, floor_high=floor_high
         )
     return ppo_clip(
         behavior_logprobs, policy_logprobs, advantages, mask, eps_low=bounds.eps_low, eps_high=bounds.eps_high
@@ -207,22 +172,14 @@ def _ratio_inputs(
     anchor_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Differentiable clamped log-ratio and detached advantages, clean and of one dtype."""
-    anchor, policy, credit = read(
-        mask,
-        anchor_logprobs=anchor_logprobs.detach(),
-        policy_logprobs=policy_logprobs,
-        advantages=advantages.detach(),
+    anchor, policy, advantages = read(
+        mask, anchor_logprobs=anchor_logprobs.detach(), policy_logprobs=policy_logprobs, advantages=advantages.detach()
     )
-    return only(mask, (policy - anchor).clamp(-LOG_BOUND, LOG_BOUND)), credit
+    return only(mask, (policy - anchor).clamp(-LOG_BOUND, LOG_BOUND)), advantages
 
 
 def _clipped_loss(
-    ratio: Tensor,
-    ell: Tensor,
-    credit: Tensor,
-    mask: Tensor,
-    eps_low: float,
-    eps_high: float,
+    ratio: Tensor, log_ratios: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float,
     ceiling: float = math.inf,
 ) -> TokenLoss:
     """`-A ratio` with a constant in place of the ratio wherever the clip, the ceiling or the numerical clamp acts.
@@ -230,11 +187,13 @@ def _clipped_loss(
     Written as a choice between a constant and the ratio, not as min(): at a tie min() would halve the gradient.
     """
     detached = ratio.detach()
-    too_high, too_low = (credit > 0) & (detached > 1.0 + eps_high), (credit < 0) & (detached < 1.0 - eps_low)
-    runaway = (credit < 0) & (detached > ceiling)
+    too_high = (advantages > 0) & (detached > 1.0 + eps_high)
+    too_low = (advantages < 0) & (detached < 1.0 - eps_low)
+    runaway = (advantages < 0) & (detached > ceiling)
     fixed = torch.where(too_high, torch.full_like(detached, 1.0 + eps_high), detached)
     fixed = torch.where(too_low, torch.full_like(detached, 1.0 - eps_low), fixed)
     fixed = torch.where(runaway, torch.full_like(detached, ceiling), fixed)
-    beyond_clamp = (credit != 0) & (ell.detach().abs() >= LOG_BOUND)
+    # At the numerical clamp the log-ratio has no gradient: such a token is reported as clipped too.
+    beyond_clamp = (advantages != 0) & (log_ratios.detach().abs() >= LOG_BOUND)
     frozen = mask & (too_high | too_low | runaway | beyond_clamp)
-    return TokenLoss(losses=only(mask, -credit * torch.where(frozen, fixed, ratio)), clipped=frozen)
+    return TokenLoss(losses=only(mask, -advantages * torch.where(frozen, fixed, ratio)), clipped=frozen)

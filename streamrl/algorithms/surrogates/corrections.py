@@ -113,9 +113,9 @@ def opsm_keep(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, delta: fl
     Stale negatives are the tokens that make runs collapse; stale positives are tolerated. bool [B, T].
     Source: DeepSeek-V3.2, arXiv:2512.02556.
     """
-    (credit,) = read(mask, advantages=advantages)
+    (advantages,) = read(mask, advantages=advantages)
     stale = -sequence_stats(log_ratios, mask).log_mean > delta
-    return mask & ~((credit < 0) & stale[:, None])
+    return mask & ~((advantages < 0) & stale[:, None])
 
 
 @torch.no_grad()
