@@ -1,9 +1,9 @@
-"""The tensor contract every function here obeys, in one place.
+"""The tensor contract that every function of the package obeys.
 
 Rows are trajectories, positions are tokens: [B, T] tensors and a bool `mask` that is True on action tokens. Masked
 positions are replaced by 0 before anything reads them, so NaN there can reach neither a value nor a gradient (0 times
-NaN would). Computation is in the widest input dtype, at least float32. Wrong shapes and impossible knobs are
-`ValueError`s; nothing is raised because of the data.
+NaN would). Computation is in the widest input dtype, at least float32. Wrong shapes and impossible knobs raise
+`ValueError`; no error depends on the data.
 """
 
 from __future__ import annotations

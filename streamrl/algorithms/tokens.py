@@ -16,22 +16,16 @@ __all__ = ["broadcast_rows", "moments", "place_terminal", "reward_to_go", "token
 
 
 def token_logprobs(
-    logits: Tensor,  # [B, T, A]
-    tokens: Tensor,  # int [B, T]
-    *,
-    temperature: float | Tensor = 1.0,
-    chunk: int = 1024,
+    logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024
 ) -> Tensor:
     """Log-probability of each token under the tempered softmax, [B, T], nats, differentiable in `logits`.
 
     Args:
-        logits: `logits[:, t]` is the distribution that token t is drawn from; any float dtype, computed in >= float32.
-        tokens: ids in [0, A), at padding too.
+        logits: [B, T, A]; `logits[:, t]` is the distribution that token t is drawn from.
+        tokens: int [B, T] in [0, A), at padding too.
         temperature: the sampling temperature of the trajectory, > 0; a float or [B]. Without it the ratio against the
             recorded log-prob is not a ratio of the same two distributions.
         chunk: tokens whose float32 logits exist at one time; forward and backward never hold a full copy.
-    Raises:
-        ValueError: shapes differ, temperature or chunk not positive.
     """
     inverse = _inverse_temperature(logits, temperature, chunk)
     require(
@@ -41,12 +35,7 @@ def token_logprobs(
     return _ChosenLogprob.apply(logits, tokens, inverse, chunk)
 
 
-def token_entropy(
-    logits: Tensor,  # [B, T, A]
-    *,
-    temperature: float | Tensor = 1.0,
-    chunk: int = 1024,
-) -> Tensor:
+def token_entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024) -> Tensor:
     """Entropy of the full tempered softmax, `-sum p log p`, [B, T], nats, differentiable in `logits`.
 
     Logits of -inf (removed tokens) count as probability 0. Knobs and errors as in `token_logprobs`.
@@ -75,11 +64,11 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0) 
     Observation tokens neither reset nor discount the sum, so early turns learn from the final reward.
     `gamma` is a float or [B, T] (per-turn discounting).
     """
-    (paid,) = read(mask, rewards=rewards)
-    decays = discounts(gamma, mask, paid.dtype)
+    (rewards,) = read(mask, rewards=rewards)
+    decays = discounts(gamma, mask, rewards.dtype)
     if not isinstance(gamma, Tensor) and gamma == 1.0:
-        return only(mask, paid.flip(1).cumsum(1).flip(1))
-    return only(mask, suffix_scan(paid, decays, paid.new_zeros(paid.shape[0])))
+        return only(mask, rewards.flip(1).cumsum(1).flip(1))
+    return only(mask, suffix_scan(rewards, decays, rewards.new_zeros(rewards.shape[0])))
 
 
 @torch.no_grad()
@@ -94,14 +83,14 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 def whiten(values: Tensor, mask: Tensor, *, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / (std + eps)` over the batch's action tokens, unbiased std; [B, T], detached.
 
-    Pass the `moments` of the whole optimizer batch when `values` is only a part of it. One token, or a constant, gives
-    0.
+    Pass the `moments` of the whole optimizer batch when `values` is only a part of it. One token or a constant gives 0.
     """
     check_tokens(mask, values=values)
     given = moments if moments is not None else _moments(values, mask)
-    count = torch.as_tensor(given.count, dtype=torch.float64, device=values.device)
-    total = torch.as_tensor(given.total, dtype=torch.float64, device=values.device)
-    squares = torch.as_tensor(given.total_squares, dtype=torch.float64, device=values.device)
+    count, total, squares = (
+        torch.as_tensor(number, dtype=torch.float64, device=values.device)
+        for number in (given.count, given.total, given.total_squares)
+    )
     mean = total / count.clamp(min=1.0)
     variance = (squares - total * mean).clamp(min=0.0) / (count - 1.0).clamp(min=1.0)
     white = (only(mask, values.double()) - mean) / (variance.sqrt() + eps)

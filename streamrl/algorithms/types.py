@@ -1,4 +1,4 @@
-"""Results, states and specifications that `streamrl.algorithms` takes and returns.
+"""Results, states and specifications of `streamrl.algorithms`.
 
 Everything is frozen: a controller takes a state and returns a new one. Shapes: B rows (trajectories), T token
 positions. Types without a tensor hold Python numbers only, so they go into a checkpoint as they are.
@@ -142,13 +142,8 @@ class DriftBins:
 
 
 @dataclass(frozen=True, slots=True)
-class DriftModel:
+class DriftModel(DriftBins):
     """`DriftBins`, exponentially forgotten over optimizer steps."""
-
-    lag: tuple[float, ...]
-    count: tuple[float, ...]
-    m2: tuple[float, ...]
-    standard_error: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Constraints on means (KL at most, entropy at least): penalties, Lagrange multipliers, costs as advantages.
+"""Constraints on means (KL at most, entropy at least): penalties and Lagrange multipliers.
 
 The error is `e = value - limit` for sense "max" (value must stay below) and `limit - value` for "min": positive means
 violated. Multipliers are updated once per optimizer step from detached global means.
@@ -18,13 +18,7 @@ __all__ = ["constraint_penalty", "lagrangian_loss", "lagrangian_update", "pid_la
 
 
 def lagrangian_update(
-    state: ConstraintState,
-    value: float,
-    limit: float,
-    *,
-    sense: str = "max",
-    lr: float = 0.01,
-    high: float = math.inf,
+    state: ConstraintState, value: float, limit: float, *, sense: str = "max", lr: float = 0.01, high: float = math.inf,
     frozen: bool = False,
 ) -> ConstraintState:
     """Dual ascent: `multiplier = clip(multiplier + lr e, 0, high)`.
@@ -38,16 +32,8 @@ def lagrangian_update(
 
 
 def pid_lagrangian_update(
-    state: ConstraintState,
-    value: float,
-    limit: float,
-    *,
-    sense: str = "max",
-    kp: float = 0.1,
-    ki: float = 0.01,
-    kd: float = 0.001,
-    high: float = math.inf,
-    frozen: bool = False,
+    state: ConstraintState, value: float, limit: float, *, sense: str = "max", kp: float = 0.1, ki: float = 0.01,
+    kd: float = 0.001, high: float = math.inf, frozen: bool = False,
 ) -> ConstraintState:
     """`I = max(0, I + e); multiplier = clip(kp e + ki I + kd max(0, e - e_prev), 0, high)`.
 
@@ -72,20 +58,15 @@ def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max
 
 
 def lagrangian_loss(
-    value: Tensor | float,
-    limit: float,
-    multiplier: float | Tensor,
-    *,
-    sense: str = "max",
-    one_sided: bool = False,
+    value: Tensor | float, limit: float, multiplier: float | Tensor, *, sense: str = "max", one_sided: bool = False
 ) -> Tensor:
     """`multiplier * e`, 0-d, differentiable in `value`; with `one_sided` `multiplier * relu(e)`.
 
-    The standard form keeps acting at the boundary, the one-sided one goes silent as soon as the constraint holds.
+    The standard form keeps acting at the boundary, the one-sided one is 0 as soon as the constraint holds.
     """
     error = _error(_scalar(value), limit, sense)
-    held = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
-    return held * (error.clamp(min=0.0) if one_sided else error)
+    constant = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
+    return constant * (error.clamp(min=0.0) if one_sided else error)
 
 
 def _error(value: Tensor | float, limit: float, sense: str) -> Tensor | float:

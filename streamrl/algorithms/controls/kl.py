@@ -1,4 +1,4 @@
-"""KL divergence from the reference policy: to measure it, to shape rewards with it, to put it into the loss.
+"""KL divergence from the reference policy: as a measurement, in the rewards, in the loss.
 
 `x = log pi - log pi_ref`; `k1 = x`, `k2 = x^2/2`, `k3 = exp(-x) - 1 + x`. As a *value* under samples from pi, k1 and k3
 are unbiased for KL(pi || ref). As a *loss* the gradients differ (enumerated in the tests):
@@ -46,21 +46,15 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tenso
 
 
 def kl_loss(
-    behavior_logprobs: Tensor,
-    policy_logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    kind: str = "k2_is",
-    cap: float = 2.0,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *,
+    kind: str = "k2_is", cap: float = 2.0,
 ) -> Tensor:
     """KL penalty per action token on samples from mu, [B, T], differentiable in `policy_logprobs`; times beta, add.
 
     Args:
         kind: "k2_is" `sg(min(rho, cap)) k2`; "k1_is", "k3_is" `rho kX` with differentiable rho, uncapped (k3's
-            gradient is exactly `rho x`, at any distance); "k2" for lag
-            0; "k3" the published GRPO term (forward-KL gradient, biased on stale data); "k1+", "k3+" the value of kX
-            with the gradient of k2.
+            gradient is exactly `rho x`, at any distance); "k2" for lag 0; "k3" the published GRPO term (forward-KL
+            gradient, biased on stale data); "k1+", "k3+" the value of kX with the gradient of k2.
         cap: truncation of the weight of "k2_is".
     """
     require(kind in LOSS_KINDS, f"kind={kind!r} must be one of {', '.join(LOSS_KINDS)}")
@@ -77,8 +71,8 @@ def kl_loss(
         return log_ratio.detach().exp().clamp(max=cap) * penalty
     if kind == "k1_is":
         return log_ratio.exp() * penalty
-    # Differentiated as it stands, a token whose k3 is cut by its bound would keep `rho k3` of the two terms and lose
-    # `rho (1 - exp(-x))`: a push away from the reference just where the policy has left it farthest.
+    # Differentiated directly, a token whose k3 is at its bound would keep `rho k3` of the two terms and lose
+    # `rho (1 - exp(-x))`: a push away from the reference just where the policy is farthest from it.
     ratio, x = log_ratio.detach().exp(), kl_estimate(policy_logprobs, reference_logprobs, mask, kind="k1").detach()
     slope = ratio * x * log_ratio
     return slope - slope.detach() + ratio * penalty.detach()
@@ -86,13 +80,7 @@ def kl_loss(
 
 @torch.no_grad()
 def kl_shaped_rewards(
-    rewards: Tensor,
-    policy_logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    beta: float,
-    kind: str = "k1",
+    rewards: Tensor, policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, beta: float, kind: str = "k1"
 ) -> Tensor:
     """`r_t - beta kX_t` on every action token, [B, T], detached: shape before any estimator.
 
@@ -100,5 +88,5 @@ def kl_shaped_rewards(
     per token misses.
     """
     require(beta >= 0.0, f"beta={beta} must not be negative")
-    (paid,) = read(mask, rewards=rewards)
-    return only(mask, paid - beta * kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind))
+    (rewards,) = read(mask, rewards=rewards)
+    return only(mask, rewards - beta * kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind))

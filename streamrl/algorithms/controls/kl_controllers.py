@@ -19,13 +19,7 @@ __all__ = [
 
 
 def kl_exponential(
-    state: KlState,
-    kl: float,
-    *,
-    target: float = 0.01,
-    up: float = 1.03,
-    down: float = 0.99,
-    low: float = 1e-3,
+    state: KlState, kl: float, *, target: float = 0.01, up: float = 1.03, down: float = 0.99, low: float = 1e-3,
     high: float = 10.0,
 ) -> KlState:
     """`b *= up` if kl > target, else `b *= down`."""
@@ -42,16 +36,8 @@ def kl_linear(
 
 
 def kl_pid(
-    state: KlState,
-    kl: float,
-    *,
-    target: float = 0.01,
-    kp: float = 0.1,
-    ki: float = 0.01,
-    kd: float = 0.001,
-    integral_bound: float = 1.0,
-    low: float = 1e-3,
-    high: float = 10.0,
+    state: KlState, kl: float, *, target: float = 0.01, kp: float = 0.1, ki: float = 0.01, kd: float = 0.001,
+    integral_bound: float = 1.0, low: float = 1e-3, high: float = 10.0,
 ) -> KlState:
     """`e = kl - target; I = clamp(I + e, +-integral_bound); b = max(0, b + kp e + ki I + kd (e - e_prev))`.
 
@@ -66,20 +52,10 @@ def kl_pid(
 
 
 def kl_horizon(
-    state: KlState,
-    kl: float,
-    *,
-    target: float = 0.01,
-    num_trajectories: float,
-    horizon: float,
-    clip: float = 0.2,
-    low: float = 1e-3,
-    high: float = 10.0,
+    state: KlState, kl: float, *, target: float = 0.01, num_trajectories: float, horizon: float, clip: float = 0.2,
+    low: float = 1e-3, high: float = 10.0,
 ) -> KlState:
-    """`b *= 1 + clip(kl/target - 1, +-clip) num_trajectories / horizon`; trajectories of this step.
-
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
-    """
+    """`b *= 1 + clip(kl/target - 1, +-clip) num_trajectories / horizon`. Ziegler et al. 2019, arXiv:1909.08593, 2.2."""
     _check(target, low, high)
     require(horizon > 0.0, f"horizon={horizon} must be positive")
     error = _clip(kl / target - 1.0, -clip, clip)
@@ -108,13 +84,7 @@ def kl_log_integral(
 
 
 def kl_schedule(
-    step: int,
-    *,
-    kind: str = "cosine",
-    start: float = 0.2,
-    num_steps: int = 1000,
-    low: float = 1e-3,
-    high: float = 10.0,
+    step: int, *, kind: str = "cosine", start: float = 0.2, num_steps: int = 1000, low: float = 1e-3, high: float = 10.0
 ) -> float:
     """The coefficient at `step` without feedback, p = min(step / num_steps, 1), then clamped.
 

@@ -1,10 +1,8 @@
 """Advantages and baselines of trajectories that answer the same prompt.
 
-Scores are total rewards, one per row [B]; `group_ids` [B] says which rows belong together, in any order. Everything
-here is detached and per row; `broadcast_rows` puts it on the tokens. Standard deviations are unbiased. A group of one
-row uses the statistics of the whole batch (leave-one-out: all other rows), and a single row in the batch has advantage
-0.
-
+Scores are total rewards, one per row [B]; rows of equal `group_ids` [B] belong together, in any order. Everything here
+is detached and per row; `broadcast_rows` puts it on the tokens. Standard deviations are unbiased. A group of one row
+uses the statistics of the whole batch (leave-one-out: all other rows); a single row in the batch has advantage 0.
 Sums are taken relative to the group's smallest score, in float64: equal scores give exactly 0, whatever their value.
 """
 
@@ -28,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Grouping:
-    """Rows sorted into groups; `sum` and `spread` answer per row, about its group."""
+    """Rows sorted into groups; sums and minima are per row, over its group."""
 
     index: Tensor  # int64 [B], dense group number
     count: Tensor  # float64 [B], size of the row's group
@@ -48,7 +46,7 @@ def _grouping(group_ids: Tensor) -> _Grouping:
     return _Grouping(index=index, count=sizes.double()[index], num_groups=unique.numel())
 
 
-def _whole_batch(scores: Tensor) -> _Grouping:
+def _one_group(scores: Tensor) -> _Grouping:
     index = torch.zeros(scores.shape, dtype=torch.int64, device=scores.device)
     return _Grouping(index=index, count=torch.full_like(scores, scores.numel(), dtype=torch.float64), num_groups=1)
 
@@ -68,7 +66,7 @@ def _centered(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     if not scores.numel():
         return wide, wide, wide
     own, own_std = _centered_in(wide, groups)
-    batch, batch_std = _centered_in(wide, _whole_batch(wide))
+    batch, batch_std = _centered_in(wide, _one_group(wide))
     alone = groups.count == 1
     count = torch.where(alone, float(scores.numel()), groups.count)
     return torch.where(alone, batch, own), torch.where(alone, batch_std, own_std), count
@@ -110,7 +108,7 @@ def _weighted_others(scores: Tensor, weights: Tensor, groups: _Grouping, *, leav
     mass = groups.sum(weights) - own
     squares = groups.sum(weights.square()) - own.square()
     weighted = groups.sum(weights * (scores - lowest)) - own * (scores - lowest)
-    # A remainder of rounding after the subtraction is no weight.
+    # What rounding leaves of the subtraction is not a weight.
     present = (mass > 1e-12 * groups.sum(weights)) & (squares > 0)
     mean = lowest + weighted / torch.where(present, mass, 1.0)
     return mean, only(present, mass.square() / torch.where(present, squares, 1.0))
@@ -183,7 +181,7 @@ def maxrl_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) ->
 def gdpo_advantages(components: Tensor, group_ids: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Each reward component normalized in its group as in GRPO, summed with `weights`, whitened over the batch; [B].
 
-    `components` [B, K], `weights` [K]. Normalizing before the sum keeps a component with a small range audible.
+    `components` [B, K], `weights` [K]. Normalized before the sum, a component with a small range still counts.
     Source: GDPO, arXiv:2601.05242.
     """
     require(
@@ -223,15 +221,8 @@ def reinforce_pp_baseline_advantages(
 
 @torch.no_grad()
 def group_advantages(
-    scores: Tensor,
-    group_ids: Tensor,
-    *,
-    baseline: str = "leave_one_out",
-    scale: str = "none",
-    eps: float = 1e-6,
-    weights: Tensor | None = None,
-    min_ess: float = 2.0,
-    square_norms: Tensor | None = None,
+    scores: Tensor, group_ids: Tensor, *, baseline: str = "leave_one_out", scale: str = "none", eps: float = 1e-6,
+    weights: Tensor | None = None, min_ess: float = 2.0, square_norms: Tensor | None = None,
     moments: Moments | None = None,
 ) -> Tensor:
     """`(score - baseline) / scale` per row, [B]: the estimator `group`.
@@ -270,6 +261,6 @@ def _baseline(
 def _row_std(centered: Tensor, moments: Moments | None) -> Tensor:
     """Unbiased std over rows, from the given moments or this batch."""
     if moments is None:
-        return _centered_in(centered, _whole_batch(centered))[1] if centered.numel() else centered
+        return _centered_in(centered, _one_group(centered))[1] if centered.numel() else centered
     variance = moments.total_squares - moments.total * moments.total / max(float(moments.count), 1.0)
     return torch.as_tensor(variance).clamp(min=0.0).div(max(float(moments.count) - 1.0, 1.0)).sqrt()

@@ -1,9 +1,8 @@
 """Backward recursions over action tokens that step over gaps and padding.
 
 A masked position has increment 0 and decay 1, so the accumulator passes through it unchanged; "next" always means the
-next action token of the row. The scan is one loop over T on [B] vectors, a single fused multiply-add a step. For long
-rows on an accelerator, move the (detached, scalar-per-token) inputs to the CPU first: T tiny launches cost more than
-the copy.
+next action token of the row. The scan is one loop over T on [B] vectors, a single fused multiply-add a step; on an
+accelerator every step is a kernel launch.
 """
 
 from __future__ import annotations

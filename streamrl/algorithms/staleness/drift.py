@@ -1,14 +1,13 @@
-"""How far the policy drifts with lag, measured for free on every batch.
+"""Drift of the policy as a function of lag, measured on every batch.
 
 A batch holds tokens of many lags; the second moment of their log-ratios, `m2(d) = E[ell^2 | lag d]`, is kept per lag
-bin and forgotten exponentially. It predicts what a larger lag would cost before anyone pays for it. Lag is the proxy,
-drift is the quantity that matters. States are Python numbers.
+bin and forgotten exponentially. It predicts the cost of a larger lag before it is allowed. States are Python numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,12 +47,8 @@ def drift_bins(log_ratios: Tensor, lags: Tensor, mask: Tensor, *, edges: Sequenc
     m2 = total(squares) / size
     variance = total((squares - m2[index]).square()) / (size - 1.0).clamp(min=1.0)
     center = torch.where(count > 0, total(ages) / size, bounds[:-1])
-    return DriftBins(
-        lag=tuple(center.tolist()),
-        count=tuple(count.tolist()),
-        m2=tuple(m2.tolist()),
-        standard_error=tuple((variance / size).sqrt().tolist()),
-    )
+    columns = (center, count, m2, (variance / size).sqrt())
+    return DriftBins(*(tuple(column.tolist()) for column in columns))
 
 
 def update_drift(model: DriftModel | None, bins: DriftBins, *, half_life: float = 30.0) -> DriftModel:
@@ -66,16 +61,13 @@ def update_drift(model: DriftModel | None, bins: DriftBins, *, half_life: float 
         f"model has {len(model.lag)} bins but the batch has {len(bins.lag)}: the edges must not change",
     )
     decay = 0.5 ** (1.0 / half_life)
-    merged = [
-        _merge(old, new, decay)
-        for old, new in zip(
-            zip(model.lag, model.count, model.m2, model.standard_error, strict=True),
-            zip(bins.lag, bins.count, bins.m2, bins.standard_error, strict=True),
-            strict=True,
-        )
-    ]
-    lag, count, m2, error = (tuple(column) for column in zip(*merged, strict=True))
-    return DriftModel(lag=lag, count=count, m2=m2, standard_error=error)
+    merged = [_merge(old, new, decay) for old, new in zip(_bins(model), _bins(bins), strict=True)]
+    return DriftModel(*zip(*merged, strict=True))
+
+
+def _bins(table: DriftBins | DriftModel) -> Iterator[tuple[float, float, float, float]]:
+    """(lag, count, m2, standard error) of each bin."""
+    return zip(table.lag, table.count, table.m2, table.standard_error, strict=True)
 
 
 def _merge(old: tuple[float, ...], new: tuple[float, ...], decay: float) -> tuple[float, float, float, float]:
@@ -123,7 +115,7 @@ def fit_drift(model: DriftModel) -> DriftFit:
 
 
 def predict_m2(model: DriftModel, lag: float, *, confidence: float = 1.0) -> float:
-    """A pessimistic m2 at `lag`, never decreasing in it: the price of being that late.
+    """A pessimistic m2 at `lag`, never decreasing in it.
 
     Inside the data the running maximum of the bins (each plus `confidence` standard errors), linear in between; outside
     them the power law times `exp(confidence * standard_error)`, not above the first bin and not below the last.
@@ -170,13 +162,12 @@ def oscillation(model: DriftModel, lag: float) -> float:
 
 
 def _filled(model: DriftModel) -> list[tuple[float, float, float, float]]:
-    """(lag, count, m2, standard error) of the bins that still say something, by lag.
+    """(lag, count, m2, standard error) of the bins with enough tokens, by lag.
 
-    A lag that no longer comes is forgotten like everything else: below a token, or a thousandth of all, it is silent.
+    A lag that no longer occurs is forgotten too: below one token, or a thousandth of all, its bin is left out.
     """
-    rows = zip(model.lag, model.count, model.m2, model.standard_error, strict=True)
     least = min(max(1.0, _LEAST_SHARE * sum(model.count)), max(model.count, default=0.0))
-    return sorted(row for row in rows if row[1] >= least and row[1] > 0.0)
+    return sorted(row for row in _bins(model) if row[1] >= least and row[1] > 0.0)
 
 
 def _interpolate(points: list[tuple[float, float]], x: float) -> float:

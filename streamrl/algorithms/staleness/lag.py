@@ -1,4 +1,4 @@
-"""Lag: how many optimizer steps lie between the weights that sampled a token and the step that trains on it.
+"""Lag: optimizer steps between the weights that sampled a token and the step that trains on it.
 
 Version n is the number of optimizer steps done; a batch whose update produces n + 1 trains at version n, and a token of
 version v has lag `n - v`.

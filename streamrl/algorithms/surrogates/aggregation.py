@@ -19,10 +19,7 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-to
 @torch.no_grad()
 def aggregation_weights(
     num_tokens: Tensor,  # [B] action tokens per row, before any correction mask
-    *,
-    mode: str = "token-mean",
-    group_ids: Tensor | None = None,
-    max_tokens: int | None = None,
+    *, mode: str = "token-mean", group_ids: Tensor | None = None, max_tokens: int | None = None,
 ) -> Tensor:
     """The weight `a_i` of each row of the optimizer batch, float32 [B] (float64 for float64 counts).
 
@@ -72,16 +69,10 @@ def _prompt_tokens(counts: Tensor, group_ids: Tensor | None) -> Tensor:
 
 
 def aggregate(
-    losses: Tensor,  # [B, T]
-    mask: Tensor,  # bool [B, T]
-    *,
-    mode: str = "token-mean",
-    keep: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    max_tokens: int | None = None,
-    row_weights: Tensor | None = None,
+    losses: Tensor, mask: Tensor, *, mode: str = "token-mean", keep: Tensor | None = None,
+    group_ids: Tensor | None = None, max_tokens: int | None = None, row_weights: Tensor | None = None,
 ) -> Tensor:
-    """Weighted sum of the token losses, 0-d, differentiable in `losses`.
+    """Weighted sum of the token losses [B, T], 0-d, differentiable in `losses`.
 
     Args:
         keep: bool [B, T] from corrections; its tokens leave the sum and stay in the denominator.
