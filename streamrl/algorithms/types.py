@@ -54,8 +54,6 @@ class SequenceStats:
     k2_sum: Tensor  # [B] sum ell^2 / 2
     k2_max: Tensor  # [B] max ell^2 / 2
     k3_mean: Tensor  # [B] mean(exp(ell) - ell - 1)
-    min_log: Tensor  # [B]
-    max_log: Tensor  # [B]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -119,8 +117,6 @@ class LagSummary:
 
     head: Tensor  # int64 [B] lag of the oldest token
     tail: Tensor  # int64 [B] lag of the newest token; negative means a version from the future
-    span: Tensor  # int64 [B] head - tail
-    mean: Tensor  # float32 [B]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,19 +57,15 @@ def sequence_stats(log_ratios: Tensor, mask: Tensor) -> SequenceStats:
     log_ratios = read_log_ratios(mask, log_ratios)
     count = row_counts(mask, log_ratios.dtype)
     half_squares = log_ratios.square() / 2
-    infinite = torch.full((), torch.inf, dtype=log_ratios.dtype, device=log_ratios.device)
-    occupied, wide = mask.any(1), mask.shape[1] > 0
     log_sum = log_ratios.sum(1)
     return SequenceStats(
         num_tokens=mask.sum(1),
         log_sum=log_sum,
         log_mean=log_sum / count,
         k2_sum=half_squares.sum(1),
-        k2_max=half_squares.amax(1) if wide else log_sum,
+        k2_max=half_squares.amax(1) if mask.shape[1] else log_sum,
         # expm1 keeps the digits that exp(ell) - 1 loses for the small log-ratios of fresh data
         k3_mean=(torch.expm1(log_ratios) - log_ratios).sum(1) / count,
-        min_log=only(occupied, torch.where(mask, log_ratios, infinite).amin(1)) if wide else log_sum,
-        max_log=only(occupied, torch.where(mask, log_ratios, -infinite).amax(1)) if wide else log_sum,
     )
 
 

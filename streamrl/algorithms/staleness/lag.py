@@ -25,17 +25,14 @@ def token_lags(versions: Tensor, version: int, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lag_summary(versions: Tensor, version: int, mask: Tensor) -> LagSummary:
-    """Head, tail, span and mean lag of each row over its action tokens; see `LagSummary`."""
+    """Lag of each row's oldest and newest action token; see `LagSummary`."""
     lags = token_lags(versions, version, mask)
-    occupied = mask.any(1)
     if not mask.shape[1]:
-        return LagSummary(head=lags.sum(1), tail=lags.sum(1), span=lags.sum(1), mean=lags.sum(1).float())
-    extreme = torch.iinfo(torch.int64).max
-    zero = torch.zeros_like(lags[:, 0])
-    head = torch.where(occupied, torch.where(mask, lags, -extreme).amax(1), zero)
-    tail = torch.where(occupied, torch.where(mask, lags, extreme).amin(1), zero)
-    mean = lags.sum(1).float() / mask.sum(1).clamp(min=1).float()
-    return LagSummary(head=head, tail=tail, span=head - tail, mean=mean)
+        return LagSummary(head=lags.sum(1), tail=lags.sum(1))
+    extreme, occupied = torch.iinfo(torch.int64).max, mask.any(1)
+    head = torch.where(mask, lags, -extreme).amax(1)
+    tail = torch.where(mask, lags, extreme).amin(1)
+    return LagSummary(head=torch.where(occupied, head, 0), tail=torch.where(occupied, tail, 0))
 
 
 @torch.no_grad()

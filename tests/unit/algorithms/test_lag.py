@@ -20,8 +20,7 @@ def test_lags_are_version_differences_over_action_tokens(seed):
         expected = [20 - v for v in versions]
         assert lags[i][rows.mask[i]].tolist() == expected
         head, tail = max(expected, default=0), min(expected, default=0)
-        assert (int(summary.head[i]), int(summary.tail[i]), int(summary.span[i])) == (head, tail, head - tail)
-        assert float(summary.mean[i]) == pytest.approx(sum(expected) / max(1, len(expected)))
+        assert (int(summary.head[i]), int(summary.tail[i])) == (head, tail)
     assert lags.dtype == summary.head.dtype == torch.int64
 
 
