@@ -8,12 +8,17 @@ algorithm and of the system have files of their own; all are imported from here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from streamrl.config.ranges import ranged
 from streamrl.config.schema_algorithm import *
 from streamrl.config.schema_system import *
+
+CriticKind = StrEnum("CriticKind", ["head", "model"])
+EssRule = StrEnum("EssRule", ["none", "sqrt", "linear"])
+GroupPolicy = StrEnum("GroupPolicy", ["reissue_missing", "reissue_whole", "accept_partial"])
+OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
 
 
 @dataclass
@@ -50,11 +55,6 @@ class DataConfig:
     """Render messages with the tokenizer's chat template, if it has one."""
     system_prompt: str | None = None
     """A system message put before the task's own messages."""
-
-
-class OnEnvError(Enum):
-    drop = "drop"
-    floor = "floor"
 
 
 @dataclass
@@ -99,12 +99,6 @@ class SamplingConfig:
 class SplitConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How tokens are drawn."""
-
-
-class GroupPolicy(Enum):
-    reissue_missing = "reissue_missing"
-    reissue_whole = "reissue_whole"
-    accept_partial = "accept_partial"
 
 
 @dataclass
@@ -156,11 +150,6 @@ class OptimizerConfig:
     """Clip the global gradient norm to this."""
 
 
-class CriticKind(Enum):
-    head = "head"
-    model = "model"
-
-
 @dataclass
 class CriticConfig:
     kind: CriticKind = CriticKind.head
@@ -175,12 +164,6 @@ class CriticConfig:
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
-
-
-class EssRule(Enum):
-    none = "none"
-    sqrt = "sqrt"
-    linear = "linear"
 
 
 @dataclass

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from streamrl.config.ranges import ranged
+
+AdaptiveRule = StrEnum("AdaptiveRule", ["ess", "goodput", "fixed"])
+ConstraintMethod = StrEnum("ConstraintMethod", ["lagrangian", "pid", "penalty"])
+Discount = StrEnum("Discount", ["token", "turn"])
+EntropyAdapt = StrEnum("EntropyAdapt", ["none", "coef", "clip_high"])
+OnStale = StrEnum("OnStale", ["reissue", "drop"])
+OpsmWhen = StrEnum("OpsmWhen", ["always", "over_budget"])
+Segment = StrEnum("Segment", ["turn", "block"])
+StalenessMode = StrEnum("StalenessMode", ["drop", "mask_old_tokens", "reweight", "wait"])
+VetoStat = StrEnum("VetoStat", ["any", "mean"])
 
 
 @dataclass
@@ -19,12 +29,6 @@ class FilterConfig:
     """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
     accuracy_range: list[float] | None = None
     """[low, high]: drop groups whose mean score is not strictly between; null is off."""
-
-
-class AdaptiveRule(Enum):
-    ess = "ess"
-    goodput = "goodput"
-    fixed = "fixed"
 
 
 @dataclass
@@ -77,18 +81,6 @@ class ObjectivesConfig:
     """Most evaluations in pareto.json."""
 
 
-class StalenessMode(Enum):
-    drop = "drop"
-    mask_old_tokens = "mask_old_tokens"
-    reweight = "reweight"
-    wait = "wait"
-
-
-class OnStale(Enum):
-    reissue = "reissue"
-    drop = "drop"
-
-
 @dataclass
 class StalenessConfig:
     eta: int = ranged(1, ge=0)
@@ -108,16 +100,6 @@ class StalenessConfig:
     """A group that is refused for its lag is generated again, or dropped."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     """The staleness control."""
-
-
-class Discount(Enum):
-    token = "token"
-    turn = "turn"
-
-
-class Segment(Enum):
-    turn = "turn"
-    block = "block"
 
 
 @dataclass
@@ -155,16 +137,6 @@ class AdvantageConfig:
     """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
     options: dict[str, Any] = field(default_factory=dict)
     """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
-
-
-class OpsmWhen(Enum):
-    always = "always"
-    over_budget = "over_budget"
-
-
-class VetoStat(Enum):
-    any = "any"
-    mean = "mean"
 
 
 @dataclass
@@ -239,12 +211,6 @@ class ReferenceConfig:
     """The reference becomes the policy of the moment every so many steps; 0 never."""
 
 
-class EntropyAdapt(Enum):
-    none = "none"
-    coef = "coef"
-    clip_high = "clip_high"
-
-
 @dataclass
 class EntropyConfig:
     target: float | None = None
@@ -257,12 +223,6 @@ class EntropyConfig:
     """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
     high: float | None = None
     """Highest value it may take; null is 1 for the bonus and 0.5 for the clip."""
-
-
-class ConstraintMethod(Enum):
-    lagrangian = "lagrangian"
-    pid = "pid"
-    penalty = "penalty"
 
 
 @dataclass

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from streamrl.config.ranges import ranged
+
+OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
+PublishWhen = StrEnum("PublishWhen", ["every_step", "drift"])
+WandbMode = StrEnum("WandbMode", ["offline", "online"])
+WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
 
 
 @dataclass
@@ -21,12 +26,6 @@ class LearnerConfig:
     """With no batch for this long, report what the run waits for; repeated at this interval."""
     stall_fail_s: float = ranged(600.0, ge=0)
     """Actors are connected but no group arrives for this long: exit with the reason; 0 never."""
-
-
-class OnInstall(Enum):
-    keep = "keep"
-    recompute = "recompute"
-    finish = "finish"
 
 
 @dataclass
@@ -77,17 +76,6 @@ class HubConfig:
     """Incomplete groups older than this follow `rollout.group_policy`; 0 never."""
 
 
-class WireDtype(Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class PublishWhen(Enum):
-    every_step = "every_step"
-    drift = "drift"
-
-
 @dataclass
 class PublishConfig:
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
@@ -129,11 +117,6 @@ class CheckpointConfig:
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
     directory; `policy.model_path` may name it."""
-
-
-class WandbMode(Enum):
-    offline = "offline"
-    online = "online"
 
 
 @dataclass
