@@ -62,8 +62,7 @@ def launch(words: list[str]) -> int:
 def _sweep(words: list[str]) -> int:
     from streamrl.config.load import Job, run_jobs
     from streamrl.launch import EXIT_INTERRUPTED, Launcher
-    from streamrl.report.compare import compare_runs
-    from streamrl.report.report import write_comparison
+    from streamrl.report.compare import write_comparison
 
     finished: list[Path] = []
     failed: list[Path] = []
@@ -84,8 +83,7 @@ def _sweep(words: list[str]) -> int:
     run_jobs(words, run_one)
     if finished:
         out = finished[0].parent / "comparison.html"
-        write_comparison(finished, out)
-        print("\n" + compare_runs(finished))
+        print("\n" + write_comparison(finished, out))
         print(f"comparison      {out}", flush=True)
     for run_dir in failed:
         print(f"not finished    {run_dir}", file=sys.stderr)
@@ -112,8 +110,8 @@ def relay(words: list[str]) -> int:
 
 def report(words: list[str]) -> int:
     """Write report.html of a run, or comparison.html of several."""
-    from streamrl.report.compare import compare_runs
-    from streamrl.report.report import write_comparison, write_report
+    from streamrl.report.compare import write_comparison
+    from streamrl.report.report import write_report
 
     if not words:
         print("name at least one run directory", file=sys.stderr)
@@ -122,8 +120,7 @@ def report(words: list[str]) -> int:
         print(write_report(words[0]))
         return 0
     out = Path(words[0]).parent / "comparison.html"
-    write_comparison(words, out)
-    print(compare_runs(words))
+    print(write_comparison(words, out))
     print(out)
     return 0
 

@@ -53,6 +53,11 @@ class Child:
         lines = self.log_path.read_text(errors="replace").splitlines()[-num_lines:]
         return "\n".join("  " + line for line in lines)
 
+    def close_pipe(self) -> None:
+        """Let a child that still lives end: it watches the other end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
 
 @dataclass(slots=True)
 class Interrupts:
@@ -110,7 +115,8 @@ class Launcher:
             print(f"\nStopped. Go on with:\n  streamrl launch {words}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
-            self._explain_failure(code)
+            print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:\n{self._learner.tail(20)}",
+                  file=sys.stderr)
         return code
 
     def _supervise(self, interrupts: Interrupts) -> int:
@@ -142,13 +148,9 @@ class Launcher:
     def _start_learner(self) -> Child:
         words = [*self._words, f"run.dir={self.run_dir}"]
         ranks = self.config.launch.num_learner_ranks
-        if ranks > 1:
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone",
-                       "-m", "learner", *words]
-        else:
-            command = [sys.executable, "-m", "learner", *words]
+        torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
         self._seen = self._hub_written_at()
-        return self._start("learner", command)
+        return self._start("learner", [sys.executable, *torchrun, "-m", "learner", *words])
 
     def _start(self, name: str, command: list[str]) -> Child:
         log_path = self.run_dir / "logs" / f"{name}.log"
@@ -198,7 +200,7 @@ class Launcher:
             if now >= actor.restart_at:
                 fresh = self._start_actor(index)
                 fresh.num_restarts = actor.num_restarts + 1
-                self._close_pipe(actor)
+                actor.close_pipe()
                 self._actors[index] = fresh
 
     # --- stopping -----------------------------------------------------------------------------------------------
@@ -216,12 +218,7 @@ class Launcher:
                 log.warning("%s did not end: killed", child.name)
                 os.killpg(child.process.pid, signal.SIGKILL)
                 child.process.wait()
-            self._close_pipe(child)
-
-    @staticmethod
-    def _close_pipe(child: Child) -> None:
-        if child.process.stdin is not None:
-            child.process.stdin.close()
+            child.close_pipe()
 
     @staticmethod
     def _wait(children: list[Child], seconds: float) -> None:
@@ -232,14 +229,9 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 pass
 
-    def _explain_failure(self, code: int) -> None:
-        assert self._learner is not None
-        print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:", file=sys.stderr)
-        print(self._learner.tail(20), file=sys.stderr)
-
 
 def launch_run(words: Sequence[str]) -> tuple[Path, int]:
-    """Do the run that `key=value` words describe; returns its directory and exit status.
+    """Do the run of these `key=value` words, print its summary; returns its directory and exit status.
 
     Raises:
         ConfigError: an impossible setting, or a run directory that is taken.
@@ -248,16 +240,9 @@ def launch_run(words: Sequence[str]) -> tuple[Path, int]:
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)
     code = Launcher(config, words, run_dir).run()
-    if code == 0:
-        print_result(run_dir)
-    return run_dir, code
-
-
-def print_result(run_dir: Path) -> None:
-    """Print the summary's table and the path of the report."""
-    summary = run_dir / "summary.json"
-    if summary.exists():
+    summary, report = run_dir / "summary.json", run_dir / "report.html"
+    if code == 0 and summary.exists():
         print("\n" + Summary.load(summary).table(), end="")
-    report = run_dir / "report.html"
-    if report.exists():
+    if code == 0 and report.exists():
         print(f"report          {report}", flush=True)
+    return run_dir, code

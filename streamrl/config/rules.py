@@ -84,12 +84,12 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
+    relay, actor_id = config.actors.relay, config.actors.actor_id
     _need(
-        config.actors.relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", config.actors.relay) is not None,
-        f"actors.relay={config.actors.relay} is not a valid address: give tcp://HOST:PORT, as `streamrl relay` prints "
-        "it",
+        relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", relay) is not None,
+        f"actors.relay={relay} is not a valid address: give tcp://HOST:PORT, as `streamrl relay` prints it",
     )
-    for name, value in (("run.name", config.run.name), ("actors.actor_id", config.actors.actor_id)):
+    for name, value in (("run.name", config.run.name), ("actors.actor_id", actor_id)):
         _need(
             value is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", value) is not None,
             f"{name}={value} must be 1 to 48 of A-Z a-z 0-9 . _ - and begin with a letter or digit",
@@ -104,17 +104,16 @@ def _check_names(config: Config) -> None:
         )
         _need("zmq" in transports, f"{name} must contain zmq: it carries the model's files")
         _need(len(set(transports)) == len(transports), f"{name}={transports} names a transport twice")
-    for name, value in (("run.device", config.run.device), ("actors.device", config.actors.device)):
-        known = value.partition(":")[0] in ("auto", "cpu", "cuda")
-        _need(known, f"{name}={value} is unknown: choose auto, cpu or cuda")
-    for name, value in (("policy.dtype", config.policy.dtype), ("actors.dtype", config.actors.dtype)):
-        _need(
-            value in ("auto", "float32", "bfloat16", "float16"),
-            f"{name}={value} is unknown: choose auto, float32, bfloat16 or float16",
-        )
-    schedule = config.policy.scheduler
-    names = ("constant", "linear", "cosine_with_min_lr")
-    _need(schedule.name in names, f"policy.scheduler.name={schedule.name} is unknown: choose one of {', '.join(names)}")
+    dtypes, devices = ("auto", "float32", "bfloat16", "float16"), ("auto", "cpu", "cuda")
+    schedules = ("constant", "linear", "cosine_with_min_lr")
+    for name, value, known in (
+        ("run.device", config.run.device.partition(":")[0], devices),
+        ("actors.device", config.actors.device.partition(":")[0], devices),
+        ("policy.dtype", config.policy.dtype, dtypes),
+        ("actors.dtype", config.actors.dtype, dtypes),
+        ("policy.scheduler.name", config.policy.scheduler.name, schedules),
+    ):
+        _need(value in known, f"{name}={value} is unknown: choose one of {', '.join(known)}")
     tiny = config.policy.tiny
     _need(
         not tiny.enabled or tiny.hidden_size % tiny.num_heads == 0,

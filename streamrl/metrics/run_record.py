@@ -1,4 +1,4 @@
-"""Reads a run directory back: `metrics.jsonl`, `summary.json` and the resolved configuration."""
+"""A run directory read back: `metrics.jsonl`, `summary.json` and the resolved configuration."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecord:
     root = Path(run_dir)
     path = root / "metrics.jsonl"
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: {root} is no run directory, or its run never began a step.")
+        raise FileNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
     summary = root / "summary.json"
     return RunRecord(
         name=root.resolve().name,
         rows=read_metrics(path),
         summary=Summary.load(summary) if summary.exists() else None,
-        config_text=_first_text(root / "config.yaml", root / "config.json"),
+        config_text=_text(root / "config.yaml"),
         overrides=_overrides(root),
     )
 
@@ -85,9 +85,9 @@ def parse_row(line: str) -> dict[str, Any]:
 
 def _overrides(root: Path) -> list[str]:
     """Command-line overrides of the run: a YAML list of plain strings, which needs no YAML reader."""
-    text = _first_text(root / "overrides.yaml", root / ".hydra" / "overrides.yaml")
-    return [line[2:].strip().strip("'\"") for line in text.splitlines() if line.startswith("- ")]
+    lines = _text(root / "overrides.yaml").splitlines()
+    return [line[2:].strip().strip("'\"") for line in lines if line.startswith("- ")]
 
 
-def _first_text(*paths: Path) -> str:
-    return next((path.read_text(encoding="utf-8") for path in paths if path.exists()), "")
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,4 +1,4 @@
-"""`summary.json`: a whole run in one flat object, and how it follows from `metrics.jsonl`."""
+"""`summary.json`: a whole run in one flat object, derived from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,10 @@ class Summary:
         if taken:
             raise ValueError(f"extra may not hold the summary's own fields: {', '.join(taken)}.")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Fields in their order, then `extra`."""
-        return {**{name: getattr(self, name) for name in REQUIRED}, **self.extra}
-
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON in one move; a reader sees the old file or the new one."""
-        write_atomic(Path(path), json.dumps(self.as_dict(), indent=2) + "\n")
+        """Write JSON atomically: fields in their order, then `extra`."""
+        values = {**{name: getattr(self, name) for name in REQUIRED}, **self.extra}
+        write_atomic(Path(path), json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Summary:
@@ -79,13 +76,13 @@ class Summary:
         return cls(**known, extra=data)
 
     def table(self) -> str:
-        """For the terminal: what a person asks first, a line each."""
+        """The headline as lines for the terminal."""
         rows = self.headline()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label.ljust(width)}  {value}" for label, value in rows) + "\n"
 
     def headline(self) -> list[tuple[str, str]]:
-        """(label, value) pairs of the table."""
+        """(label, value) pairs, most asked for first."""
         wait = f"{duration(self.learner_wait_s)} ({self.learner_wait_s / self.wall_s:.0%})" if self.wall_s else "-"
         violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
         return [
@@ -158,7 +155,7 @@ def last(rows: Sequence[Mapping[str, Any]], key: str, default: float) -> float:
 
 
 def counter_total(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """What a counter counted over the whole run, though a restart of its process may have set it back to 0."""
+    """Total of a counter over the whole run; a restart of its process may have reset it to 0."""
     total = before = 0.0
     for value in series(rows, key)[1]:
         total += value - before if value >= before else value

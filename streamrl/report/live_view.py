@@ -1,7 +1,6 @@
-"""The terminal during `launch`: how the run stands, from the files of its directory.
+"""Live display of `launch`, from `metrics.jsonl`, `status.json` and the logs of the run directory.
 
-The launcher is not the learner, so nothing is shared but `metrics.jsonl`, `status.json` and the logs. `ViewState` is
-pure: dicts in, a picture out. Without a terminal the same files become plain lines.
+`ViewState` is pure: dicts in, a picture out. Without a terminal the same files become plain lines.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,11 @@ NUM_RECENT_STEPS = 20
 
 @dataclass(slots=True)
 class ViewState:
-    """All that the picture shows. `update` takes a line of `metrics.jsonl` or the whole of `status.json`.
+    """The state of the display. `update` takes a line of `metrics.jsonl` or the whole of `status.json`.
 
     Attributes:
-        actors: (id, state, version, tokens per second, seconds since it was heard) of each.
-        waiting_for: whom the hub waits for, in words; empty if nobody.
+        actors: (id, state, version, tokens per second, seconds since its last message) of each.
+        waiting_for: what the hub waits for, in words; empty if it does not wait.
         total_steps: 0 while unknown.
     """
 
@@ -53,13 +52,13 @@ class ViewState:
     log_lines: list[str] = field(default_factory=list)
 
     def update(self, news: Mapping[str, Any]) -> None:
-        """Take news: an object with `step` is a metrics line, anything else is a status."""
+        """An object with `step` is a metrics line, anything else is a status."""
         if "step" not in news:
             for name in ("run_id", "state", "total_steps", "max_lag", "waiting_for", "actors", "counters"):
                 if name in news:
                     setattr(self, name, news[name])
             return
-        # A resumed run does some steps again: what followed them belongs to a past that no longer counts.
+        # A resumed run repeats the steps after its checkpoint: their old rows are void.
         while self.rows and self.rows[-1]["step"] >= news["step"]:
             self.rows.pop()
         self.rows.append(news)
@@ -140,21 +139,20 @@ class ViewState:
     def _lag(self) -> Text:
         mean = last(self.rows, "lag/token_mean", float("nan"))
         most = max([0, *series(self.rows, "lag/head_max")[1]])
-        bound = self.max_lag
         text = Text(f"mean {compact(mean, 2)}  max {compact(most)}")
-        if bound is not None:
-            text.append(f"  bound {bound}", style="bold red" if most > bound else "")
+        if self.max_lag is not None:
+            text.append(f"  bound {self.max_lag}", style="bold red" if most > self.max_lag else "")
         return text
 
     def _actors(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         for name, justify in (("actor", "left"), ("state", "left"), ("version", "right"), ("tokens/s", "right"),
-                              ("heard", "right")):
+                              ("last message", "right")):
             table.add_column(name, justify=justify, no_wrap=True)
         for actor_id, state, version, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
             style = "" if state == "running" else "yellow"
-            heard = f"{duration(silent_s)} ago"
-            table.add_row(actor_id, state, str(version), compact(tokens_per_s), heard, style=style)
+            seen = f"{duration(silent_s)} ago"
+            table.add_row(actor_id, state, str(version), compact(tokens_per_s), seen, style=style)
         hidden = len(self.actors) - NUM_ACTOR_ROWS
         if hidden > 0:
             table.add_row(f"and {hidden} more", style="dim")
@@ -184,26 +182,18 @@ class Tail:
 
 
 class LiveView:
-    """Shows one run directory until told to stop.
+    """Display of one run directory, which need not exist yet; `console` None is standard error, in a notebook too."""
 
-    Args:
-        run_dir: need not exist yet.
-        console: where to draw; None is standard error, in a notebook too.
-        log_files: gives the log files to show the last lines of; None takes `*.log` of the directory and its `logs/`.
-    """
-
-    def __init__(self, run_dir: str | os.PathLike[str], console: Console | None = None,
-                 log_files: Callable[[], Iterable[Path]] | None = None) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], console: Console | None = None) -> None:
         self.root = Path(run_dir)
         self.state = ViewState(run_id=self.root.name)
         self._console = console if console is not None else Console(stderr=True, force_jupyter=False)
-        self._log_files = log_files or self._default_log_files
         self._metrics = Tail(self.root / "metrics.jsonl")
         self._logs: dict[Path, Tail] = {}
         self._shown: dict[int, int] = {}
 
     def run(self, until: threading.Event, poll_s: float = 0.5) -> None:
-        """Draw until `until` is set, then once more, so that the last step is seen."""
+        """Draw until `until` is set, then once more for the last step."""
         if not self._console.is_terminal:
             while not until.wait(poll_s):
                 self.print_news()
@@ -221,14 +211,14 @@ class LiveView:
         fresh = []
         for line in self._metrics.lines():
             row = parse_row(line)
-            if self._shown.get(row["step"]) != hash(line):  # a resume rewrites the file; its old lines are no news
+            if self._shown.get(row["step"]) != hash(line):  # a resume rewrites the file: skip its old lines
                 self._shown[row["step"]] = hash(line)
                 self.state.update(row)
                 fresh.append(row)
         status = self.root / "status.json"
         if status.exists():
             self.state.update(json.loads(status.read_text(encoding="utf-8")))
-        for path in self._log_files():
+        for path in sorted([*self.root.glob("*.log"), *self.root.glob("logs/*.log")]):
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 self.state.log(f"{path.stem}: {line}")
         return fresh
@@ -238,6 +228,3 @@ class LiveView:
         for row in self.poll():
             line = plain_line(row, self.state.total_steps or None, self.state.time_left_s)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _default_log_files(self) -> list[Path]:
-        return sorted([*self.root.glob("*.log"), *self.root.glob("logs/*.log")])

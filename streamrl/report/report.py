@@ -1,4 +1,4 @@
-"""`report.html`: one run, or several, on a page that needs nothing but itself: no script, no font, no network."""
+"""`report.html`: one run on a self-contained page, without script, font or network."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
-from streamrl.metrics.text import duration, markdown_table
-from streamrl.report.compare import HEADER, comparison_rows, run_labels
+from streamrl.metrics.text import duration
 from streamrl.report.plots import NUM_COLORS, Curve, category_bars, histogram, line_chart, smooth
 
 SMOOTH_SHARE = 20
@@ -70,26 +69,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return out
 
 
-def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],
-                     labels: Sequence[str] | None = None) -> tuple[Path, Path]:
-    """Write `out` as HTML with overlaid curves and a table, and the table again as Markdown beside it.
-
-    Args:
-        out: the page; its suffix is replaced by .html, and by .md for the table.
-        labels: as in `compare_runs`.
-    Returns:
-        the paths of the page and of the table.
-    """
-    records = [read_run(path) for path in run_dirs]
-    names = run_labels(records, labels)
-    rows = comparison_rows(records, names)
-    html_path, table_path = Path(out).with_suffix(".html"), Path(out).with_suffix(".md")
-    table = _table(HEADER, rows)
-    write_atomic(html_path, page(f"{len(records)} runs compared", [table, *_overlays(records, names)]))
-    write_atomic(table_path, markdown_table(HEADER, rows))
-    return html_path, table_path
-
-
 def page(title: str, sections: Sequence[str]) -> str:
     """A whole HTML document around the sections."""
     return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -110,8 +89,7 @@ def _sections(record: RunRecord) -> list[str]:
     parts = {
         "Learning": [
             _line(record, "Reward", "reward", {"reward/mean": "mean"}),
-            _line(record, "Evaluation score", "score", {"eval/score": "score"}, smoothed=False,
-                  dots=True),
+            _line(record, "Evaluation score", "score", {"eval/score": "score"}, smoothed=False, dots=True),
             _line(record, "Response length", "tokens", {"rollout/response_tokens/train": "training",
                                                         "eval/response_tokens": "evaluation"}, from_zero=True),
             _line(record, "Reward parts", "reward", _family(record, "reward/", ("reward/mean", "reward/std"))),
@@ -147,14 +125,15 @@ def _sections(record: RunRecord) -> list[str]:
             _line(record, "Critic", "fraction", {"critic/explained_variance": "explained variance"}),
         ],
     }
-    return [_charts(title, figures) for title, figures in parts.items()]
+    return [charts(title, figures) for title, figures in parts.items()]
 
 
 _LEARNER_TIMES = ("wait", "pack", "logprobs", "values", "advantages", "forward_backward", "optimizer", "critic",
                   "publish", "checkpoint", "eval")
 
 
-def _charts(title: str, figures: Sequence[str]) -> str:
+def charts(title: str, figures: Sequence[str]) -> str:
+    """A heading and its figures; empty if no figure is."""
     drawn = "".join(figures)
     return f'<h2>{escape(title)}</h2><div class="charts">{drawn}</div>' if drawn else ""
 
@@ -163,11 +142,12 @@ def _line(record: RunRecord, title: str, unit: str, keys: dict[str, str], *, smo
           dots: bool = False, from_zero: bool = False) -> str:
     curves: list[Curve] = []
     for color, (key, name) in enumerate(keys.items()):
-        curves += _curves(name, *record.series(key), color, smoothed, dots)
+        curves += curves_of(name, *record.series(key), color, smoothed, dots)
     return line_chart(title, curves, x_label="step", y_label=unit, from_zero=from_zero)
 
 
-def _curves(name: str, xs: list[int], ys: list[float], color: int, smoothed: bool, dots: bool = False) -> list[Curve]:
+def curves_of(name: str, xs: list[int], ys: list[float], color: int, smoothed: bool, dots: bool = False) -> list[Curve]:
+    """A curve; of a noisy one the raw data and, last, its moving average."""
     window = len(xs) // SMOOTH_SHARE
     if not smoothed or window < 2:
         return [Curve(name, xs, ys, color, dots=dots)]
@@ -199,30 +179,3 @@ def _totals(record: RunRecord, prefix: str, only: Sequence[str] | None = None) -
             if total > 0:
                 totals[name] = total
     return totals
-
-
-def _overlays(records: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    def overlay(title: str, unit: str, key: str, *, smoothed: bool = False, dots: bool = False,
-                zero: bool = False) -> str:
-        curves: list[Curve] = []
-        for color, (record, name) in enumerate(zip(records, names, strict=True)):
-            found = _curves(name, *record.series(key), color, smoothed, dots)
-            curves += found[1:] if len(found) > 1 else found  # raw data of many runs would be a thicket
-        return line_chart(title, curves, x_label="step", y_label=unit, from_zero=zero)
-
-    return [
-        _charts("Learning", [overlay("Evaluation score", "score", "eval/score", dots=True),
-                             overlay("Reward", "reward", "reward/mean", smoothed=True)]),
-        _charts("Staleness", [overlay("Mean token lag", "optimizer steps", "lag/token_mean", zero=True),
-                              overlay("Largest head lag", "optimizer steps", "lag/head_max", zero=True),
-                              overlay("Effective sample size, token", "fraction", "ess/token")]),
-        _charts("Speed", [overlay("Trained", "tokens/s", "throughput/train_tokens_per_s", smoothed=True, zero=True),
-                          overlay("Generated", "tokens/s", "throughput/generate_tokens_per_s", smoothed=True,
-                                  zero=True)]),
-    ]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -16,13 +16,12 @@ PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
     root = make_run()
-    summary = Summary.load(root / "summary.json")
+    assert list(json.loads((root / "summary.json").read_text())) == PROMISED
 
     with_extra = summarize(read_metrics(root / "metrics.jsonl"), run_id="r", max_lag_bound=3, device="cpu",
                            dtype="float32", seed=1, extra={"command": "quickstart"})
     with_extra.write(root / "summary.json")
 
-    assert list(summary.as_dict()) == PROMISED
     assert list(json.loads((root / "summary.json").read_text())) == [*PROMISED, "command"]
 
 
