@@ -1,7 +1,7 @@
-"""What a user implements: a `Task` says which prompts there are, an `Env` plays one episode of one prompt.
+"""What a user implements: a `Task` gives the prompts, an `Env` plays one episode of one prompt.
 
-The shortest way is `SingleTurnTask`: two methods, `record` and `reward`. Everything longer (several turns, tools,
-state) implements `Env` itself and returns it from `Task.env`.
+The short form is `SingleTurnTask`: two methods, `record` and `reward`. Several turns, tools or state take an `Env` of
+one's own, returned by `Task.env`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one action led to.
+    """The result of one action.
 
     Args:
         reward: feeds the advantage; task units.
-        score: only logged and used for evaluation; None means "the same as reward".
-        done: True ends the episode; False continues it with `messages` as the environment's words.
-        messages: what the environment says next (ignored when done).
+        score: only logged and used for evaluation; None is the reward.
+        done: True ends the episode; False continues it with `messages`.
+        messages: the environment's answer (ignored when done).
         parts: named components of the reward, logged as `reward/<name>`.
     """
 
@@ -50,7 +50,7 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """The model said `action`."""
+        """Play the model's `action`."""
         ...
 
 
@@ -75,7 +75,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class HasTarget(Protocol):
-    """Optional on a task that knows the right answers: what makes a supervised warm start possible."""
+    """Optional on a task that knows the right answers; a supervised warm start needs it."""
 
     def target(self, record: Record) -> str:
         """A completion of this record that earns the full reward."""

@@ -10,9 +10,9 @@
     │   ├── DigestError              the body does not match its digest
     │   ├── BodyError                the body is not the struct that its kind promises
     │   └── ContentError             decoded, but its contents are impossible (lengths, NaN, ids, ranges)
-    ├── WeightsError             a weight document is incomplete, corrupt or does not fit the model
-    │   │                            (the next three live in `streamrl.weights.document`)
-    │   ├── NotAvailable             this way does not lead to the document: the next offer is tried
+    ├── WeightsError             a weight document is incomplete, corrupt or does not fit the model; below it,
+    │   │                            in `streamrl.weights.document`:
+    │   ├── NotAvailable             this transport cannot deliver: the next offer is tried
     │   │   └── VersionRetired           the version was retired: a newer one is on its way
     │   └── Superseded               the fetch was abandoned for a newer version
     ├── EngineError              the inference engine failed or was asked for something impossible

@@ -1,7 +1,7 @@
-"""A child must not outlive its parent: the parent holds the write end of a pipe, the child watches the read end.
+"""Ends a child with its parent: the parent holds the write end of a pipe, the child watches the read end.
 
-End of file means that the parent is gone, however it went (kill -9 included). No polling of process ids, no signals
-that depend on which thread forked.
+End of file means that the parent has ended, by kill -9 too: no process ids are polled, and no signal depends on the
+thread that forked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ VARIABLE = "STREAMRL_PARENT_PIPE"
 _watching = False
 
 
-def watch(on_parent_gone: Callable[[], None]) -> bool:
-    """Call `on_parent_gone` from a daemon thread once the parent is gone; False if there is none to watch."""
+def watch(on_parent_exit: Callable[[], None]) -> bool:
+    """Call `on_parent_exit` from a daemon thread once the parent has ended; False without one to watch."""
     if os.environ.pop(VARIABLE, None) != "stdin":
         return False
 
     def wait() -> None:
         while os.read(0, 1024):
             pass
-        on_parent_gone()
+        on_parent_exit()
 
     global _watching
     _watching = True

@@ -1,4 +1,4 @@
-"""Where a run lives: `<root>/<name>-<number>`, or exactly where the user says."""
+"""Run directories: `<root>/<name>-<number>`, or the one that `run.dir` names."""
 
 from __future__ import annotations
 
@@ -9,50 +9,35 @@ from streamrl.errors import ConfigError
 
 
 def choose_run_dir(config: Config) -> Path:
-    """The directory of this run; a new numbered one is made here.
-
-    A new run takes the next free number; `checkpoint.resume=true` takes the newest existing one of this name.
+    """The directory of this run: `run.dir`, the newest of this name to resume, or a new one with the next number.
 
     Raises:
         ConfigError: nothing to resume, or `run.dir` already holds a run and resuming was not asked for.
     """
-    if config.run.dir is not None:
-        run_dir = Path(config.run.dir)
-        if has_run(run_dir) and not config.checkpoint.resume:
+    run, resume = config.run, config.checkpoint.resume
+    if run.dir is not None:
+        run_dir = Path(run.dir)
+        if (run_dir / "EPOCH").exists() and not resume:  # a learner has started here
             raise ConfigError(
-                f"run.dir={run_dir} already holds a run: add checkpoint.resume=true to go on with it, or choose another"
+                f"run.dir={run_dir} already holds a run: add checkpoint.resume=true to continue it, or choose another"
             )
         return run_dir
-    numbers = sorted(_numbers(Path(config.run.root), config.run.name))
-    if config.checkpoint.resume:
-        if not numbers:
-            raise ConfigError(
-                f"checkpoint.resume=true, but there is no run {config.run.name}-* in {config.run.root}/: "
-                "start one without it, or name its directory with run.dir=..."
-            )
-        return numbered_run_dir(config, numbers[-1])
-    number = numbers[-1] if numbers else 0
-    while True:  # somebody else may take a number between our look and our step: only mkdir knows
-        number += 1
-        run_dir = numbered_run_dir(config, number)
+    tails = [path.name.removeprefix(f"{run.name}-") for path in Path(run.root).glob(f"{run.name}-*")]
+    newest = max((int(tail) for tail in tails if tail.isdigit()), default=0)
+    if resume and not newest:
+        raise ConfigError(
+            f"checkpoint.resume=true, but there is no run {run.name}-* in {run.root}/: "
+            "start one without it, or name its directory with run.dir=..."
+        )
+    while not resume:  # another process may take a number between listing and mkdir: only mkdir is atomic
+        newest += 1
         try:
-            run_dir.mkdir(parents=True, exist_ok=False)
+            numbered_run_dir(config, newest).mkdir(parents=True)
+            break
         except FileExistsError:
             continue
-        return run_dir
+    return numbered_run_dir(config, newest)
 
 
 def numbered_run_dir(config: Config, number: int) -> Path:
     return Path(config.run.root) / f"{config.run.name}-{number:03d}"
-
-
-def has_run(run_dir: Path) -> bool:
-    """Whether a learner has ever started here."""
-    return (run_dir / "EPOCH").exists()
-
-
-def _numbers(root: Path, name: str) -> list[int]:
-    if not root.is_dir():
-        return []
-    tails = [path.name.removeprefix(f"{name}-") for path in root.iterdir() if path.name.startswith(f"{name}-")]
-    return [int(tail) for tail in tails if tail.isdigit()]

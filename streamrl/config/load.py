@@ -96,12 +96,9 @@ def check_overrides(words: Sequence[str]) -> None:
 
 def _nearest(key: str, keys: set[str]) -> str:
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    if not close:
-        tail = key.rsplit(".", 1)[-1]
-        close = [name for name in sorted(keys) if name.rsplit(".", 1)[-1] == tail][:1]
-    if not close:
-        close = difflib.get_close_matches(key.rsplit(".", 1)[-1], [n.rsplit(".", 1)[-1] for n in keys], n=1)
-        close = [name for name in sorted(keys) if close and name.endswith("." + close[0])][:1]
+    if not close:  # the section may be missing or wrong: compare the last parts
+        last = {name.rpartition(".")[2]: name for name in sorted(keys, reverse=True)}
+        close = [last[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
     return f"did you mean `{close[0]}`?" if close else "see `streamrl settings` for every key."
 
 
