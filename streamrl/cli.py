@@ -26,7 +26,7 @@ By hand, in terminals of their own or on other machines:
 def main() -> int:
     """Entry point of the console script."""
     logging.basicConfig(level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S")
-    command, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    command, *words = sys.argv[1:] or [""]
     commands = {"launch": launch, "settings": settings, "report": report, "relay": relay}
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -103,9 +103,9 @@ def settings(words: list[str]) -> int:
 
 def relay(words: list[str]) -> int:
     """Pass weights on from a learner to many actors."""
-    from streamrl.weights.pull.relay import relay as run_relay
+    from streamrl.weights.pull.relay import relay as run
 
-    return run_relay(words)
+    return run(words)
 
 
 def report(words: list[str]) -> int:

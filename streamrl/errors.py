@@ -4,11 +4,11 @@
     ├── ConfigError              a setting is unknown, impossible or contradicts another
     ├── TaskError                a task or environment file cannot be loaded or broke its protocol
     ├── WireError                bytes from a peer were refused; `.counter` names the statistic
-    │   ├── FrameError               wrong magic, flags, frame count or size
-    │   ├── ProtocolVersionError     the peer uses another protocol number
+    │   ├── FrameError               wrong magic, flags or number of frames, or a frame over the size limit
+    │   ├── ProtocolVersionError     the peer uses a protocol number that this build does not support
     │   ├── KindError                unknown kind, or a kind that is illegal in this direction
     │   ├── DigestError              the body does not match its digest
-    │   ├── BodyError                the body is not the struct that its kind promises
+    │   ├── BodyError                the body is not a MessagePack value of the struct of its kind
     │   └── ContentError             decoded, but its contents are impossible (lengths, NaN, ids, ranges)
     ├── WeightsError             a weight document is incomplete, corrupt or does not fit the model; below it,
     │   │                            in `streamrl.weights.document`:
@@ -45,32 +45,22 @@ class WireError(StreamrlError):
 
 
 class FrameError(WireError):
-    """Wrong magic, non-zero flags, wrong number of frames, or a frame over the size limit."""
-
     counter = "frame"
 
 
 class ProtocolVersionError(WireError):
-    """The peer uses a protocol number that this build does not support."""
-
     counter = "protocol"
 
 
 class KindError(WireError):
-    """The kind byte is unknown, or not legal in this direction."""
-
     counter = "kind"
 
 
 class DigestError(WireError):
-    """The body does not hash to the digest in its preamble."""
-
     counter = "digest"
 
 
 class BodyError(WireError):
-    """The body is not a MessagePack value of the struct that its kind promises."""
-
     counter = "body"
 
 
