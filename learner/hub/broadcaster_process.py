@@ -39,10 +39,11 @@ class BroadcasterProcess:
 
 def broadcaster_settings(settings: HubSettings) -> BroadcasterSettings:
     """The part of the hub's settings that its broadcaster reads."""
+    publish = settings.publish
     return BroadcasterSettings(
-        rank_endpoint=settings.rank_endpoint, device=settings.device, transports=settings.transports,
-        slot_bytes=settings.bucket_bytes, init_deadline_s=settings.nccl_init_deadline_s,
-        bucket_deadline_s=settings.nccl_bucket_deadline_s,
+        rank_endpoint=settings.rank_endpoint, device=settings.device, transports=tuple(publish.transports),
+        slot_bytes=publish.bucket_bytes, init_deadline_s=publish.nccl_init_deadline_s,
+        bucket_deadline_s=publish.nccl_bucket_deadline_s,
     )
 
 

@@ -53,7 +53,7 @@ class HubServer:
         )
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
-        host = settings.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        host = settings.hub.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         weights = WeightServer(self._zmq, settings, host)
         self._rank_socket = self._zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -62,7 +62,7 @@ class HubServer:
         counters = Counter(num_actor_restarts=0, tokens_generated=0)
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
-        uses_device = device_transports(settings.transports, setting="publish.transports")
+        uses_device = device_transports(settings.publish.transports, setting="publish.transports")
         self.broadcast = BroadcastHandler(self.context, (lambda: start_broadcaster(settings)) if uses_device else None)
         self._actors = ActorHandler(self.context, self.broadcast)
         self._ranks = RankHandler(

@@ -1,4 +1,4 @@
-"""What the learner passes to its hub at start-up: one JSON file of plain values, no config objects."""
+"""What the learner passes to its hub at start-up, as one JSON file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.ledger.settings import LedgerSettings
+from streamrl.config.schema import EnvConfig, FilterConfig, HubConfig, PublishConfig
 from streamrl.messages import Limits, Lineage, Sampling
-
-
-class TaskSettings(msgspec.Struct, frozen=True):
-    """Where prompts come from."""
-
-    name: str
-    path: str | None
-    options: dict[str, object]
-    shuffle: bool
 
 
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +23,11 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     dp_ranks: tuple[int, ...]
     """The data-parallel rank of every learner rank: those with the same one train the same groups."""
     bind: str
-    weights_port: int
-    advertise: str | None
+    """As `hub.bind`, or the predecessor's address after a resume."""
     rank_endpoint: str
     shm_dir: str
-    task: TaskSettings
+    env: EnvConfig
+    shuffle: bool
     welcome_task: str
     """JSON for actors, passed on as it is."""
     total_steps: int
@@ -43,19 +35,12 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     eval_sampling: Sampling
     ledger: LedgerSettings
-    zero_std_min: float | None
+    filter: FilterConfig
     trained_scores: tuple[str, ...]
-    accuracy_range: tuple[float, float] | None
+    hub: HubConfig
+    publish: PublishConfig
     keep_until_durable: bool
-    num_keep_versions: int
-    max_bytes_per_s: int
-    delta_max_ratio: float
-    probe_tolerance: float
     restore_path: str | None
-    transports: tuple[str, ...]
-    nccl_init_deadline_s: float
-    nccl_bucket_deadline_s: float
-    bucket_bytes: int
     device: str
     """Of the learner's rank 0; the broadcaster uses the same."""
 

@@ -14,14 +14,14 @@ from learner.hub.settings import HubSettings
 
 def build_ledger(settings: HubSettings) -> Ledger:
     """A fresh ledger, or the one that the checkpoint of `settings.version` holds."""
-    task = load_task(settings.task.name, path=settings.task.path, options=dict(settings.task.options))
+    task = load_task(settings.env.name, path=settings.env.path, options=dict(settings.env.options))
 
     def record(split: str, index: int) -> bytes:
         return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
 
     prompts = PromptStream(
         task.num_records("train"), seed=settings.run_seed, record=lambda index: record("train", index),
-        shuffle=settings.task.shuffle,
+        shuffle=settings.shuffle,
     )
     arguments = dict(
         settings=settings.ledger, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
@@ -36,8 +36,8 @@ def build_ledger(settings: HubSettings) -> Ledger:
 def group_filter(settings: HubSettings) -> GroupFilter:
     """All filters in one: the reason to drop a complete group, or None."""
     filters: list[GroupFilter] = []
-    if settings.zero_std_min is not None:
-        filters.append(zero_std(settings.zero_std_min, scores=settings.trained_scores))
-    if settings.accuracy_range is not None:
-        filters.append(accuracy_range(*settings.accuracy_range))
+    if settings.filter.zero_std:
+        filters.append(zero_std(settings.filter.min_std, scores=settings.trained_scores))
+    if settings.filter.accuracy_range is not None:
+        filters.append(accuracy_range(*settings.filter.accuracy_range))
     return first_of(*filters)

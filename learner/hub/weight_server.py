@@ -131,18 +131,20 @@ class WeightServer:
         self.manifest: Manifest | None = None
         self.assets = b""
         self.assets_digest = bytes(16)
-        self.health = WeightHealthTable(self.root_of, settings.probe_tolerance)
+        self.health = WeightHealthTable(self.root_of, settings.publish.probe_tolerance)
         self._settings = settings
         self._path = ""
         self._published_at = 0.0
-        self._transports = {name: load_transport(name, setting="publish.transports") for name in settings.transports}
+        self._transports = {
+            name: load_transport(name, setting="publish.transports") for name in settings.publish.transports
+        }
         self._offers: list[Offer] | None = None
         self._roots: dict[VersionRef, bytes] = {}
         self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
         router = hub_router(context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=64)
         bind_host = settings.bind.removeprefix("tcp://").rpartition(":")[0]
-        bind(router, f"tcp://{bind_host}:{settings.weights_port}", "hub.weights_port")
+        bind(router, f"tcp://{bind_host}:{settings.hub.weights_port}", "hub.weights_port")
         port = bound_endpoint(router).rpartition(":")[2]
         self.endpoint = f"tcp://{host}:{port}"
         self.socket = ChunkSocket(router)
@@ -154,12 +156,11 @@ class WeightServer:
                 self.layout = message.layout
                 self.assets = Path(message.assets_path).read_bytes()
                 self.assets_digest = xxhash.xxh3_128_digest(self.assets)
+                options = self._settings.publish
                 self._chunks = ChunkServer(
-                    pull_token=self.pull_token, assets=self.assets,
-                    keep_versions=self._settings.num_keep_versions,
+                    pull_token=self.pull_token, assets=self.assets, keep_versions=options.num_keep_versions,
                     max_chunk_bytes=self._settings.limits.chunk_bytes,
-                    bytes_per_s=float(self._settings.max_bytes_per_s) or None,
-                    delta_max_ratio=self._settings.delta_max_ratio,
+                    bytes_per_s=float(options.max_bytes_per_s) or None, delta_max_ratio=options.delta_max_ratio,
                 )
             assert self._chunks is not None and self.layout is not None, "the first Publish carries the layout"
             self._chunks.add(

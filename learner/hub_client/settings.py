@@ -1,4 +1,4 @@
-"""From the run's config to the plain settings of its hub."""
+"""From the run's config to the settings of its hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.settings import HubSettings, TaskSettings
+from learner.hub.settings import HubSettings
 from streamrl.config import schema
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_eta, largest_max_lag, lookahead, max_lag
@@ -48,30 +48,20 @@ def hub_settings(
     Args:
         bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
     """
-    accuracy = config.filter.accuracy_range
     return HubSettings(
         run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
-        run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, weights_port=config.hub.weights_port,
-        advertise=config.hub.advertise, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
-        task=TaskSettings(config.env.name, config.env.path, dict(config.env.options), config.data.shuffle),
+        run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
+        env=config.env, shuffle=config.data.shuffle,
         welcome_task=WelcomeTask(
             config.env, config.data, config.rollout, config.actors, config.learner, config.policy
         ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(config.rollout.test.sampling),
-        ledger=ledger_settings(config, vocab_size, bounds),
-        zero_std_min=config.filter.min_std if config.filter.zero_std else None,
-        accuracy_range=None if accuracy is None else (accuracy[0], accuracy[1]),
+        ledger=ledger_settings(config, vocab_size, bounds), filter=config.filter,
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
-        keep_until_durable=config.checkpoint.every_steps > 0,
-        num_keep_versions=config.publish.num_keep_versions,
-        max_bytes_per_s=config.publish.max_bytes_per_s, delta_max_ratio=config.publish.delta_max_ratio,
-        probe_tolerance=config.publish.probe_tolerance,
-        restore_path=str(restore_path) if restore_path else None,
-        transports=tuple(config.publish.transports), nccl_init_deadline_s=config.publish.nccl_init_deadline_s,
-        nccl_bucket_deadline_s=config.publish.nccl_bucket_deadline_s, bucket_bytes=config.publish.bucket_bytes,
-        device=device,
+        hub=config.hub, publish=config.publish, keep_until_durable=config.checkpoint.every_steps > 0,
+        restore_path=str(restore_path) if restore_path else None, device=device,
     )
 
 

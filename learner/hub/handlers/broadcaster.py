@@ -62,14 +62,14 @@ class BroadcastHandler:
     """
 
     def __init__(self, hub: HubContext, start: Callable[[], Broadcaster] | None) -> None:
-        settings = hub.settings
+        publish = hub.settings.publish
         self._hub, self._start = hub, start
         self.membership = Membership(
-            init_deadline_s=settings.nccl_init_deadline_s, bucket_deadline_s=settings.nccl_bucket_deadline_s
+            init_deadline_s=publish.nccl_init_deadline_s, bucket_deadline_s=publish.nccl_bucket_deadline_s
         )
-        self._nccl = "nccl" in settings.transports
+        self._nccl = "nccl" in publish.transports
         self._broadcaster: Broadcaster | None = None
-        self._watch = BroadcasterWatch(settings.nccl_bucket_deadline_s + SILENCE_GRACE_S)
+        self._watch = BroadcasterWatch(publish.nccl_bucket_deadline_s + SILENCE_GRACE_S)
         self._ended: list[Broadcaster] = []
         self._route: bytes | None = None
         self._up: BroadcastUp | None = None
@@ -104,7 +104,7 @@ class BroadcastHandler:
 
     def offers(self, link: Connection, ticket: NcclTicket | None = None) -> tuple[Offer, ...]:
         """Offers of the newest version to this actor, in the order of the settings."""
-        order = self._hub.settings.transports
+        order = self._hub.settings.publish.transports
         offers = [offer for offer in self._hub.weights.offers() if offer.transport in order]
         device_manifest = self._device_manifest()
         if device_manifest is not None:
@@ -213,7 +213,7 @@ class BroadcastHandler:
     def _shares_device(self, link: Connection) -> bool:
         """Whether this actor reports the broadcaster's GPU; opening the buffers will prove it."""
         up = self._up
-        if up is None or up.slots is None or "ipc" not in self._hub.settings.transports:
+        if up is None or up.slots is None or "ipc" not in self._hub.settings.publish.transports:
             return False
         return "ipc" in link.transports and link.device == up.device
 
@@ -243,14 +243,14 @@ class BroadcastHandler:
         return told
 
     def _invite(self, invite: Invite) -> set[str]:
-        settings, told = self._hub.settings, set()
+        publish, told = self._hub.settings.publish, set()
         for actor_id, rank in invite.first_rank.items():
             link = self._hub.connections.of_actor(actor_id)
             if link is not None and self._is_newest(invite.ref):
                 told.add(actor_id)
                 self.announce(link, NcclTicket(
                     invite.epoch, invite.unique_id, invite.world, rank,
-                    settings.nccl_init_deadline_s, settings.nccl_bucket_deadline_s,
+                    publish.nccl_init_deadline_s, publish.nccl_bucket_deadline_s,
                 ))
         return told
 

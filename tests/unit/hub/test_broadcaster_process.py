@@ -44,7 +44,7 @@ class RealBroadcaster:
     """The broadcaster's loop in a process of its own, with files where a GPU's memory would be."""
 
     def __init__(self, settings: HubSettings, folder: str) -> None:
-        words = [settings.rank_endpoint, folder, settings.bucket_bytes, settings.nccl_bucket_deadline_s]
+        words = [settings.rank_endpoint, folder, settings.publish.bucket_bytes, settings.publish.nccl_bucket_deadline_s]
         self.process = subprocess.Popen([sys.executable, "-c", SENDER, *map(str, words)], cwd=ROOT)
 
     def alive(self) -> bool:
