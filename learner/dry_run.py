@@ -1,8 +1,8 @@
-"""One step of the objective on invented numbers, before anything is loaded: what cannot train is refused at the start.
+"""Dry run: one objective step on synthetic data, before anything is loaded.
 
-Each estimator, surrogate and baseline knows itself which of its constants are impossible, and says so when it is
-called. Calling all of them once here is how a run finds out in its first second and not in its first step, or at the
-hour when a controller has moved a clip to the end of its range.
+Each estimator, surrogate and baseline raises on constants that are impossible for it. Calling all of them once here
+lets a run fail in its first second, not in its first step or when a controller has moved a clip to the end of its
+range.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from learner.data.packing import MicroBatch, pack
 from learner.data.trajectories import Trajectory
 from learner.hub_client.settings import answer_limit
 from learner.mesh import Ranks
-from learner.objective.advantages import CRITIC_FREE
 from learner.objective.kl_options import check_regularizers, entropy_options
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import PassOutputs
+from streamrl.algorithms import find_estimator
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig
 from streamrl.errors import ConfigError
@@ -33,14 +33,14 @@ _VERSION, _NUM_TOKENS = 1, 4
 
 
 def run_dry(config: Config) -> None:
-    """Train on two groups of two invented answers with these settings.
+    """Train on two groups of two synthetic answers with these settings.
 
     Raises:
         ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
     """
     lag = largest_max_lag(config)
     check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
-    if config.advantage.estimator in CRITIC_FREE:
+    if not find_estimator(config.advantage.estimator).needs_critic:
         _check_no_critic(config.critic, config.advantage.estimator)
     for loss in _moved(config):
         try:
@@ -64,8 +64,8 @@ def _check_no_critic(critic: CriticConfig, estimator: str) -> None:
     moved = [field.name for field in fields(critic) if getattr(critic, field.name) != getattr(usual, field.name)]
     if moved:
         raise ConfigError(
-            f"critic.{moved[0]} does nothing: advantage.estimator={estimator!r} has no critic (vtrace, retrace_v, gae "
-            "and others bring one)."
+            f"critic.{moved[0]} does nothing: advantage.estimator={estimator!r} reads no values (vtrace, retrace_v and "
+            "gae do)."
         )
 
 
@@ -86,7 +86,7 @@ def _one_step(config: Config, loss: LossConfig) -> float:
     rows, total = _answers(), 0.0
     objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))
     for batch in pack(rows, 1000, bootstrap=objective.has_critic):
-        objective.observe(batch, _scored(batch, of_actions=config.advantage.estimator == "retrace_q"))
+        objective.observe(batch, _scored(batch, of_actions=find_estimator(config.advantage.estimator).of_actions))
         objective.close_observation()
         logprobs = torch.full((int(batch.mask.sum()),), -1.1, requires_grad=True)
         total += float(objective.loss(batch, logprobs, torch.ones_like(logprobs)).detach())
@@ -114,7 +114,7 @@ def _plan(rows: list[Trajectory]) -> list[PlanRow]:
 
 
 def _scored(batch: MicroBatch, *, of_actions: bool) -> PassOutputs:
-    """What every network could say."""
+    """Outputs of every network that a loss may read."""
     some = torch.where(batch.mask, -1.05, 0.0)
     return PassOutputs(
         policy=some, reference=some, proximal=some, values=torch.zeros_like(some), bootstrap=torch.zeros(len(some)),

@@ -1,16 +1,19 @@
-"""What one row must know of the whole batch before the first backward pass: its credit and its weight in the loss.
+"""What must be known of the whole batch before the first backward pass: baselines, scales, row weights, moments.
 
-Nearly everything here comes from the plan, which every rank has in full, so that ranks agree without talking and a
-split into micro-batches changes nothing. What is measured on trajectories (weights, norms, shaped rewards) is exchanged
-once and then treated alike.
+Nearly everything comes from the plan, which every rank has in full, so ranks agree without communication and a split
+into micro-batches changes nothing. What is measured on trajectories (weights, norms, shaped rewards) is exchanged once
+and then treated alike. The order is the objective's: rewards are shaped before a baseline looks at them, and
+advantages are whitened last.
 
 Legend: P trajectories of the whole batch, R of them on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +21,34 @@ from torch import Tensor
 
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
-from streamrl.algorithms import aggregation_weights, group_advantages, group_mean, leave_one_out, opob, split_by_lag
-from streamrl.algorithms.types import Moments
+from learner.objective.advantages import Advantages, RowAdvantages, discounts
+from learner.objective.options import WEIGHTED_BASELINES
+from learner.objective.regularizers import Regularizers
+from learner.objective.token_batch import TokenBatch
+from streamrl.algorithms import (
+    Estimator,
+    aggregation_weights,
+    group_advantages,
+    group_mean,
+    leave_one_out,
+    opob,
+    reward_to_go,
+    rho_bar_for_ess,
+    seq_tis_weights,
+    split_by_lag,
+    whiten,
+)
+from streamrl.algorithms.types import ClipBounds, Moments
+from streamrl.config.schema import AdvantageConfig, Discount
 from streamrl.errors import ContentError
 from streamrl.messages import PlanRow
 
-WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
-"""Baselines that need the current policy's ratios, hence a scoring pass."""
+MicroBatchKey = tuple[int, ...]
+"""`MicroBatch.trajectory_ids`: identifies a micro-batch during a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchFacts:
+class BatchStats:
     """The plan as tensors, and where this rank's trajectories stand in it.
 
     Attributes:
@@ -48,43 +68,30 @@ class BatchFacts:
     head_lags: Tensor
 
     def gather(self, mine: Tensor, ranks: Ranks) -> Tensor:
-        """Values [R] of every rank's trajectories as one [P], the same on all ranks; a collective call."""
-        flat = torch.stack([self.places.double(), mine.double().cpu()], dim=1).flatten()
-        whole = torch.zeros(len(self.scores), dtype=torch.float64)
-        for row in ranks.gather(flat.tolist()):
-            pairs = torch.tensor(row, dtype=torch.float64).view(-1, 2)
-            whole[pairs[:, 0].long()] = pairs[:, 1]
-        return whole
+        """Values [R] of every rank's trajectories as one float64 [P], the same on all ranks; a collective call."""
+        return exchange(self.places, mine, len(self.scores), ranks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowCredit:
-    """Of this rank's trajectories: `(score - baseline) / scale` and the baseline, float64 [R].
-
-    `moments` are the credit's over all action tokens of the batch.
-    """
-
-    credit: Tensor
-    baseline: Tensor
-    moments: Moments
-
-
-def batch_facts(
-    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, avg_level: str, max_new_tokens: int, rank: int,
-    spread_budget: int | None = None, left_out: Tensor | None = None,
-) -> BatchFacts:
-    """The plan as tensors.
+def batch_stats(
+    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks, *, avg_level: str, max_new_tokens: int,
+    spread_budget: int | None = None, filter_truncated: bool = False,
+) -> BatchStats:
+    """The plan as tensors; a collective call under `filter_truncated`.
 
     Args:
-        left_out: bool [P] trajectories that count in baselines but neither in the loss nor in what it is divided by.
+        filter_truncated: truncated trajectories count in baselines, but neither in the loss nor in what it is divided
+            by.
         spread_budget: groups whose head lags differ by more are split for the baseline; None keeps all whole.
     Raises:
         ContentError: the plan and this rank's share disagree: every count would be wrong.
     """
-    places = _places(trajectories, plan, rank)
+    places = _places(trajectories, plan, ranks.dp_rank)
     group_ids = torch.tensor([row.group_id for row in plan], dtype=torch.int64)
     counts = torch.tensor([row.num_action_tokens for row in plan], dtype=torch.int64)
-    kept = torch.ones(len(plan), dtype=torch.bool) if left_out is None else ~left_out
+    kept = torch.ones(len(plan), dtype=torch.bool)
+    if filter_truncated:
+        truncated = torch.tensor([float(row.truncated) for row in trajectories])
+        kept = exchange(places, truncated, len(plan), ranks) == 0
     weights = torch.zeros(len(plan))
     weights[kept] = aggregation_weights(
         counts[kept], mode=avg_level, group_ids=group_ids[kept], max_tokens=max_new_tokens
@@ -93,49 +100,148 @@ def batch_facts(
     head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
     if spread_budget is not None:
         group_ids = split_by_lag(group_ids, head_lags, budget=spread_budget)
-    return BatchFacts(scores, group_ids, counts, places, weights[places], head_lags[places])
+    return BatchStats(scores, group_ids, counts, places, weights[places], head_lags[places])
 
 
-def row_credit(
-    facts: BatchFacts, scores: Tensor, *, baseline: str, scale: str, ratios: Tensor | None = None,
-    square_norms: Tensor | None = None, min_ess: float = 2.0,
-) -> RowCredit:
-    """Credit of this rank's trajectories from everybody's scores.
+def exchange(places: Tensor, mine: Tensor, num_rows: int, ranks: Ranks) -> Tensor:
+    """Values [R, ...] of every rank's trajectories as one float64 [P, ...]; a collective call.
 
     Args:
-        scores: float64 [P], shaped or not.
-        ratios, square_norms: [P], for the weighted baselines: truncated sequence ratios and `score_square_norms`.
-        min_ess: below this count of effective siblings a weighted leave-one-out is a plain one.
+        places: int64 [R], where this rank's trajectories stand among the P.
     """
-    groups = facts.group_ids
-    if baseline in WEIGHTED_BASELINES:
-        assert ratios is not None
-        if baseline == "opob":
-            assert square_norms is not None
-            base = opob(scores, groups, ratios, square_norms)
-        else:
-            base = leave_one_out(scores, groups, weights=ratios, min_ess=min_ess)
-        credit = scores - base
+    width = math.prod(mine.shape[1:])
+    flat = torch.cat([places.double()[:, None], mine.double().cpu().view(len(mine), width)], dim=1).flatten()
+    whole = torch.zeros(num_rows, *mine.shape[1:], dtype=torch.float64)
+    for part in ranks.gather(flat.tolist()):
+        rows = torch.tensor(part, dtype=torch.float64).view(-1, 1 + width)
+        whole[rows[:, 0].long()] = rows[:, 1:].view(-1, *mine.shape[1:])
+    return whole
+
+
+# --- advantages of trajectories ---------------------------------------------------------------------------------------
+
+
+def row_advantages(
+    stats: BatchStats, advantage: AdvantageConfig, estimator: Estimator, return_moments: Callable[[], Moments]
+) -> RowAdvantages:
+    """Advantages of this rank's trajectories by a baseline that needs no ratios.
+
+    A weighted baseline stands in as leave-one-out until `weighted_row_advantages` has the current policy's ratios.
+
+    Args:
+        return_moments: of the returns over the batch's tokens; called if the estimator reads them.
+    """
+    scores, groups = stats.scores, stats.group_ids
+    baseline = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
+    knobs: dict[str, Any] = {"baseline": baseline, "scale": advantage.scale}
+    if estimator.of_rows:
+        own = {name: value for name, value in knobs.items() if name in estimator.knobs}
+        values = estimator({"scores": scores, "group_ids": groups, "moments": None}, **own, **advantage.options)
     else:
-        credit = group_advantages(scores, groups, baseline=baseline, scale=scale)
-        plain = {"none": lambda: torch.zeros_like(scores), "group_mean": lambda: group_mean(scores, groups),
-                 "leave_one_out": lambda: leave_one_out(scores, groups)}
-        base = plain[baseline]()
-    counts = facts.num_tokens
+        values = group_advantages(scores, groups, **knobs)
+    if baseline == "none":
+        base = torch.zeros_like(scores)
+    else:
+        base = group_mean(scores, groups) if baseline == "group_mean" else leave_one_out(scores, groups)
+    rows = _of_this_rank(stats, values, base)
+    whitens_rows = estimator.whitens and advantage.baseline != "none"
+    if "moments" in estimator.inputs and not estimator.of_rows and not whitens_rows:
+        rows = replace(rows, moments=return_moments())
+    return rows
+
+
+def weighted_row_advantages(
+    stats: BatchStats, advantage: AdvantageConfig, observed: Sequence[TokenBatch], ranks: Ranks
+) -> RowAdvantages:
+    """Advantages by a baseline that weighs siblings by their ratio to the current policy; a collective call."""
+    mine, norms = torch.zeros(len(stats.places)), torch.zeros(len(stats.places))
+    for tokens in observed:
+        rows = list(tokens.micro.trajectory_ids)
+        weights = seq_tis_weights(tokens.log_ratios, tokens.mask, cap=advantage.weight_cap)
+        mine[rows] = weights.amax(1).cpu()  # one number a row, on each of its tokens
+        if tokens.outputs.square_norms is not None:
+            norms[rows] = tokens.outputs.square_norms.float().cpu()
+    ratios, square_norms = stats.gather(mine, ranks), stats.gather(norms, ranks)
+    if advantage.baseline == "opob":
+        base = opob(stats.scores, stats.group_ids, ratios, square_norms)
+    else:
+        base = leave_one_out(stats.scores, stats.group_ids, weights=ratios, min_ess=advantage.min_ess)
+    return _of_this_rank(stats, stats.scores - base, base)
+
+
+def _of_this_rank(stats: BatchStats, values: Tensor, base: Tensor) -> RowAdvantages:
+    counts = stats.num_tokens
     moments = Moments(
-        count=counts.sum().double(), total=(counts * credit).sum(), total_squares=(counts * credit.square()).sum()
+        count=counts.sum().double(), total=(counts * values).sum(), total_squares=(counts * values.square()).sum()
     )
-    return RowCredit(credit[facts.places], base[facts.places], moments)
+    return RowAdvantages(values[stats.places], base[stats.places], moments)
 
 
-def return_moments(
-    trajectories: Sequence[Trajectory], ranks: Ranks, *, gamma: float = 1.0, at_turns: bool = False
+# --- what the scoring pass makes possible (collective calls) ----------------------------------------------------------
+
+
+def shaped_stats(
+    stats: BatchStats, observed: Sequence[TokenBatch], regularizers: Regularizers, ranks: Ranks
+) -> BatchStats:
+    """The statistics with the KL of each whole trajectory off its score."""
+    penalties = torch.zeros(len(stats.places), dtype=torch.float64)
+    for tokens in observed:
+        penalties[list(tokens.micro.trajectory_ids)] = regularizers.row_penalties(tokens).cpu()
+    return replace(stats, scores=stats.scores - stats.gather(penalties, ranks))
+
+
+def fitted_rho_bar(stats: BatchStats, observed: Sequence[TokenBatch], ranks: Ranks, *, target: float) -> float:
+    """The truncation at which the batch's sequence weights reach that effective sample size."""
+    sums = torch.zeros(len(stats.places))
+    for tokens in observed:
+        sums[list(tokens.micro.trajectory_ids)] = tokens.log_ratios.sum(1).cpu()
+    gathered = stats.gather(sums, ranks)[:, None]
+    return rho_bar_for_ess(gathered, torch.ones_like(gathered, dtype=torch.bool), ess_target=target)
+
+
+def fitted_bounds(
+    fit: Callable[..., ClipBounds], trusted: Sequence[Tensor], ranks: Ranks, knobs: Mapping[str, Any]
+) -> ClipBounds:
+    """Bounds of a surrogate from log-ratios and advantages [2, n] of the trusted tokens of each micro-batch."""
+    mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64), *(part.double().cpu() for part in trusted)], dim=1)
+    gathered = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in ranks.gather(mine.flatten().tolist())]
+    ratios, advantages = torch.cat(gathered, dim=1)
+    return fit(ratios[None], advantages[None], torch.ones(1, ratios.numel(), dtype=torch.bool), **knobs)
+
+
+def whitened(
+    advantages: Mapping[MicroBatchKey, Advantages], observed: Sequence[TokenBatch], ranks: Ranks
+) -> dict[MicroBatchKey, Advantages]:
+    """Advantages with mean 0 and spread 1 over all action tokens of the batch."""
+    masks = {tokens.micro.trajectory_ids: tokens.mask for tokens in observed}
+    sums = torch.zeros(3, dtype=torch.float64)
+    for key, found in advantages.items():
+        sums += _sums(found.advantages, masks[key])
+    moments = _sum_moments(sums.tolist(), ranks)
+    return {
+        key: replace(found, advantages=whiten(found.advantages, masks[key], moments=moments))
+        for key, found in advantages.items()
+    }
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+def shaped_moments(
+    advantage: AdvantageConfig, estimator: Estimator, observed: Sequence[TokenBatch], regularizers: Regularizers,
+    ranks: Ranks,
 ) -> Moments:
-    """Moments of the return-to-go over all action tokens of all ranks; a collective call.
+    """Moments of the returns of rewards with the KL of each token off; a collective call."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for tokens in observed:
+        gamma = discounts(advantage, estimator, tokens.micro)
+        sums += _sums(reward_to_go(regularizers.shaped_rewards(tokens), tokens.mask, gamma=gamma), tokens.mask)
+    return _sum_moments(sums.tolist(), ranks)
 
-    Args:
-        gamma: discount of every token, or with `at_turns` of the last action token of every turn.
-    """
+
+def return_moments(trajectories: Sequence[Trajectory], advantage: AdvantageConfig, ranks: Ranks) -> Moments:
+    """Moments of the return-to-go over all action tokens of all ranks; a collective call."""
+    gamma, at_turns = advantage.gamma, advantage.discount is Discount.turn
     sums = np.zeros(3)
     for row in trajectories:
         rewards, turns = row.rewards[row.mask].astype(np.float64), row.turns[row.mask]
@@ -148,16 +254,21 @@ def return_moments(
                 after = rewards[place] + (gamma if ends[place] else 1.0) * after
                 returns[place] = after
         sums += (len(returns), returns.sum(), np.square(returns).sum())
-    return sum_moments(sums.tolist(), ranks)
+    return _sum_moments(sums.tolist(), ranks)
 
 
-def sum_moments(mine: Sequence[float], ranks: Ranks) -> Moments:
-    """Moments of all ranks from (count, total, total of squares) of this one; a collective call."""
+def _sum_moments(mine: Sequence[float], ranks: Ranks) -> Moments:
     return Moments(*(torch.tensor(value, dtype=torch.float64) for value in ranks.all_reduce(list(mine))))
 
 
+def _sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares over action tokens, float64 [3]."""
+    chosen = values[mask].double().cpu()
+    return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
+
+
 def _places(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:
-    """Where each trajectory stands in the plan, after checking that both tell the same story."""
+    """Where each trajectory stands in the plan, after checking that both say the same."""
     place_of = {(row.group_id, row.index): i for i, row in enumerate(plan) if row.rank == rank}
     held = {(row.group_id, row.index) for row in trajectories}
     if held != place_of.keys():

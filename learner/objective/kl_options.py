@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from learner.objective.options import brings_no_ratio, need, one_of, unused
 from streamrl.algorithms import (
-    CORRECTION_PRESETS,
     clip_high_update,
     constraint_penalty,
     entropy_coef_update,
+    find_surrogate,
     kl_doubling,
     kl_exponential,
     kl_horizon,
@@ -23,6 +24,7 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.controls.kl import LOSS_KINDS
 from streamrl.algorithms.types import ConstraintState, KlState
+from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     ConstraintConfig,
     ConstraintMethod,
@@ -45,7 +47,6 @@ DUAL_METHODS: Mapping[ConstraintMethod, Callable[..., ConstraintState]] = {
     ConstraintMethod.lagrangian: lagrangian_update, ConstraintMethod.pid: pid_lagrangian_update,
 }
 _GIVEN = ("num_trajectories", "start", "sense", "frozen")  # what the learner itself passes to those functions
-_CLIPPED = ("ppo_clip", "decoupled_ppo", "gspo", "dis", "m2po", "dppo_tv", "dppo_kl")
 
 
 def starting_coef(kl: KlConfig) -> float:
@@ -70,16 +71,14 @@ def entropy_options(entropy: EntropyConfig) -> dict[str, float]:
     if entropy.adapt is EntropyAdapt.none:
         return {}
     assert entropy.target is not None, "entropy.adapt without a target is refused by check_regularizers()"
-    options = {"target": entropy.target, "step": entropy.step, **_entropy_bounds(entropy)}
-    return options
+    return {"target": entropy.target, "step": entropy.step, **_entropy_bounds(entropy)}
 
 
 def _entropy_bounds(entropy: EntropyConfig) -> dict[str, float]:
-    rule = entropy_coef_update if entropy.adapt is EntropyAdapt.coef else clip_high_update
-    own = _knobs(rule)
+    usual = _knobs(entropy_coef_update if entropy.adapt is EntropyAdapt.coef else clip_high_update)
     return {
-        "low": own["low"] if entropy.low is None else entropy.low,
-        "high": own["high"] if entropy.high is None else entropy.high,
+        "low": usual["low"] if entropy.low is None else entropy.low,
+        "high": usual["high"] if entropy.high is None else entropy.high,
     }
 
 
@@ -91,8 +90,7 @@ def constraint_limits(constraint: ConstraintConfig) -> dict[str, float]:
 
 def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
     """Keyword arguments of the method of constraints, with the penalty's weight filled in."""
-    rule = DUAL_METHODS.get(constraint.method, constraint_penalty)
-    knobs = _knobs(rule)
+    knobs = _knobs(DUAL_METHODS.get(constraint.method, constraint_penalty))
     options = _known("constraint.options", constraint.options, knobs, f"constraint.method={constraint.method.name}")
     if constraint.method is ConstraintMethod.penalty:
         options.setdefault("weight", knobs["weight"])
@@ -100,13 +98,8 @@ def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
 
 
 def needs_reference(kl: KlConfig, constraint: ConstraintConfig) -> bool:
-    """Somebody asks for the reference model's log-probs."""
+    """Some term reads the reference model's log-probs."""
     return kl.mode != "off" or constraint.kl_limit is not None
-
-
-def brings_no_ratio(loss: LossConfig) -> bool:
-    """Nothing multiplies the advantages by pi/mu: a KL among them must bring its own."""
-    return loss.surrogate == "reinforce" and CORRECTION_PRESETS[loss.correction].weight == "none"
 
 
 def check_regularizers(
@@ -118,35 +111,37 @@ def check_regularizers(
     Raises:
         ConfigError: names the setting, the value and the remedy.
     """
+    sections = {"kl": kl, "reference": reference, "entropy": entropy, "constraint": constraint}
+    for name, section in sections.items():
+        for message in out_of_range(section, f"{name}."):
+            raise ConfigError(message)
     _check_kl(kl, max_lag)
-    _check_cap(kl, constraint, loss)
+    _check_kl_cap(kl, constraint, loss)
     if not needs_reference(kl, constraint):
-        _unused("reference.model_path", reference.model_path, None, "without kl.mode or constraint.kl_limit")
-        _unused("reference.sync_every_steps", reference.sync_every_steps, 0, "without kl.mode or constraint.kl_limit")
-    _need(reference.sync_every_steps >= 0, f"reference.sync_every_steps={reference.sync_every_steps} is negative.")
+        unused("reference.model_path", reference.model_path, None, "without kl.mode or constraint.kl_limit")
+        unused("reference.sync_every_steps", reference.sync_every_steps, 0, "without kl.mode or constraint.kl_limit")
     _check_entropy(entropy, loss)
     _check_constraint(constraint)
 
 
 def _check_kl(kl: KlConfig, max_lag: int) -> None:
-    _one_of("kl.mode", kl.mode, MODES)
-    _one_of("kl.controller", kl.controller, ("constant", *CONTROLLERS, "schedule"))
+    one_of("kl.mode", kl.mode, MODES)
+    one_of("kl.controller", kl.controller, ("constant", *CONTROLLERS, "schedule"))
     if kl.mode == "off":
         for name, idle in (("coef", None), ("controller", "constant"), ("options", {}), ("allow_biased", False)):
-            _unused(f"kl.{name}", getattr(kl, name), idle, "with kl.mode=off")
+            unused(f"kl.{name}", getattr(kl, name), idle, "with kl.mode=off")
         return
     biased = kl.mode == "k3" or (kl.mode in FRESH_ONLY and max_lag > 0)
-    _need(
+    need(
         kl.allow_biased or not biased,
         f"kl.mode={kl.mode} on data up to {max_lag} steps old has not the gradient of the reverse KL: use k2_is (or "
         "k1_is, k3_is), or ask for it with kl.allow_biased=true.",
     )
-    _need(biased or not kl.allow_biased, f"kl.allow_biased=true does nothing with kl.mode={kl.mode}: leave it out.")
+    need(biased or not kl.allow_biased, f"kl.allow_biased=true does nothing with kl.mode={kl.mode}: leave it out.")
     coef, options = starting_coef(kl), controller_options(kl)
-    _need(coef > 0.0 or kl.controller == "pid", f"kl.coef={coef} never pulls: set kl.mode=off, or a positive weight.")
-    _need(coef >= 0.0, f"kl.coef={coef} must not be negative.")
+    need(coef > 0.0 or kl.controller == "pid", f"kl.coef={coef} never pulls: set kl.mode=off, or a positive weight.")
     if kl.controller == "horizon":
-        _need("horizon" in options, "kl.controller=horizon needs kl.options.horizon, in trajectories (e.g. 10000).")
+        need("horizon" in options, "kl.controller=horizon needs kl.options.horizon, in trajectories (e.g. 10000).")
         options = {**options, "num_trajectories": 1}
     if kl.controller == "schedule":
         _accepted("kl.options", lambda: kl_schedule(0, start=coef, **options))
@@ -156,38 +151,36 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
         _within("kl.coef", coef, {**_knobs(rule), **options}, "kl.options.low", "kl.options.high")
 
 
-def _check_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) -> None:
+def _check_kl_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) -> None:
     reads = (
         kl.mode == "k2_is" or constraint.kl_limit is not None or (kl.mode == "advantage" and brings_no_ratio(loss))
     )
-    _need(kl.cap > 0.0, f"kl.cap={kl.cap} must be positive.")
     if not reads:
-        _unused("kl.cap", kl.cap, KlConfig().cap, f"with kl.mode={kl.mode}: it has no truncated weight of its own")
+        unused("kl.cap", kl.cap, KlConfig().cap, f"with kl.mode={kl.mode}: it has no truncated weight of its own")
 
 
 def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
     if entropy.adapt is EntropyAdapt.none:
         idle = EntropyConfig()
         for name in ("target", "step", "low", "high"):
-            _unused(f"entropy.{name}", getattr(entropy, name), getattr(idle, name), "with entropy.adapt=none")
+            unused(f"entropy.{name}", getattr(entropy, name), getattr(idle, name), "with entropy.adapt=none")
         return
     what = f"entropy.adapt={entropy.adapt.name}"
-    _need(entropy.target is not None and entropy.target > 0.0, f"{what} needs entropy.target in nats, e.g. 0.2.")
-    _need(entropy.step > 0.0, f"entropy.step={entropy.step} must be positive.")
+    need(entropy.target is not None, f"{what} needs entropy.target in nats, e.g. 0.2.")
     bounds = _entropy_bounds(entropy)
-    _need(
+    need(
         0.0 <= bounds["low"] < bounds["high"],
         f"entropy.low={bounds['low']} and entropy.high={bounds['high']} must satisfy 0 <= low < high.",
     )
     if entropy.adapt is EntropyAdapt.coef:
         _within("loss.entropy_coef", loss.entropy_coef, bounds, "entropy.low", "entropy.high")
         return
-    _need(
-        loss.surrogate in _CLIPPED,
-        f"{what} does nothing with loss.surrogate={loss.surrogate!r}, which has no upper clip; only "
-        f"{', '.join(_CLIPPED)}.",
+    need(
+        find_surrogate(loss.surrogate).clips,
+        f"{what} does nothing with loss.surrogate={loss.surrogate!r}, which has no upper clip: take one that has, as "
+        "ppo_clip, or entropy.adapt=coef.",
     )
-    _need(
+    need(
         loss.anchor != "recomputed",
         f"{what} does nothing with loss.anchor=recomputed: with one optimizer step per batch the policy is its own "
         "anchor, and no ratio reaches a clip. Use loss.anchor=loglinear or the behavior policy.",
@@ -199,21 +192,18 @@ def _check_constraint(constraint: ConstraintConfig) -> None:
     if not constraint_limits(constraint):
         idle = ConstraintConfig()
         for name in ("method", "options", "one_sided"):
-            _unused(
+            unused(
                 f"constraint.{name}", getattr(constraint, name), getattr(idle, name),
                 "without constraint.kl_limit or constraint.entropy_min",
             )
         return
-    for name in ("kl_limit", "entropy_min"):
-        value = getattr(constraint, name)
-        _need(value is None or value > 0.0, f"constraint.{name}={value} must be positive; null is off.")
     if constraint.method is ConstraintMethod.penalty:
-        _unused("constraint.one_sided", constraint.one_sided, False, "with constraint.method=penalty, which always is")
+        unused("constraint.one_sided", constraint.one_sided, False, "with constraint.method=penalty, which always is")
     options = method_options(constraint)
     rule = DUAL_METHODS.get(constraint.method)
     if rule is None:
         _accepted("constraint.options", lambda: constraint_penalty(0.0, 1.0, **options))
-        _need(options["weight"] > 0.0, f"constraint.options.weight={options['weight']} must be positive.")
+        need(options["weight"] > 0.0, f"constraint.options.weight={options['weight']} must be positive.")
     else:
         _accepted("constraint.options", lambda: rule(ConstraintState(), 0.0, 1.0, **options))
 
@@ -244,21 +234,7 @@ def _accepted(key: str, call: Callable[[], object]) -> None:
 
 
 def _within(key: str, value: float, bounds: Mapping[str, Any], low: str, high: str) -> None:
-    _need(
+    need(
         bounds["low"] <= value <= bounds["high"],
         f"{key}={value} starts outside {low}={bounds['low']} and {high}={bounds['high']}: move the start or the bound.",
     )
-
-
-def _unused(key: str, value: Any, idle: Any, why: str) -> None:
-    shown = getattr(value, "name", value)
-    _need(value == idle, f"{key}={shown} does nothing {why}.")
-
-
-def _one_of(key: str, value: str, known: Collection[str]) -> None:
-    _need(value in known, f"{key}={value!r} is unknown: choose one of {', '.join(known)}.")
-
-
-def _need(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)

@@ -1,13 +1,13 @@
-"""Guards: tokens and trajectories that are too far off-policy to be trusted, by cause, and the weights of corrections.
-
-Every guard is a mask on tokens that stays out of the denominator of the loss: what is left is never inflated. Masks
-combine freely; weights do not (`check_pairing` sees to it).
+"""Masks: tokens that are too far off-policy to train on, by cause, and the weights of corrections.
 
     lag       tokens older than the bound                               staleness.mode=mask_old_tokens
     veto      trajectories with one impossible ratio                    loss.veto_low, loss.veto_high
     opsm      harmful tokens of trajectories that drifted away          loss.opsm_delta
     zscore    harmful tokens far outside what their lag explains        loss.zscore_bound
     rejected  trajectories that the correction preset turns away        loss.correction
+
+A masked token leaves the sum but not the denominator of the loss: what is left is never inflated. Masks combine freely;
+weights do not (`check_pairing`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms import CORRECTION_PRESETS, apply_correction, lag_keep, opsm_keep, veto_keep, zscore_keep
+from learner.objective.lag_policy import LagPolicy
+from learner.objective.token_batch import TokenBatch
+from streamrl.algorithms import apply_correction, lag_keep, log_ratios, opsm_keep, veto_keep, zscore_keep
+from streamrl.algorithms.types import Correction, CorrectionSpec
 from streamrl.config.schema import LossConfig, OpsmWhen, VetoStat
 
 CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
@@ -26,10 +29,10 @@ CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """The verdict over one micro-batch; [S, A].
+    """Which tokens of one micro-batch are trained on; [S, A].
 
     Attributes:
-        keep: bool, action tokens that no guard removed.
+        keep: bool, action tokens that no mask removed.
         removed: cause -> bool, action tokens that it removed; a token may have several.
         weights: of a correction, detached; None if there is none.
     """
@@ -40,45 +43,55 @@ class TokenMasks:
 
 
 @torch.no_grad()
-def guard(
-    loss: LossConfig, log_ratios: Tensor, advantages: Tensor, lags: Tensor, mask: Tensor, *,
-    oldest: int | Tensor | None = None, proximal_ratios: Tensor | None = None, drift_exceeded: bool = True,
-    lag_m2: Tensor | None = None,
+def token_masks(
+    loss: LossConfig, correction: CorrectionSpec, lag_policy: LagPolicy, tokens: TokenBatch, advantages: Tensor,
+    head_lags: Tensor,
 ) -> TokenMasks:
     """Which tokens to trust.
 
     Args:
-        log_ratios: [S, A] log pi - log mu, clamped.
-        oldest: largest lag of a trainable token, or [S, 1] of each trajectory's; None trusts every age.
-        proximal_ratios: [S, A] log pi_prox - log mu, for decoupled corrections.
-        drift_exceeded: drift exceeds its target in this step, for `loss.opsm_when=over_budget`.
-        lag_m2: [S, A] mean squared log-ratio expected at each token's lag, for `loss.zscore_bound`.
+        correction: the entry that `loss` names.
+        advantages: [S, A]; some masks spare tokens with a positive one.
+        head_lags: int64 [S], the largest lag that the hub promised to train of each trajectory.
     """
+    ratios, mask = tokens.log_ratios, tokens.mask
     removed: dict[str, Tensor] = {}
     weights = None
-    if oldest is not None:
-        removed["lag"] = ~lag_keep(lags, mask, max_lag=oldest)
+    if lag_policy.mask_beyond is not None:
+        # A group that was leased under a wider bound than today's keeps that.
+        oldest = head_lags.clamp(min=lag_policy.mask_beyond)[:, None]
+        removed["lag"] = ~lag_keep(tokens.lags, mask, max_lag=oldest)
     if loss.veto_low is not None or loss.veto_high is not None:
-        low = 0.0 if loss.veto_low is None else loss.veto_low
-        high = float("inf") if loss.veto_high is None else loss.veto_high
-        if loss.veto_stat is VetoStat.mean:
-            count = mask.sum(1).clamp(min=1)
-            mean = torch.where(mask, log_ratios.exp(), 0.0).sum(1) / count
-            removed["veto"] = ((mean < low) | (mean > high))[:, None].expand_as(mask)
-        else:
-            removed["veto"] = ~veto_keep(log_ratios, mask, low=low, high=high)
-    if loss.opsm_delta is not None and (drift_exceeded or loss.opsm_when is OpsmWhen.always):
-        removed["opsm"] = ~opsm_keep(log_ratios, advantages, mask, delta=loss.opsm_delta)
+        removed["veto"] = _vetoed(loss, ratios, mask)
+    if loss.opsm_delta is not None and (lag_policy.drift_exceeded or loss.opsm_when is OpsmWhen.always):
+        removed["opsm"] = ~opsm_keep(ratios, advantages, mask, delta=loss.opsm_delta * lag_policy.opsm_scale)
+    lag_m2 = lag_policy.expected_m2(tokens.lags)
     if loss.zscore_bound is not None and lag_m2 is not None:
-        removed["zscore"] = ~zscore_keep(log_ratios, advantages, lag_m2, mask, z_bound=loss.zscore_bound)
-    spec = CORRECTION_PRESETS[loss.correction]
-    if spec.mode is not None:
-        ratios = proximal_ratios if spec.mode == "decoupled" else log_ratios
-        assert ratios is not None, f"{loss.correction} needs the proximal policy's ratios"
-        corrected = apply_correction(spec, ratios, mask)
+        removed["zscore"] = ~zscore_keep(ratios, advantages, lag_m2, mask, z_bound=loss.zscore_bound)
+    if correction.mode is not None:
+        corrected = _corrected(correction, tokens)
         removed["rejected"] = ~corrected.keep
-        weights = corrected.weights if spec.weight != "none" else None
+        weights = corrected.weights if correction.weight != "none" else None
     keep = mask.clone()
-    for tokens in removed.values():
-        keep &= ~tokens
-    return TokenMasks(keep, {cause: tokens & mask for cause, tokens in removed.items()}, weights)
+    for dropped in removed.values():
+        keep &= ~dropped
+    return TokenMasks(keep, {cause: dropped & mask for cause, dropped in removed.items()}, weights)
+
+
+def _vetoed(loss: LossConfig, ratios: Tensor, mask: Tensor) -> Tensor:
+    low = 0.0 if loss.veto_low is None else loss.veto_low
+    high = float("inf") if loss.veto_high is None else loss.veto_high
+    if loss.veto_stat is VetoStat.any:
+        return ~veto_keep(ratios, mask, low=low, high=high)
+    count = mask.sum(1).clamp(min=1)
+    mean = torch.where(mask, ratios.exp(), 0.0).sum(1) / count
+    return ((mean < low) | (mean > high))[:, None].expand_as(mask)
+
+
+def _corrected(correction: CorrectionSpec, tokens: TokenBatch) -> Correction:
+    """The correction on pi/mu, or on pi_prox/mu if it is decoupled."""
+    ratios = tokens.log_ratios
+    if correction.mode == "decoupled":
+        assert tokens.proximal is not None, "a decoupled correction needs the proximal policy's log-probs"
+        ratios = log_ratios(tokens.behavior, tokens.proximal, tokens.mask)
+    return apply_correction(correction, ratios, tokens.mask)

@@ -1,4 +1,4 @@
-"""The numbers of every step, measured where their ingredients already are: in the loss of each micro-batch.
+"""Per-step training statistics, measured beside the loss of each micro-batch.
 
 Only sums, counts, extremes and histograms leave a micro-batch, so that every split into micro-batches and ranks gives
 the same result. All scalars of one micro-batch go to the host in a single copy.
@@ -7,13 +7,15 @@ the same result. All scalars of one micro-batch go to the host in a single copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
+from learner.objective.masks import TokenMasks
+from learner.objective.token_batch import TokenBatch
 from streamrl.algorithms import lag_summary, trace_length
 from streamrl.algorithms.checks import LOG_BOUND
 from streamrl.messages import PlanRow
@@ -25,94 +27,89 @@ RATIO_CAP = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LossStatistics:
-    """What one micro-batch knows when its loss is computed; all [S, A] and detached."""
+class LossTerms:
+    """What the stages of the loss made of one micro-batch; all [S, A]."""
 
-    mask: Tensor  # bool, action tokens
-    keep: Tensor  # bool, action tokens that no guard removed
-    removed: Mapping[str, Tensor]  # cause -> bool, action tokens that this guard removed
-    versions: Tensor  # int64
-    lags: Tensor  # int64
-    log_ratios: Tensor
-    advantages: Tensor
-    losses: Tensor
-    clipped: Tensor  # bool
-    entropy: Tensor
-
-    @property
-    def fresh(self) -> Tensor:
-        """bool, action tokens that their lag does not exclude."""
-        return self.mask & ~self.removed["lag"] if "lag" in self.removed else self.mask
+    advantages: Tensor  # detached
+    masks: TokenMasks
+    lag_weights: Tensor | None  # factors on the losses of old tokens; None if all are 1
+    clipped: Tensor  # bool, the trust region removed or bounded the token's gradient
+    losses: Tensor  # differentiable, every weight applied and every regularizer added
 
 
 @torch.no_grad()
-def measure(meter: Meter, seen: LossStatistics, *, version: int, cap: float = RATIO_CAP) -> None:
+def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int, cap: float = RATIO_CAP) -> None:
     """Add one micro-batch to `meter`."""
-    groups = {**_ratio_sums(seen, cap), **_loss_sums(seen)}
+    groups = {**_ratio_sums(tokens, terms.masks.keep, cap), **_loss_sums(tokens, terms)}
     names = list(groups)
     sums = dict(zip(names, torch.stack([groups[name].double() for name in names]).tolist(), strict=True))
-    tokens, kept = sums["tokens"], sums["kept"]
+    num_tokens, kept = sums["tokens"], sums["kept"]
     for key in ("ratio/mean_token", "ess/kept_fraction", "ratio/share_truncated", "ratio/share_at_bound", "drift/m2",
                 "drift/k1", "drift/k3", "policy/loss", "policy/clip_fraction", "entropy/mean",
-                *(f"keep/{cause}" for cause in seen.removed)):
-        count = kept if key == "ratio/mean_token" else tokens
+                *(f"keep/{cause}" for cause in terms.masks.removed)):
+        count = kept if key == "ratio/mean_token" else num_tokens
         meter.add(key, sums[key] / max(count, 1.0), count)
+    if "lag/weight" in sums:
+        meter.add("lag/weight", sums["lag/weight"] / max(1.0, num_tokens), num_tokens)
     meter.add("ratio/mean_sequence", sums["sequence"] / max(sums["rows"], 1.0), sums["rows"])
     meter.add("drift/mismatch", sums["mismatch"] / max(sums["lag0"], 1.0), sums["lag0"])
     meter.add("ratio/max", sums["ratio/max"])
     meter.add_moments("ess/token", kept, sums["ratio/mean_token"], sums["token_squares"])
     meter.add_moments("ess/sequence", sums["rows"], sums["sequence"], sums["sequence_squares"])
     meter.add_moments("ess/sequence_clipped", sums["rows"], sums["clipped_sequence"], sums["clipped_sequence_squares"])
-    meter.add("advantage/mean", sums["advantage"] / max(tokens, 1.0), tokens)
-    meter.add_moments("advantage/std", tokens, sums["advantage"], sums["advantage_squares"])
+    meter.add("advantage/mean", sums["advantage"] / max(num_tokens, 1.0), num_tokens)
+    meter.add_moments("advantage/std", num_tokens, sums["advantage"], sums["advantage_squares"])
     for sign in ("positive", "negative"):
         meter.add(f"clip/{sign}", sums[f"clip/{sign}"] / max(sums[sign], 1.0), sums[sign])
-    _add_lags(meter, seen, version)
+    removed = terms.masks.removed
+    _add_lags(meter, tokens, tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask, version)
 
 
-def _ratio_sums(seen: LossStatistics, cap: float) -> dict[str, Tensor]:
+def _ratio_sums(tokens: TokenBatch, keep: Tensor, cap: float) -> dict[str, Tensor]:
     """Sums over kept tokens and rows (the ratios) and over all action tokens (the drift)."""
-    mask, ell = seen.mask, seen.log_ratios
-    kept = seen.keep
-    ratio = ell.double().exp() * mask
-    weight = ratio * kept
-    rows = kept.any(1)
-    sequence = (ell.double() * kept).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp() * rows
-    clipped = sequence.clamp(max=RATIO_CAP)  # one yardstick for the controllers, whatever the surrogate's cap
-    square = ell.double().square()
-    at_lag_0 = mask & (seen.lags == 0)
+    mask, log_ratios = tokens.mask, tokens.log_ratios
+    wide = log_ratios.double()
+    ratio = wide.exp() * mask
+    weight = ratio * keep
+    rows = keep.any(1)
+    sequence = (wide * keep).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp() * rows
+    clipped = sequence.clamp(max=RATIO_CAP)  # the controllers compare steps: one cap, whatever the surrogate's
+    square = wide.square()
+    at_lag_0 = mask & (tokens.lags == 0)
     return {
-        "tokens": mask.sum(), "kept": kept.sum(), "rows": rows.sum(), "lag0": at_lag_0.sum(),
-        "ess/kept_fraction": kept.sum(),
+        "tokens": mask.sum(), "kept": keep.sum(), "rows": rows.sum(), "lag0": at_lag_0.sum(),
+        "ess/kept_fraction": keep.sum(),
         "ratio/mean_token": weight.sum(), "token_squares": weight.square().sum(), "ratio/max": ratio.max(),
         "sequence": sequence.sum(), "sequence_squares": sequence.square().sum(),
         "clipped_sequence": clipped.sum(), "clipped_sequence_squares": clipped.square().sum(),
-        "ratio/share_truncated": (ratio > cap).sum(), "ratio/share_at_bound": (ell.abs() >= LOG_BOUND).sum(),
-        "drift/m2": square.sum(), "mismatch": (square * at_lag_0).sum(), "drift/k1": -ell.double().sum(),
-        # expm1 keeps the digits that exp(ell) - 1 loses for fresh data
-        "drift/k3": (torch.expm1(ell.double()) - ell).sum(),
+        "ratio/share_truncated": (ratio > cap).sum(), "ratio/share_at_bound": (log_ratios.abs() >= LOG_BOUND).sum(),
+        "drift/m2": square.sum(), "mismatch": (square * at_lag_0).sum(), "drift/k1": -wide.sum(),
+        # expm1 keeps the digits that exp(log_ratios) - 1 loses for fresh data
+        "drift/k3": (torch.expm1(wide) - log_ratios).sum(),
     }
 
 
-def _loss_sums(seen: LossStatistics) -> dict[str, Tensor]:
-    advantages = seen.advantages.double()
-    positive, negative = seen.mask & (advantages > 0), seen.mask & (advantages < 0)
+def _loss_sums(tokens: TokenBatch, terms: LossTerms) -> dict[str, Tensor]:
+    assert tokens.entropy is not None
+    advantages, lag_weights = terms.advantages.double(), terms.lag_weights
+    positive, negative = tokens.mask & (advantages > 0), tokens.mask & (advantages < 0)
     return {
-        **{f"keep/{cause}": tokens.sum() for cause, tokens in seen.removed.items()},
-        "policy/loss": (seen.losses.double() * seen.keep).sum(),
-        "policy/clip_fraction": seen.clipped.sum(), "entropy/mean": seen.entropy.double().sum(),
+        **{f"keep/{cause}": dropped.sum() for cause, dropped in terms.masks.removed.items()},
+        **({} if lag_weights is None else {"lag/weight": lag_weights.sum()}),
+        "policy/loss": (terms.losses.double() * terms.masks.keep).sum(),
+        "policy/clip_fraction": terms.clipped.sum(), "entropy/mean": tokens.entropy.double().sum(),
         "advantage": advantages.sum(), "advantage_squares": advantages.square().sum(),
         "positive": positive.sum(), "negative": negative.sum(),
-        "clip/positive": (seen.clipped & positive).sum(), "clip/negative": (seen.clipped & negative).sum(),
+        "clip/positive": (terms.clipped & positive).sum(), "clip/negative": (terms.clipped & negative).sum(),
     }
 
 
-def _add_lags(meter: Meter, seen: LossStatistics, version: int) -> None:
-    """Histograms and means of the lag over trained tokens, and the drift by lag."""
-    lags = seen.lags[seen.fresh]
+def _add_lags(meter: Meter, tokens: TokenBatch, fresh: Tensor, version: int) -> None:
+    """Histograms and means of the lag, and the drift by lag, over the tokens that their lag does not exclude."""
+    lags = tokens.lags[fresh]
     if not lags.numel():
         return
-    squares = torch.bincount(lags, weights=seen.log_ratios[seen.fresh].double().square()).tolist()
+    squares = torch.bincount(lags, weights=tokens.log_ratios[fresh].double().square()).tolist()
     counts = torch.bincount(lags).tolist()
     for lag, (count, square) in enumerate(zip(counts, squares, strict=True)):
         if count:
@@ -120,8 +117,8 @@ def _add_lags(meter: Meter, seen: LossStatistics, version: int) -> None:
             meter.add("lag/token_mean", lag, count)
             meter.add_at("drift/m2_by_lag", lag, square / count, count)
     meter.add("lag/token_max", len(counts) - 1)
-    rows = seen.fresh.any(1)
-    summary = lag_summary(seen.versions, version, seen.fresh)
+    rows = fresh.any(1)
+    summary = lag_summary(tokens.micro.versions, version, fresh)
     heads, tails = summary.head[rows].tolist(), summary.tail[rows].tolist()
     meter.add_histogram("lag/head", Counter(heads))
     meter.add("lag/head_max", max(heads))
@@ -131,10 +128,10 @@ def _add_lags(meter: Meter, seen: LossStatistics, version: int) -> None:
     meter.add_all(means, weight=len(heads))
 
 
-def measure_traces(meter: Meter, seen: LossStatistics, *, lam: float, c_bar: float) -> None:
-    """Effective trace length of V-trace: how many later tokens a token still hears of."""
-    lengths = trace_length(seen.log_ratios.cpu(), seen.mask.cpu(), lam=lam, c_bar=c_bar)
-    counts = seen.mask.sum(1).cpu()
+def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float) -> None:
+    """Effective trace length of V-trace: how many later tokens still reach a token's advantage."""
+    lengths = trace_length(tokens.log_ratios.cpu(), tokens.mask.cpu(), lam=lam, c_bar=c_bar)
+    counts = tokens.mask.sum(1).cpu()
     lengths, counts = lengths[counts > 0].double(), counts[counts > 0]
     if lengths.numel():
         means = {"trace/length": lengths.mean(), "trace/fraction": (2.0 * lengths / (counts + 1)).mean()}

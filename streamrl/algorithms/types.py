@@ -6,6 +6,7 @@ positions. Types without a tensor hold Python numbers only, so they go into a ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,6 +89,7 @@ class CorrectionSpec:
     low: float = 0.0
     high: float = float("inf")  # for "k3" the only bound
     normalize: bool = False  # divide by the mean weight after truncation
+    function: Callable[..., Correction] | None = None  # (log_ratios, mask) -> Correction, instead of weight and reject
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class AdaptiveConfig:
 
 @dataclass
 class OverlongConfig:
-    cache_ratio: float = 0.0
+    cache_ratio: float = ranged(0.0, ge=0, le=1)
     """Soft overlong penalty: the reward falls by up to 1 over this last part of the allowed new tokens; 0 is off."""
     scale: float = 1.0
     """Size of the penalty at the limit."""
@@ -113,27 +113,27 @@ class AdvantageConfig:
     """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"
     """Normalize the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
-    gamma: float = 1.0
+    gamma: float = ranged(1.0, ge=0, le=1)
     """Discount of later rewards."""
     discount: Discount = Discount.token
     """Apply gamma at every `token`, or once at the end of every `turn`."""
-    lam: float = 1.0
+    lam: float = ranged(1.0, ge=0, le=1)
     """Trace decay."""
     rho_bar: float = 1.0
     """Cap of the ratio in the last step's error (V-trace)."""
-    rho_bar_ess_target: float | None = None
+    rho_bar_ess_target: float | None = ranged(None, gt=0, le=1)
     """Choose rho_bar every step: the largest cap up to 10 whose clipped-sequence ESS reaches this; null is off."""
-    c_bar: float = 1.0
+    c_bar: float = ranged(1.0, gt=0)
     """Cap of the ratio in the trace (V-trace)."""
     rho_bar_pg: float | None = None
     """Cap of the token's own ratio inside the estimator (published IMPALA form); null leaves it to the surrogate."""
     segment: Segment = Segment.turn
     """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
-    segment_tokens: int = 32
+    segment_tokens: int = ranged(32, ge=1)
     """Tokens of one block."""
-    weight_cap: float = 2.0
+    weight_cap: float = ranged(2.0, gt=0)
     """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
-    min_ess: float = 2.0
+    min_ess: float = ranged(2.0, ge=0)
     """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
     options: dict[str, Any] = field(default_factory=dict)
     """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
@@ -143,27 +143,27 @@ class AdvantageConfig:
 class LossConfig:
     surrogate: str = "ppo_clip"
     """Trust region: a key of `streamrl.algorithms.SURROGATES`."""
-    clip_low: float = 0.2
+    clip_low: float = ranged(0.2, ge=0, lt=1)
     """Lower clip distance of the ratio from 1."""
-    clip_high: float = 0.28
+    clip_high: float = ranged(0.28, ge=0)
     """Upper clip distance of the ratio from 1."""
     dual_clip: float | None = 3.0
     """Cap of the loss of negative advantages, in units of the advantage; null is off."""
-    cap: float | None = None
+    cap: float | None = ranged(None, gt=0)
     """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
     options: dict[str, Any] = field(default_factory=dict)
     """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
     anchor: str | None = None
     """Whom the ratio is taken against: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
-    ewma_decay: float = 0.95
+    ewma_decay: float = ranged(0.95, ge=0, lt=1)
     """Per step, of the averaged weights behind `loss.anchor=ewma`."""
     correction: str = "disabled"
     """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`."""
-    opsm_delta: float | None = None
+    opsm_delta: float | None = ranged(None, ge=0)
     """Drop harmful tokens of trajectories whose mean log-ratio is below minus this; null is off."""
     opsm_when: OpsmWhen = OpsmWhen.always
     """`over_budget` masks them only while the drift at the mean lag exceeds its target."""
-    zscore_bound: float | None = None
+    zscore_bound: float | None = ranged(None, gt=0)
     """Drop harmful tokens whose log-ratio is this many standard deviations of their lag's drift; null is off."""
     veto_low: float | None = 1e-4
     """Drop a trajectory if one of its token ratios is below this; null is off."""
@@ -187,9 +187,9 @@ class KlConfig:
     mode: str = "off"
     """Pull toward the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
     (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
-    coef: float | None = None
+    coef: float | None = ranged(None, ge=0)
     """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
-    cap: float = 2.0
+    cap: float = ranged(2.0, gt=0)
     """Cap of the KL term's own importance weight (k2_is, advantage without a ratio, constraint.kl_limit)."""
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
@@ -207,17 +207,17 @@ class KlConfig:
 class ReferenceConfig:
     model_path: str | None = None
     """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
-    sync_every_steps: int = 0
+    sync_every_steps: int = ranged(0, ge=0)
     """The reference becomes the policy of the moment every so many steps; 0 never."""
 
 
 @dataclass
 class EntropyConfig:
-    target: float | None = None
+    target: float | None = ranged(None, gt=0)
     """Mean token entropy in nats that `entropy.adapt` steers to; the bonus rests while the entropy is above it."""
     adapt: EntropyAdapt = EntropyAdapt.none
     """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
-    step: float = 0.005
+    step: float = ranged(0.005, gt=0)
     """How far it moves per optimizer step."""
     low: float | None = None
     """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
@@ -227,9 +227,9 @@ class EntropyConfig:
 
 @dataclass
 class ConstraintConfig:
-    kl_limit: float | None = None
+    kl_limit: float | None = ranged(None, gt=0)
     """The mean KL to the reference model in nats per token must stay below this; null is off."""
-    entropy_min: float | None = None
+    entropy_min: float | None = ranged(None, gt=0)
     """The mean token entropy in nats must stay above this; null is off."""
     method: ConstraintMethod = ConstraintMethod.lagrangian
     """How a violation becomes a weight: dual ascent, a PID controller, or the slope of a squared penalty."""

@@ -162,6 +162,8 @@ def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> 
     levels = ("none", "token", "sequence")
     require(spec.weight in levels, f"weight={spec.weight!r} must be one of {', '.join(levels)}")
     check_tokens(mask, log_ratios=log_ratios)
+    if spec.function is not None:
+        return spec.function(log_ratios, mask)
     if spec.weight == "token":
         weights = tis_weights(log_ratios, mask, cap=spec.cap)
     elif spec.weight == "sequence":

@@ -45,7 +45,7 @@ class Scene:
         score_batch(self.policy, self.micros, self.objective, critic=self.critic)
 
     def values(self):
-        return torch.cat([self.objective._seen[m.trajectory_ids].scored.values[m.mask] for m in self.micros])
+        return torch.cat([self.objective.outputs(m).values[m.mask] for m in self.micros])
 
     def fit(self, step=0):
         return self.critic.fit(self.micros, self.objective.critic_targets, step=step)
@@ -94,7 +94,7 @@ def test_only_truncated_trajectories_have_a_value_after_their_end(checkpoints):
     scene.look()
 
     for micro in scene.micros:
-        ends = scene.objective._seen[micro.trajectory_ids].scored.bootstrap
+        ends = scene.objective.outputs(micro).bootstrap
         assert [bool(end != 0) for end in ends] == [rows[i].truncated for i in micro.trajectory_ids]
 
 

@@ -54,7 +54,8 @@ def credited(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.
     made.close_observation()
     out = {}
     for micro in micros:
-        found = made._credited.get(micro.trajectory_ids) or made._credit_of(micro, spread(micro, policy))
+        found = made._advantages.get(micro.trajectory_ids)
+        found = found or made._estimated(made._tokens(micro, spread(micro, policy)))
         for place, i in enumerate(micro.trajectory_ids):
             chosen = micro.mask[place]
             targets = None if found.targets is None else found.targets[place][chosen]
@@ -254,7 +255,7 @@ def test_rho_bar_can_follow_the_effective_sample_size():
         ({"estimator": "vtrace", "scale": "std"}, "use advantage.whiten=batch"),
         ({"estimator": "group", "baseline": "opob", "scale": "std"}, "use advantage.whiten=batch"),
         ({"estimator": "gae", "rho_bar_ess_target": 0.5}, "rho_bar_ess_target"),
-        ({"estimator": "vtrace", "rho_bar_ess_target": 1.5}, "must lie in"),
+        ({"estimator": "vtrace", "rho_bar_ess_target": 1.5}, r"must be in \(0, 1\]"),
         ({"estimator": "vtrace", "segment": Segment.block}, "does nothing without"),
         ({"estimator": "reinforce_pp", "whiten": "batch", "baseline": "none"}, "whitens over the batch itself"),
         ({"estimator": "vtrace", "rho_bar_pg": 1.0}, "applied more than once"),

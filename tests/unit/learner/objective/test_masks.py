@@ -15,11 +15,12 @@ from learner.mesh import Ranks
 from learner.model.gradients import StepResult
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
-from learner.objective.masks import CAUSES, guard
+from learner.objective.lag_policy import LagPolicy
+from learner.objective.masks import CAUSES, token_masks
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import PassOutputs, score_batch
 from learner.run import Run
-from streamrl.algorithms import CORRECTION_PRESETS
+from streamrl.algorithms import CORRECTION_PRESETS, find_correction
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
@@ -29,12 +30,14 @@ from tests.unit.learner.learner_factories import batch, plan_of
 OFF = LossConfig(veto_low=None, veto_high=None)
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 LAGS = torch.tensor([[3, 1, 0], [0, 0, 0]])
-ELL = torch.tensor([[-1.0, -0.8, -0.6], [0.1, -0.1, 0.0]])
+LOG_RATIOS = torch.tensor([[-1.0, -0.8, -0.6], [0.1, -0.1, 0.0]])
 GOOD, BAD = torch.ones(2, 3), -torch.ones(2, 3)
 
 
-def kept(loss, advantages=GOOD, **options):
-    return guard(loss, ELL, advantages, LAGS, MASK, **options)
+def kept(loss, advantages=GOOD, **lag_policy):
+    tokens = SimpleNamespace(log_ratios=LOG_RATIOS, lags=LAGS, mask=MASK)
+    head_lags = torch.zeros(2, dtype=torch.int64)
+    return token_masks(loss, find_correction(loss.correction), LagPolicy(**lag_policy), tokens, advantages, head_lags)
 
 
 def test_without_guards_every_action_token_stays():
@@ -44,10 +47,10 @@ def test_without_guards_every_action_token_stays():
 
 def test_each_guard_removes_its_tokens_and_says_so():
     cases = {
-        "lag": (kept(OFF, oldest=1), [[False, True, True], [True, True, False]]),
+        "lag": (kept(OFF, mask_beyond=1), [[False, True, True], [True, True, False]]),
         "veto": (kept(replace(OFF, veto_low=0.4)), [[False] * 3, [True, True, False]]),
         "opsm": (kept(replace(OFF, opsm_delta=0.5), BAD), [[False] * 3, [True, True, False]]),
-        "zscore": (kept(replace(OFF, zscore_bound=2.5), BAD, lag_m2=torch.full((2, 3), 0.09)),
+        "zscore": (kept(replace(OFF, zscore_bound=2.5), BAD, m2_by_lag=(0.09,)),
                    [[False, False, True], [True, True, False]]),
         "rejected": (kept(replace(OFF, correction="bypass_pg_geo_rs")), [[False] * 3, [True, True, False]]),
     }
@@ -178,7 +181,7 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
         ({"surrogate": "ppo_clip", "correction": "decoupled_geo_rs"}, "needs a proximal policy"),
         ({"surrogate": "tis", "anchor": "ewma"}, "recorded behavior log-prob"),
         ({"surrogate": "ppo_clip", "anchor": "recomputed"}, "nothing applies the whole ratio"),
-        ({"surrogate": "ppo_clip", "correction": "magic"}, "loss.correction='magic'"),
+        ({"surrogate": "ppo_clip", "correction": "magic"}, "loss.correction=magic is unknown"),
         ({"opsm_when": OpsmWhen.over_budget}, "does nothing without loss.opsm_delta"),
         ({"opsm_delta": -1.0}, "loss.opsm_delta=-1.0"),
         ({"zscore_bound": 0.0}, "loss.zscore_bound"),
@@ -235,9 +238,9 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     frozen = FrozenPolicy(other, name="ewma")
     score_batch(policy, [micro], made, proximal=frozen)
 
-    scored = made._seen[micro.trajectory_ids].scored
-    assert torch.equal(scored.proximal, micro.padded(frozen.score(micro)))
-    assert scored.policy is None  # nobody asked for the policy's own
+    outputs = made.outputs(micro)
+    assert torch.equal(outputs.proximal, micro.padded(frozen.score(micro)))
+    assert outputs.policy is None  # the objective did not ask for the policy's own
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])

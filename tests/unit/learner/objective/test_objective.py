@@ -417,19 +417,19 @@ def test_a_plan_that_does_not_match_the_share_is_refused():
 @pytest.mark.parametrize(
     ("advantage", "loss", "message"),
     [
-        ({"estimator": "magic"}, {}, "choose one of"),
+        ({"estimator": "magic"}, {}, "advantage.estimator=magic is unknown. There are clipped_is"),
         ({"baseline": "median"}, {}, "choose one of leave_one_out"),
         ({"scale": "iqr"}, {}, "advantage.scale='iqr'"),
         ({"estimator": "reinforce_pp", "scale": "std"}, {}, "whitens"),
         ({"estimator": "vtrace_critic_free", "c_bar": 2.0}, {}, "advantage.c_bar=2.0"),
-        ({}, {"surrogate": "magic"}, "loss.surrogate='magic'"),
+        ({}, {"surrogate": "magic"}, "loss.surrogate=magic is unknown"),
         ({}, {"surrogate": "ppo_clip", "cap": 3.0}, "loss.cap=3.0 does nothing"),
         ({}, {"surrogate": "gspo"}, "seq-mean-token-mean"),
         ({}, {"surrogate": "gspo", "avg_level": "seq-mean-token-mean"}, "would never clip"),
         ({}, {"clip_low": 1.0}, "clip_low"),
         ({}, {"veto_low": 2.0}, "veto_low"),
         ({}, {"avg_level": "mean"}, "avg_level"),
-        ({}, {"behavior_penalty": -1.0}, "negative"),
+        ({}, {"behavior_penalty": -1.0}, "must be at least 0"),
         ({}, {"surrogate": "reinforce"}, "nothing applies the whole ratio"),
     ],
 )

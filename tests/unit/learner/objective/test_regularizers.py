@@ -1,4 +1,4 @@
-"""Each pull, enumerated: over a small vocabulary the expected gradient under mu is the one that it promises."""
+"""Each regularizer, enumerated: over a small vocabulary the expected gradient under mu is the one that it promises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.objective.regularizers import RegularizerTerms, kl_advantages, measure_kl, regularized_losses, row_kl
-from streamrl.algorithms import kl_loss, lagrangian_loss
+from streamrl.algorithms import kl_loss, lagrangian_loss, log_ratios
 from streamrl.metrics.meter import Meter
 
 VOCAB = 6
@@ -44,38 +44,41 @@ def reverse_kl(policy, reference):
     return (policy.exp() * (policy - reference)).sum()
 
 
-def with_pulls(pulls: RegularizerTerms):
+def regularized(losses, behavior, policy, entropy, reference, mask, terms):
+    ratios = log_ratios(behavior, policy, mask)
+    return regularized_losses(losses, behavior, policy, ratios, entropy, reference, mask, terms)
+
+
+def with_terms(terms: RegularizerTerms):
     def losses(behavior, policy, entropy, reference, mask):
-        return regularized_losses(torch.zeros_like(policy), behavior, policy, entropy, reference, mask, pulls)
+        return regularized(torch.zeros_like(policy), behavior, policy, entropy, reference, mask, terms)
 
     return losses
 
 
 def test_a_kl_constraint_moves_with_the_gradient_of_the_reverse_kl_times_its_multiplier(world):
-    pulls = RegularizerTerms(kl_cap=100.0, multipliers={"kl": 0.7}, limits={"kl": 0.1})
+    terms = RegularizerTerms(kl_cap=100.0, multipliers={"kl": 0.7}, limits={"kl": 0.1})
 
     expected = gradient_of(world, lambda p, r: lagrangian_loss(reverse_kl(p, r), 0.1, 0.7))
     assert float(expected.norm()) > 0.01
-    torch.testing.assert_close(expected_gradient(world, with_pulls(pulls)), expected)
+    torch.testing.assert_close(expected_gradient(world, with_terms(terms)), expected)
 
 
 def test_an_entropy_constraint_raises_the_entropy(world):
-    pulls = RegularizerTerms(multipliers={"entropy": 0.7}, limits={"entropy": 2.0})
+    terms = RegularizerTerms(multipliers={"entropy": 0.7}, limits={"entropy": 2.0})
 
     def value(policy, _):
         return lagrangian_loss(-(policy.exp() * policy).sum(), 2.0, 0.7, sense="min")
 
-    torch.testing.assert_close(expected_gradient(world, with_pulls(pulls)), gradient_of(world, value))
+    torch.testing.assert_close(expected_gradient(world, with_terms(terms)), gradient_of(world, value))
 
 
 def test_the_mean_of_a_constraint_over_tokens_is_its_lagrangian(world):
     logits, mu, reference = world
     policy = logits.log_softmax(0)[None]
     entropy, mask = torch.full_like(policy, 1.5), torch.ones(1, VOCAB, dtype=torch.bool)
-    pulls = RegularizerTerms(multipliers={"kl": 0.7, "entropy": 0.3}, limits={"kl": 0.1, "entropy": 2.0})
-    losses = regularized_losses(
-        torch.zeros_like(policy), mu[None], policy, entropy, reference[None], mask, pulls
-    )
+    terms = RegularizerTerms(multipliers={"kl": 0.7, "entropy": 0.3}, limits={"kl": 0.1, "entropy": 2.0})
+    losses = regularized(torch.zeros_like(policy), mu[None], policy, entropy, reference[None], mask, terms)
 
     expected = lagrangian_loss(reverse_kl(policy, reference), 0.1, 0.7) + lagrangian_loss(1.5, 2.0, 0.3, sense="min")
     torch.testing.assert_close((mu.exp() * losses).sum(), expected)
@@ -83,12 +86,12 @@ def test_the_mean_of_a_constraint_over_tokens_is_its_lagrangian(world):
 
 def test_kl_in_the_advantages_has_the_gradient_of_the_reverse_kl_with_the_surrogates_ratio(world):
     def surrogate(behavior, policy, entropy, reference, mask):
-        advantages = kl_advantages(torch.zeros_like(policy), behavior, policy, reference, mask, coef=0.7)
-        return -(policy - behavior).exp() * advantages
+        none, ratios = torch.zeros_like(policy), log_ratios(behavior, policy, mask)
+        return -(policy - behavior).exp() * kl_advantages(none, ratios, policy, reference, mask, coef=0.7)
 
     def without_ratio(behavior, policy, entropy, reference, mask):
-        none = torch.zeros_like(policy)
-        return -policy * kl_advantages(none, behavior, policy, reference, mask, coef=0.7, own_cap=100.0)
+        none, ratios = torch.zeros_like(policy), log_ratios(behavior, policy, mask)
+        return -policy * kl_advantages(none, ratios, policy, reference, mask, coef=0.7, own_cap=100.0)
 
     expected = gradient_of(world, lambda p, r: 0.7 * reverse_kl(p, r))
     torch.testing.assert_close(expected_gradient(world, surrogate), expected)
@@ -98,7 +101,8 @@ def test_kl_in_the_advantages_has_the_gradient_of_the_reverse_kl_with_the_surrog
 def test_the_own_weight_of_kl_advantages_is_capped():
     behavior, policy, reference = torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.tensor([[-2.0]])
     mask = torch.ones(1, 1, dtype=torch.bool)
-    shaped = kl_advantages(torch.ones(1, 1), behavior, policy, reference, mask, coef=0.5, own_cap=2.0)
+    ratios = log_ratios(behavior, policy, mask)
+    shaped = kl_advantages(torch.ones(1, 1), ratios, policy, reference, mask, coef=0.5, own_cap=2.0)
 
     assert shaped.tolist() == [[1 - 0.5 * 2.0 * 1.0]]
 
@@ -109,8 +113,8 @@ def test_terms_of_the_loss_add_up_and_a_kl_in_the_reward_adds_nothing_here(world
     behavior, anchor, mask = mu[None].float(), reference[None].float(), torch.ones(1, VOCAB, dtype=torch.bool)
     entropy, losses = torch.full_like(policy, 1.5), torch.rand_like(policy)
 
-    def added(pulls):
-        return regularized_losses(losses, behavior, policy, entropy, anchor, mask, pulls) - losses
+    def added(terms):
+        return regularized(losses, behavior, policy, entropy, anchor, mask, terms) - losses
 
     torch.testing.assert_close(
         added(RegularizerTerms("k2_is", kl=0.5, kl_cap=1.1, entropy=0.1)),
@@ -129,7 +133,7 @@ def test_the_kl_of_a_row_is_the_log_ratio_of_its_whole_trajectory():
 
 def measured(policy, reference, behavior=None) -> dict:
     behavior, mask, meter = policy if behavior is None else behavior, torch.ones_like(policy, dtype=torch.bool), Meter()
-    measure_kl(meter, behavior, policy, reference, mask)
+    measure_kl(meter, log_ratios(behavior, policy, mask), policy, reference, mask)
     return meter.flush(0)
 
 

@@ -1,0 +1,72 @@
+"""The tokens of one micro-batch as every stage of the loss reads them.
+
+A ratio is taken against the recorded behavior log-prob, or against a proximal policy between it and the current one:
+`recomputed` (the policy before this update), `loglinear` (on the line from one to the other), `ewma` (a moving average
+of the policy's weights).
+
+Legend: S trajectories of the micro-batch, A most action tokens of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from learner.data.packing import MicroBatch
+from learner.objective.scoring_pass import PassOutputs
+from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
+
+EWMA = "ewma"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """Per-token values [S, A] of one micro-batch, each computed once.
+
+    Attributes:
+        micro: what was recorded: behavior log-probs, versions, rewards, turns.
+        mask: bool, action tokens.
+        policy: log-probs of the current policy; differentiable in the loss, detached in the scoring pass.
+        entropy: of the policy's distribution at each token; None in the scoring pass.
+        log_ratios: log pi - log mu, clamped, detached.
+        lags: int64, optimizer steps since the token was sampled.
+        proximal: log-probs of the proximal policy, detached; None where the anchor is the behavior policy.
+        outputs: what the scoring pass measured.
+    """
+
+    micro: MicroBatch
+    mask: Tensor
+    policy: Tensor
+    entropy: Tensor | None
+    log_ratios: Tensor
+    lags: Tensor
+    proximal: Tensor | None
+    outputs: PassOutputs
+
+    @classmethod
+    def of(
+        cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
+        anchor: str,
+    ) -> TokenBatch:
+        """Compute what depends on the policy.
+
+        Args:
+            version: optimizer steps done before this one; lags count from it.
+            anchor: name of the policy that ratios are taken against.
+        """
+        behavior, mask = micro.behavior_logprobs, micro.mask
+        lags = token_lags(micro.versions, version, mask)
+        proximal = None
+        if anchor == "loglinear":
+            proximal = loglinear_proximal(behavior, policy.detach(), lags, mask)
+        elif anchor == "recomputed":  # without a scoring pass the current log-probs are those before the update
+            proximal = policy.detach() if outputs.policy is None else outputs.policy
+        elif anchor == EWMA:
+            proximal = outputs.proximal
+        return cls(micro, mask, policy, entropy, log_ratios(behavior, policy, mask), lags, proximal, outputs)
+
+    @property
+    def behavior(self) -> Tensor:
+        """Log-probs as the actors recorded them, [S, A]."""
+        return self.micro.behavior_logprobs
