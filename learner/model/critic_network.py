@@ -16,11 +16,11 @@ from learner.model.attention import PackedLayout
 from learner.model.critic import Critic
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, decoder_layers, load_policy, shard
+from streamrl.algorithms import find_estimator
 from streamrl.config.schema import CriticConfig, CriticKind
 from streamrl.errors import ConfigError
 
 _LARGEST_ACTION_HEAD = 4096
-_ACTION_ESTIMATOR = "retrace_q"
 
 
 class ValueHead(nn.Module):
@@ -66,13 +66,13 @@ def build_critic(
     """The critic that the settings describe.
 
     Args:
-        estimator: `retrace_q` makes it one of action values.
+        estimator: name; one that reads action values (`retrace_q`) makes it a critic of these.
         model_dir: the policy's first checkpoint; a critic model starts from it unless `critic.model_path` says another.
         num_steps: of the run, for the schedule.
     Raises:
         ConfigError: action values over a large vocabulary, or action values without the policy's states.
     """
-    of_actions = estimator == _ACTION_ESTIMATOR
+    of_actions = find_estimator(estimator).of_actions
     vocabulary = policy.vocab_size
     if of_actions and vocabulary > _LARGEST_ACTION_HEAD:
         raise ConfigError(

@@ -108,14 +108,14 @@ def test_other_surrogates_divide_by_the_recorded_log_prob_only(surrogate):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("group", "ppo"), "unknown surrogate 'ppo'"),
-        (("vtrac", "ppo_clip"), "unknown estimator 'vtrac'"),
+        (("group", "ppo"), "loss.surrogate=ppo is unknown. Did you mean dppo_tv"),
+        (("vtrac", "ppo_clip"), "advantage.estimator=vtrac is unknown. Did you mean vtrace"),
     ],
 )
 def test_unknown_names_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         alg.check_pairing(*arguments)
-    with pytest.raises(ValueError, match="unknown correction"):
+    with pytest.raises(ValueError, match="loss.correction=mine is unknown"):
         alg.check_pairing("group", "ppo_clip", correction="mine")
     with pytest.raises(ValueError, match="unknown anchor"):
         alg.check_pairing("group", "ppo_clip", anchor="mine")
@@ -125,7 +125,7 @@ def test_unknown_names_are_named(arguments, message):
         alg.check_pairing("gae", "reinforce", rho_bar_pg=1.0)
 
 
-def test_the_verdict_of_every_combination_is_a_count_of_halves():
+def test_every_combination_is_accepted_by_a_count_of_halves():
     """An independent count over all combinations: each half of mu -> prox -> pi exactly once, or refused."""
     ratio_free = {"reinforce"}
     for estimator, surrogate, anchor, correction in itertools.product(

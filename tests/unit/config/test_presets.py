@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from learner.objective.loss_options import check_settings
+from learner.objective.options import check_settings
 from streamrl.config.load import load_config
 from streamrl.config.rules import max_lag
 from streamrl.errors import ConfigError
