@@ -1,19 +1,14 @@
-"""The actor's side of the weight plane: fetch, verify, install between two forward passes, report.
-
-States, one line each:
+"""Weight installer of an actor: fetch, verify, install between two forward passes, report.
 
     IDLE         the installed version generates, nothing newer is known
-    FETCHING     a document is brought and verified in a thread; running sequences go on with the old version
+    FETCHING     a document is fetched and verified in a thread; running sequences go on with the old version
     VERIFIED     every digest matched; the document waits for its turn at the engine
     INSTALLING   the engine loads it between two forward passes
     ROLLBACK     loading failed halfway; the engine loads the previous document again
 
-After an install, and now and then while a version serves, the engine is probed (`actors.weights.probe`); what does not
-pass is reported, and the document that was verified is loaded again.
-
-A newer announce abandons a FETCHING one, but never two in a row: after an abandoned fetch the next one ends, whatever
-is announced meanwhile, and the newest of that follows. From VERIFIED on a version is installed even if a newer one is
-known. Otherwise a learner that publishes faster than this actor fetches would keep it on its old version for ever.
+A newer announcement abandons a FETCHING one, but never two in a row: after an abandoned fetch the next one ends,
+whatever is announced meanwhile, and the newest of that follows. From VERIFIED on a version is installed even if a newer
+one is known. Otherwise a learner that publishes faster than this actor fetches would never update it.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Any
 
 from actors.engines.base import Engine, InstallTimes
 from actors.weights.probe import probe_engine
@@ -49,8 +43,8 @@ class InstallState(Enum):
     ROLLBACK = "rollback"
 
 
-class _Fetching:
-    """One fetch at work in its thread; `cancelled` is what that thread looks at, `over` what this loop waits for."""
+class _Fetch:
+    """One fetch in its thread; `cancelled` is polled by that thread, `over` awaited by the loop."""
 
     def __init__(self) -> None:
         self.cancelled, self.over = threading.Event(), asyncio.Event()
@@ -64,57 +58,48 @@ class Installer:
     """Keeps one engine on the newest complete version.
 
     Args:
-        engine: the only copy of the policy here; all methods are called from its asyncio loop.
         fetch: `WeightSource.fetch` or anything with its signature.
-        fetch_deadline_s: for bringing one document, over all offers.
-        install_deadline_s: an engine that is to install or to score, and gives no sign of life for so long, is
-            presumed wedged (`actors.weights.watchdog`).
+        fetch_deadline_s: for one document, over all offers.
+        install_deadline_s: an engine that makes no progress with an install or a score for so long is presumed hung.
         on_close: called by `close`, after which nothing is fetched any more.
     """
 
     def __init__(
-        self, engine: Engine, fetch: Callable[..., Fetched], *,
-        fetch_deadline_s: float = 120.0, install_deadline_s: float = 120.0,
-        on_close: Callable[[], None] = lambda: None,
+        self, engine: Engine, fetch: Callable[..., Fetched], *, fetch_deadline_s: float = 120.0,
+        install_deadline_s: float = 120.0, on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_close = on_close
-        self._engine, self._fetch = engine, fetch
+        self._engine, self._fetch, self._on_close = engine, fetch, on_close
         self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
         # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
         self._engine_turn = asyncio.Lock()
-        self._fetching: _Fetching | None = None
+        self._fetching: _Fetch | None = None
         self._abandoned_one = False  # the last fetch was abandoned: the next one ends
         self._target: VersionRef | None = None
-        self._document: Document | None = None
-        self._told_unprobed = False
+        self.document: Document | None = None  # the last one that the engine confirmed; kept for a rollback
+        self._logged_unprobed = False
         self.state = InstallState.IDLE
-
-    @property
-    def document(self) -> Document | None:
-        """The last document that the engine confirmed; kept for a rollback."""
-        return self._document
 
     async def install(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Installed | None:
         """Bring the engine to this version; the report for the hub.
 
         Returns:
             `ok=True` when the version is live; `ok=False` with the reason when it is not, and the old version serves
-            on; None when there is nothing to report, because the same or a newer version is on its way here.
+            on; None when there is nothing to report, because the same or a newer version is being installed.
         Raises:
-            EngineError: the engine is wedged, or neither the new nor the previous document could be loaded: it must
-                not generate, and this process should end.
+            EngineError: the engine hangs, or neither the new nor the previous document could be loaded: it must not
+                generate, and this process should end.
         """
         installed = self._engine.installed
         if installed is not None and manifest.ref <= installed:
-            if self._is_installed(manifest):
+            if self.document is not None and self.document.manifest == manifest and manifest.ref == installed:
                 return await self.check()
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:
             return None
         self._target = manifest.ref
         try:
-            return await self._bring_and_load(manifest, offers, layout)
+            return await self._fetch_and_load(manifest, offers, layout)
         except Superseded:
             return None
         except WeightsError as error:
@@ -125,41 +110,34 @@ class Installer:
                 self._target = None
                 self.state = InstallState.IDLE
 
-    async def _bring_and_load(
-        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout
-    ) -> Installed | None:
-        fetched = await self._bring(manifest, offers, layout)
+    async def _fetch_and_load(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Installed | None:
+        fetched = await self._fetch_document(manifest, offers, layout)
         async with self._engine_turn:
             installed = self._engine.installed
             if installed is not None and manifest.ref <= installed:
                 return None  # a newer one was verified sooner
             times = await self._load(fetched.document, manifest.ref)
-            self._document = fetched.document
-            # Comparing takes as long as loading: not after every install, only with the versions that bring a probe.
+            self.document = fetched.document
+            # Comparing takes as long as loading: only versions that bring a probe are compared.
             probed = await self._probe(fetched.document) if manifest.probe is not None else None
         log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 
     async def check(self) -> Installed | None:
-        """Probe the version that serves; the report for the hub, or None if nothing is installed.
-
-        Raises:
-            EngineError: the engine cannot even score, or is wedged.
-        """
+        """Probe the version that serves; None if nothing is installed. Raises EngineError if it fails to score."""
         async with self._engine_turn:
-            document = self._document
-            if document is None:
+            if self.document is None:
                 return None
-            return _report(document.manifest, probed=await self._probe(document))
+            return _report(self.document.manifest, probed=await self._probe(self.document))
 
     async def reload(self) -> Installed | None:
-        """Load the serving version's document once more, because the engine did not pass its probe, and probe again.
+        """Load the serving version's document again, after a failed probe, and probe it again.
 
         Raises:
             EngineError: it cannot be loaded: the engine must not generate.
         """
         async with self._engine_turn:
-            document = self._document
+            document = self.document
             if document is None:
                 return None
             times = await self._load(document, document.manifest.ref)
@@ -170,23 +148,22 @@ class Installer:
             self._engine, probe_engine(self._engine, document), silent_s=self._install_deadline_s,
             doing=f"score the probe of version {document.manifest.ref}",
         )
-        if probed is None and document.manifest.probe is not None and not self._told_unprobed:
-            self._told_unprobed = True
-            log.info("the %s engine cannot score tokens: its weights are checked by their digests only",
-                     self._engine.name)
+        if probed is None and document.manifest.probe is not None and not self._logged_unprobed:
+            self._logged_unprobed = True
+            log.info("the %s engine cannot score tokens: its weights are checked by digests only", self._engine.name)
         if probed is not None and probed.failed:
-            log.error("version %s does not serve as it should: %s", document.manifest.ref, probed.failed)
+            log.error("version %s fails its probe: %s", document.manifest.ref, probed.failed)
         return probed
 
-    async def _bring(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Fetched:
+    async def _fetch_document(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Fetched:
         """The verified document; without a transfer when only the version number is new (a restarted learner)."""
         check_manifest(manifest, layout)
-        if self._document is not None and same_weights(self._document.manifest, manifest):
+        if self.document is not None and same_weights(self.document.manifest, manifest):
             if self._fetching is not None:
                 self._fetching.cancelled.set()
-            return Fetched(self._document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
+            return Fetched(self.document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
         await self._wait_or_abandon(manifest.ref)
-        this = self._fetching = _Fetching()
+        this = self._fetching = _Fetch()
         self.state = InstallState.FETCHING
         try:
             fetched = await asyncio.get_running_loop().run_in_executor(
@@ -197,7 +174,7 @@ class Installer:
         except Superseded:
             raise
         except Exception:
-            self._abandoned_one = False  # it had its chance
+            self._abandoned_one = False  # it ended by itself
             raise
         finally:
             this.end()
@@ -208,24 +185,24 @@ class Installer:
         return fetched
 
     async def _wait_or_abandon(self, ref: VersionRef) -> None:
-        """The fetch under way makes room for this version, unless the one before it did so already: then it ends first.
+        """Abandon the running fetch in favor of this version; after an abandoned one let it end first.
 
         Raises:
             Superseded: a still newer version came while this one waited.
         """
-        under_way = self._fetching
-        if under_way is None:
+        running = self._fetching
+        if running is None:
             return
         if not self._abandoned_one:
             self._abandoned_one = True
-            under_way.cancelled.set()
+            running.cancelled.set()
             return
         try:
-            await asyncio.wait_for(under_way.over.wait(), self._fetch_deadline_s + _FETCH_GRACE_S)
+            await asyncio.wait_for(running.over.wait(), self._fetch_deadline_s + _FETCH_GRACE_S)
         except TimeoutError:
             log.error("the fetch before that of version %s hangs in its thread: it is left there", ref)
-            under_way.end()  # for everybody who waits, or none would ever have waited long enough
-            if self._fetching is under_way:
+            running.end()  # for every waiting version: each has its own, later deadline
+            if self._fetching is running:
                 self._fetching = None
         if self._target != ref:
             raise Superseded(f"version {ref}: a newer one came while it waited for its turn")
@@ -234,38 +211,32 @@ class Installer:
         self.state = InstallState.INSTALLING
         try:
             return await self._engine_install(document, ref)
-        except (WeightsError, asyncio.CancelledError):
-            raise  # the engine's promise: nothing was changed, the old version serves on
-        except EngineHungError:
-            raise  # nor would it load the old version
+        except (WeightsError, EngineHungError, asyncio.CancelledError):
+            raise  # by the protocol nothing was changed; and an engine that hangs would not load the old version either
         except Exception as error:  # a foreign library failed halfway: whatever it raised, the model is mixed now
             await self._roll_back(error, ref)
             raise WeightsError(f"{self._engine.name} failed to load version {ref}: {error!r}") from error
 
     async def _roll_back(self, cause: Exception, ref: VersionRef) -> None:
         self.state = InstallState.ROLLBACK
-        if self._document is None:
+        if self.document is None:
             log.error("the first version %s failed to load: %r", ref, cause)
             return  # nothing was ever installed, so nothing generates
+        old = self.document.manifest.ref
         try:
-            await self._engine_install(self._document, self._document.manifest.ref)
+            await self._engine_install(self.document, old)
         except Exception as error:
             raise EngineError(
-                f"{self._engine.name} failed to load version {ref} ({cause!r}) and then to return to "
-                f"{self._document.manifest.ref} ({error!r}): it holds a mixed model, restart this actor"
+                f"{self._engine.name} failed to load version {ref} ({cause!r}) and then to return to {old} "
+                f"({error!r}): it holds a mixed model, restart this actor"
             ) from error
-        log.warning("rolled back to version %s after %r", self._document.manifest.ref, cause)
+        log.warning("rolled back to version %s after %r", old, cause)
 
     async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
-        tensors: Any = document.tensors()
+        work = self._engine.install(document.tensors(), ref)
         return await run_with_watchdog(
-            self._engine, self._engine.install(tensors, ref), silent_s=self._install_deadline_s,
-            doing=f"install version {ref}",
+            self._engine, work, silent_s=self._install_deadline_s, doing=f"install version {ref}"
         )
-
-    def _is_installed(self, manifest: Manifest) -> bool:
-        document = self._document
-        return document is not None and document.manifest == manifest and self._engine.installed == manifest.ref
 
     def close(self) -> None:
         """Abandon a running fetch; may be called twice."""

@@ -1,7 +1,7 @@
-"""Does the engine use what the document says? Asked after an install, and again now and then while a version serves.
+"""Weight probe: compares the serving engine with its document, after an install and from time to time.
 
-Digests prove that the right bytes arrived; what an engine made of them is another matter: a name that was not loaded, a
-fused tensor in the wrong order, a bit that flipped in memory since. Two checks, each where the engine allows it:
+Digests prove that the right bytes arrived, not that the engine uses them: a name may not be loaded, a fused tensor be
+in the wrong order, a bit flip in memory. Two checks, each where the engine allows it:
 
     tensors    every live tensor equals the document's, bit for bit in the engine's own type; names the bucket
     log-probs  the learner's fixed tokens are as likely here as there
@@ -30,14 +30,10 @@ _MOST_CHARS = 2000
 
 
 async def probe_engine(engine: Engine, document: Document) -> Probed | None:
-    """How the engine compares with the document that it should serve, and with the learner's probe if there is one.
+    """How the engine compares with its document, and with the learner's probe if there is one.
 
-    Nothing may be installed meanwhile; sequences may run.
-
-    Returns:
-        None if there is nothing to compare by: no probe in the manifest or no `score`, and no `live_tensors`.
-    Raises:
-        EngineError: the engine cannot score at all.
+    Nothing may be installed meanwhile; sequences may run. None if there is nothing to compare by: no probe in the
+    manifest or no `score`, and no `live_tensors`. Raises EngineError if the engine fails to score.
     """
     began, failures, differences = time.monotonic(), [], None
     probe = document.manifest.probe
@@ -49,7 +45,10 @@ async def probe_engine(engine: Engine, document: Document) -> Probed | None:
         scored = await engine.score(ids, start=probe.start, temperature=probe.temperature)
         differences = compare(scored, probe)
         if not differences[0] <= probe.tolerance:
-            failures.append(log_prob_failure(differences[0], probe))
+            failures.append(
+                f"log-probs of the probe differ from the learner's by {differences[0]:.3g} nats in the mean, "
+                f"publish.probe_tolerance is {probe.tolerance:g}"
+            )
     elif not isinstance(engine, ExposesWeights):
         return None
     mean, largest = differences or (None, None)
@@ -67,20 +66,8 @@ def compare(scored: list[float], probe: Probe) -> tuple[float, float]:
     return sum(differences) / len(differences), max(differences)
 
 
-def log_prob_failure(mean: float, probe: Probe) -> str:
-    """In words."""
-    return (
-        f"log-probs of the probe differ from the learner's by {mean:.3g} nats in the mean, "
-        f"publish.probe_tolerance is {probe.tolerance:g}"
-    )
-
-
 def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
-    """The first tensor that is not the document's, with its bucket; None if all are equal, bit for bit.
-
-    Raises:
-        WeightsError: the document was never verified.
-    """
+    """The first tensor that is not the document's, with its bucket; None if all are equal, bit for bit."""
     expected = document.tensors()
     for spec, offset in tensor_offsets(document.layout):
         if spec.name not in live:
@@ -96,7 +83,7 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
 
 
 def _first_index(here: torch.Tensor, there: torch.Tensor) -> int | None:
-    """Place of the first element whose bits differ; bits, because NaN is not equal to itself."""
+    """Index of the first element whose bits differ; bits, because NaN is not equal to itself."""
     ours, theirs = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (here, there))
     if torch.equal(ours, theirs):
         return None

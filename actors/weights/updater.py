@@ -1,8 +1,8 @@
-"""Keeping the engine's weights new and right: installs what is announced, looks again now and then, repairs, reports.
+"""Keeps the engine's weights current and correct: installs announcements, probes at intervals, reloads, reports.
 
-    announced --install--> probed --passes--> the hub is told
+    announced --install--> probed --passes--> report
                               |
-                              +--fails--> the hub is told (no leases) --reload--> probed --> the hub is told again
+                              +--fails--> report (the hub stops leases) --reload--> probed --> report
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamrl.messages import Installed, Layout, Manifest, Offer
 log = logging.getLogger("streamrl.actor")
 
 RECHECK_S = 60.0
-"""A version that serves for longer is compared with its document again and again: memory may rot under it."""
+"""Interval at which the serving version is compared with its document: memory may be corrupted under it."""
 
 
 class WeightUpdater:
@@ -26,44 +26,42 @@ class WeightUpdater:
 
     Args:
         report: sends an INSTALLED.
-        broken: told why, when the engine must not generate any more.
+        broken: called with the reason when the engine must not generate any more.
     """
 
     def __init__(
         self, installer: Installer, *, report: Callable[[Installed], None], broken: Callable[[str], None]
     ) -> None:
-        self._installer, self._send, self._broken = installer, report, broken
+        self._installer, self._report, self._broken = installer, report, broken
 
     async def install(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> None:
-        """Bring the engine to this version, or say why not."""
+        """Install this version, or report why not."""
         try:
-            await self._tell(await self._installer.install(manifest, offers, layout))
+            await self._handle(await self._installer.install(manifest, offers, layout))
         except EngineError as error:
             self._broken(str(error))
 
     async def watch(self, every_s: float = RECHECK_S) -> None:
-        """For ever: probe what serves; only what fails is reported, because the hub counts what it is told."""
+        """Check at every interval."""
         while True:
             await asyncio.sleep(every_s)
-            await self.look()
+            await self.check()
 
-    async def look(self) -> None:
-        """Probe what serves now; repair and report if it fails."""
+    async def check(self) -> None:
+        """Probe what serves now; reload and report if it fails. A pass is not reported: the hub counts reports."""
         try:
             report = await self._installer.check()
             if report is not None and _failed(report):
-                await self._tell(report)
+                await self._handle(report)
         except EngineError as error:
             self._broken(str(error))
 
-    async def _tell(self, report: Installed | None) -> None:
+    async def _handle(self, report: Installed | None) -> None:
         if report is None:
             return
-        self._send(report)
-        if _failed(report):
-            await self._repair()
-
-    async def _repair(self) -> None:
+        self._report(report)
+        if not _failed(report):
+            return
         try:
             again = await self._installer.reload()
         except WeightsError as error:
@@ -71,12 +69,11 @@ class WeightUpdater:
             return
         if again is None:
             return
-        self._send(again)
+        self._report(again)
         if _failed(again):
-            log.error("version %s fails again after its document was loaded anew: no leases until one passes",
-                      again.target)
+            log.error("version %s fails again after a reload: no leases until a version passes", again.target)
         else:
-            log.warning("version %s was loaded anew from its document, and passes now", again.target)
+            log.warning("version %s was reloaded from its document, and passes now", again.target)
 
 
 def _failed(report: Installed) -> bool:

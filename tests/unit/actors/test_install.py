@@ -300,7 +300,7 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
             one.client.grants(lease(1))
             await until(entered.is_set)
             one.worker._runtime.installer._install_deadline_s = 0.1
-            await one.worker._updater.look()
+            await one.worker._updater.check()
             gone = await one.life
             assert gone.exit_code == EXIT_ENGINE_HUNG and "presumed hung" in gone.detail
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR} and one.client.closed

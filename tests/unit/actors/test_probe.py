@@ -85,7 +85,7 @@ def test_one_flipped_bit_in_memory_is_found_with_its_bucket_and_healed_by_loadin
         sent: list[Installed] = []
         updater = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
 
-        await updater.look()
+        await updater.check()
 
         assert [bool(one.probe.failed) for one in sent] == [True, False] and {one.target for one in sent} == {V1}
         offset = 0
@@ -152,7 +152,7 @@ def test_a_worker_tells_its_hub_of_every_probe_and_works_on():
             await one.finished(1)
             assert one.client.reports[-1].probe.failed == "" and one.client.reports[-1].probe.mean < 1e-5
             flip(engine)
-            await one.worker._updater.look()
+            await one.worker._updater.check()
             await until(lambda: len(one.client.reports) == 3)
             assert [bool(r.probe.failed) for r in one.client.reports] == [False, True, False]
 

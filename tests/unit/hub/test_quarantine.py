@@ -53,7 +53,7 @@ class LiveActor:
 
     def look(self) -> None:
         """What happens by itself once a minute."""
-        asyncio.run_coroutine_threadsafe(self.worker._updater.look(), self.loop).result(200)
+        asyncio.run_coroutine_threadsafe(self.worker._updater.check(), self.loop).result(200)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.worker.client.events.put_nowait, LinkClosed(0, "the test is over"))
