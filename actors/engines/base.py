@@ -127,16 +127,11 @@ class Engine(Protocol):
     def installed(self) -> VersionRef | None: ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Run one sequence to its end; waits for the first install. Cancelling the awaiting task aborts the sequence.
-
-        Raises:
-            EngineError: the request cannot be served, or the engine failed.
-        """
+        """Run one sequence to its end, after the first install. Cancelling aborts it. Raises EngineError."""
         ...
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
-        """Load a complete verified document (checkpoint names to torch tensors, tied copies left out) between two
-        forward passes.
+        """Load a complete document (checkpoint names to tensors, tied copies left out) between two forward passes.
 
         Raises:
             WeightsError: the names are not the model's; the old version goes on serving.
@@ -151,14 +146,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ScoresTokens(Protocol):
-    """An engine that scores given tokens, for the weight probe; without it only digests are checked.
-
-    The installer never calls it while an install is under way.
-    """
+    """An engine that scores given tokens, for the weight probe; never called during an install."""
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
-        """Natural log-probs of token_ids[start:], each given everything before it, under softmax(logits / temperature)
-        of the installed weights: no top-p, no top-k, no min-p. len(token_ids) - start numbers.
+        """Natural log-probs of token_ids[start:] under softmax(logits / temperature): no top-p, top-k or min-p.
 
         Raises:
             EngineError: no weights yet, start < 1, temperature <= 0 or too many tokens.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
-from streamrl.errors import EngineError, WeightsError
+from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
 Reply = Callable[[Sequence[int], int, VersionRef], Sequence[int]]
@@ -31,36 +31,27 @@ class ScriptedEngine:
     Args:
         reply: (prompt_ids, seed, version) -> the tokens of this version. A sequence that lives through an install
             continues with the new version's reply, from the place it had reached. None: `scripted_tokens`.
-        max_num_seqs: sequences that run at once; more wait.
-        num_tokens: length of the default reply, a number or a function of (prompt_ids, seed).
-        vocab_size: of the default reply.
+        num_tokens, vocab_size: of the default reply.
         tokens_per_step: after so many tokens a sequence yields to others and passes `gate`; None: all in one step.
-        gate: an event that must be set for a step to happen; the test clears and sets it. None: always open.
-        logprob: the log-prob reported for every token.
-        names: the checkpoint names that an install must bring; None accepts any.
+        gate: an event that must be set for a step to happen; None: always open.
 
     Attributes:
         tensors: the mapping of the last install.
-        installs: every version installed, in order.
-        requests: every request that was started, in order.
+        installs, requests: every version installed and every request started, in order.
     """
 
     name = "scripted"
 
     def __init__(
-        self, reply: Reply | None = None, *, max_num_seqs: int = 64,
-        num_tokens: int | Callable[[Sequence[int], int], int] = 8, vocab_size: int = 256,
-        tokens_per_step: int | None = None, gate: asyncio.Event | None = None, logprob: float = -1.0,
-        names: Iterable[str] | None = None,
+        self, reply: Reply | None = None, *, max_num_seqs: int = 64, num_tokens: int = 8, vocab_size: int = 256,
+        tokens_per_step: int | None = None, gate: asyncio.Event | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.tensors: Mapping[str, Any] = {}
         self.installs: list[VersionRef] = []
         self.requests: list[GenerateRequest] = []
-        self._reply = reply or self._default_reply
-        self._num_tokens, self._vocab_size = num_tokens, vocab_size
-        self._tokens_per_step, self._gate, self._logprob = tokens_per_step, gate, logprob
-        self._names = None if names is None else frozenset(names)
+        self._reply = reply or (lambda prompt_ids, seed, _: scripted_tokens(prompt_ids, seed, num_tokens, vocab_size))
+        self._tokens_per_step, self._gate = tokens_per_step, gate
         self._free = asyncio.Semaphore(max_num_seqs)
         self._ready = asyncio.Event()
         self._closed = False
@@ -68,14 +59,8 @@ class ScriptedEngine:
 
     @classmethod
     def from_spec(cls, spec: EngineSpec) -> ScriptedEngine:
-        return cls(
-            max_num_seqs=spec.max_num_seqs, num_tokens=min(8, spec.max_new_tokens), vocab_size=len(spec.tokenizer)
-        )
-
-    def _default_reply(self, prompt_ids: Sequence[int], seed: int, version: VersionRef) -> list[int]:
-        count = self._num_tokens
-        num_tokens = count if isinstance(count, int) else count(prompt_ids, seed)
-        return scripted_tokens(prompt_ids, seed, num_tokens, self._vocab_size)
+        num_tokens = min(8, spec.max_new_tokens)
+        return cls(max_num_seqs=spec.max_num_seqs, num_tokens=num_tokens, vocab_size=len(spec.tokenizer))
 
     @property
     def installed(self) -> VersionRef | None:
@@ -117,7 +102,7 @@ class ScriptedEngine:
                 spans.append(VersionSpan(ref, start, len(tokens)))
             if len(tokens) >= len(text):
                 finish = "length" if len(tokens) >= request.max_new_tokens else "stop"
-                return Generation(tokens, [self._logprob] * len(tokens), spans, finish)
+                return Generation(tokens, [-1.0] * len(tokens), spans, finish)
             await asyncio.sleep(0)
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
@@ -125,9 +110,6 @@ class ScriptedEngine:
         begin = time.perf_counter()
         if self._closed:
             raise EngineError("the engine is closed")
-        if self._names is not None and self._names != tensors.keys():
-            differing = sorted(self._names ^ tensors.keys())
-            raise WeightsError(f"the document's names are not the model's: {differing[:3]} differ")
         self.tensors = tensors
         self.installs.append(ref)
         self._ready.set()
@@ -141,7 +123,7 @@ class ScriptedEngine:
         )
 
     async def close(self) -> None:
-        """Every waiting request gets an EngineError; opens the gate for that."""
+        """Fail every open request with an EngineError; opens the gate for that."""
         self._closed = True
         self._ready.set()
         if self._gate is not None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class NativeEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # work for the engine's thread, done between two steps
         self._swaps: deque[Callable[[], None]] = deque()  # installs; under "drain" they wait for the batch to end
-        self._open: set[Callable[[Any], None]] = set()  # callbacks of open requests
+        self._open: set[Future] = set()  # answers that are still awaited
         self._closing = False
         self._death: BaseException | None = None
         self._busy_s = self._pause_s = 0.0
@@ -112,18 +113,18 @@ class NativeEngine:
         check_request(request, self.max_tokens, self._scheduler.forward.vocab_size)
         if request.stop and self._decode is None:
             raise EngineError("stop strings need a tokenizer, and this engine was built without one")
-        future, deliver = _answer_future()
+        answer: Future = Future()
         matcher = StopMatcher(request.stop, self._decode) if request.stop else None
         eos_ids = frozenset() if request.ignore_eos else self._eos_ids
-        sequence = Sequence(request, tuple(map(int, request.prompt_ids)), deliver, eos_ids, matcher)
-        self._post(lambda: self._scheduler.waiting.append(sequence), deliver)
+        prompt = tuple(map(int, request.prompt_ids))
+        sequence = Sequence(request, prompt, lambda outcome: settle(answer, outcome), eos_ids, matcher)
         try:
-            return await future
+            return await self._post(lambda: self._scheduler.waiting.append(sequence), self._inbox, answer)
         except asyncio.CancelledError:
-            self._post(lambda: self._scheduler.abort(sequence), deliver)
+            with self._wake:
+                self._inbox.append(lambda: self._scheduler.abort(sequence))
+                self._wake.notify()
             raise
-        finally:
-            self._forget(deliver)
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it."""
@@ -171,38 +172,34 @@ class NativeEngine:
         if self._thread.is_alive():
             log.error("the engine hangs in a forward pass: its thread is left to the end of the process")
 
-    def _post(self, work: Callable[[], None], deliver: Callable[[Any], None], queue: deque | None = None) -> None:
+    async def _post(self, work: Callable[[], None], queue: deque[Callable[[], None]], answer: Future) -> Any:
+        """Hand work to the engine's thread and wait for its answer."""
         with self._wake:
             if self._closing or self._death is not None:
-                deliver(self._ended())
-                return
-            (self._inbox if queue is None else queue).append(work)
-            self._open.add(deliver)
+                raise self._ended()
+            queue.append(work)
+            self._open.add(answer)
             self._wake.notify()
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            with self._wake:
+                self._open.discard(answer)
+                # Cancelled before its turn: an install without a caller must not happen later.
+                if work in queue:
+                    queue.remove(work)
 
-    def _forget(self, deliver: Callable[[Any], None]) -> None:
-        with self._wake:
-            self._open.discard(deliver)
-
-    async def _on_thread(self, work: Callable[[], Any], queue: deque) -> Any:
+    async def _on_thread(self, work: Callable[[], Any], queue: deque[Callable[[], None]]) -> Any:
         """Run `work` between two steps and return what it returns or raises."""
-        future, deliver = _answer_future()
+        answer: Future = Future()
 
         def run() -> None:
             try:
-                deliver(work())
+                settle(answer, work())
             except EngineError as error:
-                deliver(error)
+                settle(answer, error)
 
-        self._post(run, deliver, queue)
-        try:
-            return await future
-        finally:
-            self._forget(deliver)
-            # Cancelled before its turn: an install without a caller must not happen later.
-            with self._wake:
-                if run in queue:
-                    queue.remove(run)
+        return await self._post(run, queue, answer)
 
     # --- the engine's thread -----------------------------------------------------------------------------------
 
@@ -218,10 +215,10 @@ class NativeEngine:
             self._death = error
         with self._wake:
             self._closing = True
-            callbacks = list(self._open)
+            unanswered = list(self._open)
         self._scheduler.clear()
-        for deliver in callbacks:
-            deliver(self._ended())
+        for answer in unanswered:
+            settle(answer, self._ended())
 
     def _turn(self) -> bool:
         """Do the posted work, then one forward pass. False once the engine is closing."""
@@ -278,23 +275,11 @@ def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> 
         raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")
 
 
-def _answer_future() -> tuple[asyncio.Future, Callable[[Any], None]]:
-    """A future of this loop, and a callback that any thread may answer it with; an exception is raised."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future = loop.create_future()
-
-    def settle(answer: Any) -> None:
-        if future.done():
-            return
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-    def deliver(answer: Any) -> None:
-        try:
-            loop.call_soon_threadsafe(settle, answer)
-        except RuntimeError:
-            pass  # the loop is closed
-
-    return future, deliver
+def settle(answer: Future, outcome: Any) -> None:
+    """Answer from the engine's thread, unless it is answered or cancelled; an exception is raised in the caller."""
+    if answer.done() or not answer.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, BaseException):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)

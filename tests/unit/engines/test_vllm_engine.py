@@ -337,7 +337,7 @@ def test_end_tokens_and_stop_strings_end_a_sequence_and_are_kept(harness):
     harness.run(whole())
 
 
-def test_a_cancelled_sequence_gives_its_slot_back(harness):
+def test_a_cancelled_sequence_gives_its_place_back(harness):
     async def whole() -> None:
         await serve(harness, 0)
         tasks = [asyncio.ensure_future(harness.engine.generate(request(prompt_of(5), 240))) for _ in range(SLOTS + 2)]
