@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -37,11 +37,15 @@ from learner.record.recorder import Recorder
 from learner.stop_flag import StopFlag
 from streamrl.config.schema import Config
 from streamrl.errors import WeightsError
-from streamrl.messages import BatchShare, Layout, Lineage, VersionRef
+from streamrl.messages import BatchShare, Lineage, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
+
+SHARED_TIMES = ("step", "wait", "pack", "score", "forward_backward", "optimizer", "critic", "publish")
+"""Stages that every rank has in every step: a row of metrics holds the slowest rank's time."""
+RANK_ZERO_TIMES = ("checkpoint", "eval")
 
 
 @dataclass
@@ -63,13 +67,13 @@ class Run:
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
-    controls: LossWeights
+    loss_weights: LossWeights
     staleness: StalenessControl
     reference: FrozenPolicy | None = None
     critic: Critic | None = None
     proximal: FrozenPolicy | None = None
     critic_result: CriticResult | None = None
-    claim: RunLock | None = None
+    lock: RunLock | None = None
     hub_process: HubProcess | None = None
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
@@ -102,6 +106,8 @@ class Run:
         finally:
             self.times[name] = self.times.get(name, 0.0) + time.monotonic() - began
 
+    # --- one step -----------------------------------------------------------------------------------------------
+
     def next_batch(self) -> tuple[BatchShare, list[Trajectory]] | None:
         """This rank's share of the next batch, every group inside the lag bound; None when the run is to stop."""
         with self.timed("wait"):
@@ -109,8 +115,9 @@ class Run:
         if share is None:
             return None
         with self.timed("pack"):
-            rows = self.reader.read(share.groups, version=share.version, learner_epoch=self.learner_epoch)
-        return share, rows
+            return share, self.reader.read(
+                share.groups, version=share.version, learner_epoch=self.learner_epoch
+            )
 
     @property
     def warming_up(self) -> bool:
@@ -132,9 +139,46 @@ class Run:
         )
 
     def fit_critic(self, batch: Sequence[MicroBatch]) -> None:
-        """Teach the critic what the estimator made of its values; a collective call."""
+        """Fit the critic to the estimator's targets; a collective call."""
         if self.critic is not None:
             self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.version)
+
+    def advance(self, share: BatchShare, result: StepResult) -> None:
+        """One version up after the optimizer step, or the batch set aside if its gradients were not finite."""
+        if result.skipped:
+            path = self.run_dir / "quarantine" / f"version-{self.version}-rank-{self.ranks.rank}.msgpack"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(msgspec.msgpack.encode(share))
+            log.error("step skipped: gradients are not finite; its batch is kept in %s", path)
+            return
+        self.version += 1
+        if self.proximal is not None:
+            self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
+        sync_if_due(
+            self.reference, self.policy, every=self.config.reference.sync_every_steps, version=self.version
+        )
+        *earlier, last = self.lineage
+        self.lineage = (*earlier, Lineage(last.learner_epoch, last.first, max(last.last, self.version)))
+
+    def regulate(self, meter: Meter, result: StepResult) -> None:
+        """Log what steered this step, and let what it measured steer the next: the lead and the bound on the lag, the
+        weights of KL, entropy and constraints. A collective call."""
+        now = time.monotonic()
+        seconds = self.ranks.maximum(now - (self._regulated_at or self._step_began))
+        self._regulated_at = now
+        self.staleness.update(meter, grad_norm=result.grad_norm, step_s=seconds)
+        self.staleness.add_metrics(meter)
+        self.loss_weights.record(meter)
+        if not result.skipped and result.lr > 0.0:
+            self.loss_weights.update(meter, version=self.version, frozen=self.staleness.frozen)
+
+    def hub_trained(self, result: StepResult) -> None:
+        """Rank 0 tells the ledger: capacity for the next batch is free."""
+        if self.ranks.rank == 0:
+            reason = "gradients are not finite" if result.skipped else ""
+            self.hub.trained(self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds)
+
+    # --- publishing and evaluation ------------------------------------------------------------------------------
 
     def publish_if_due(self) -> None:
         """Publish, unless actors have this version or do as well with the one they have; a collective call."""
@@ -143,64 +187,38 @@ class Run:
             self.publish()
 
     def publish(self) -> None:
-        """Make the present weights available to every actor under the present version; a collective call."""
-        succeeded = self._try_to_publish()
-        if self.ranks.maximum(float(succeeded)) > 0.0:
+        """Make the current weights available to every actor under the current version; a collective call."""
+        with self.timed("publish"):
+            published = self._stage_and_announce()
+        if self.ranks.maximum(float(published)) > 0.0:
             self.staleness.published(self.version)
 
-    def _try_to_publish(self) -> bool:
-        """Whether it worked, on rank 0; False elsewhere."""
-        with self.timed("publish"):
-            probe = None
-            if self.prober is not None and self.prober.due(self.version):
-                with self.with_wire_precision():
-                    probe = self.prober.probe_if_due(self.version)
-            try:
-                published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
-            except WeightsError as error:
-                if not self._published_before:
-                    raise  # a path that never worked is a broken set-up, not bad luck
-                log.error("version %d is skipped, actors keep the one before: %s", self.version, error)
-                self.num_failed_publishes += 1
-                return False
-            if published is None:
-                return False
-            layout: Layout | None = None if self._published_before else self.publisher.layout
-            self.hub.publish(
-                msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes, layout,
-                "" if self._published_before else self.assets_path, published.device_manifest,
-            )
-            self._published_before = True
-            return True
-
-    def advance(self, share: BatchShare, result: StepResult) -> None:
-        """Book the optimizer step: one version up, or the batch set aside if its gradients were not finite."""
-        if result.skipped:
-            self._quarantine(share)
-        else:
-            self.version += 1
-            if self.proximal is not None:
-                self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
-            every = self.config.reference.sync_every_steps
-            sync_if_due(self.reference, self.policy, every=every, version=self.version)
-            self.lineage = (*self.lineage[:-1], _extended(self.lineage[-1], self.version))
-
-    def _quarantine(self, share: BatchShare) -> None:
-        path = self.run_dir / "quarantine" / f"version-{self.version}-rank-{self.ranks.rank}.msgpack"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(msgspec.msgpack.encode(share))
-        log.error("step skipped: gradients are not finite; its batch is kept in %s", path)
-
-    def hub_trained(self, result: StepResult) -> None:
-        """Rank 0 tells the ledger: capacity for the next batch is free."""
-        if self.ranks.rank == 0:
-            reason = "gradients are not finite" if result.skipped else ""
-            self.hub.trained(self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds)
-
-    # --- evaluation ---------------------------------------------------------------------------------------------
+    def _stage_and_announce(self) -> bool:
+        """Whether it succeeded, on rank 0; False elsewhere."""
+        probe = None
+        if self.prober is not None and self.prober.due(self.version):
+            with self.with_wire_precision():
+                probe = self.prober.probe_if_due(self.version)
+        try:
+            published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
+        except WeightsError as error:
+            if not self._published_before:
+                raise  # a path that never worked is a broken set-up, not bad luck
+            log.error("version %d is skipped, actors keep the one before: %s", self.version, error)
+            self.num_failed_publishes += 1
+            return False
+        if published is None:
+            return False
+        first = not self._published_before
+        self.hub.publish(
+            msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes,
+            self.publisher.layout if first else None, self.assets_path if first else "", published.device_manifest,
+        )
+        self._published_before = True
+        return True
 
     def evaluate(self, *, wait: bool) -> None:
-        """Score held-out prompts with at least the present version; rank 0 asks, actors do it."""
+        """Score held-out prompts with at least the current version; rank 0 asks, actors do it."""
         num_prompts = self.config.eval.num_samples
         if self.ranks.rank != 0 or not num_prompts:
             return
@@ -216,7 +234,7 @@ class Run:
         return every > 0 and self.version % every == 0 and self.version < self.config.trainer.num_steps
 
     def evaluate_if_due(self) -> None:
-        """Ask in passing; training does not wait for the answer."""
+        """Training does not wait for the answer."""
         if self._eval_due:
             self.evaluate(wait=False)
 
@@ -225,18 +243,6 @@ class Run:
             for result in self.hub.evals:
                 self.recorder.evaluated(result)
         self.hub.evals.clear()
-
-    def regulate(self, meter: Meter, result: StepResult) -> None:
-        """Log what steered this step, and let what it measured steer the next: the lead and the bound on the lag, the
-        weights of KL, entropy and constraints. A collective call."""
-        now = time.monotonic()
-        seconds = self.ranks.maximum(now - (self._regulated_at or self._step_began))
-        self._regulated_at = now
-        self.staleness.update(meter, grad_norm=result.grad_norm, step_s=seconds)
-        self.staleness.add_metrics(meter)
-        self.controls.record(meter)
-        if not result.skipped and result.lr > 0.0:
-            self.controls.update(meter, version=self.version, frozen=self.staleness.frozen)
 
     # --- checkpoints and records --------------------------------------------------------------------------------
 
@@ -250,60 +256,42 @@ class Run:
         if self.version == self.saved_version:
             return
         with self.timed("checkpoint"):
-            blobs = {"ledger": self.hub.freeze(self.version)} if self.ranks.rank == 0 else {}
-            recorder = self.recorder
+            recorder, rank_zero = self.recorder, self.ranks.rank == 0
+            moving = self.reference if self.config.reference.sync_every_steps else None
+            beside = [network for network in (self.critic, self.proximal, moving) if network is not None]
             extra = {
                 "run_id": self.run_id, "learner_epoch": self.learner_epoch,
                 "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
                 "wall_s": recorder.wall_s if recorder else 0.0,
                 "trained_tokens": recorder.trained_tokens if recorder else 0,
-                "controls": {"loss": self.controls.to_plain(), "staleness": self.staleness.to_json(),
+                "controls": {"loss": self.loss_weights.to_plain(), "staleness": self.staleness.to_json(),
                              "scores": self.objective.reward_rules_state()},
             }
             save_checkpoint(
-                self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra, blobs=blobs,
-                num_keep=self.config.checkpoint.num_keep, claim=self.claim, also=self._beside_the_policy(),
+                self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra,
+                blobs={"ledger": self.hub.freeze(self.version)} if rank_zero else {}, lock=self.lock,
+                num_keep=self.config.checkpoint.num_keep, also=(pair for one in beside for pair in one.tensors()),
             )
-            if self.ranks.rank == 0:
+            if rank_zero:
                 self.hub.saved(self.version)
             self.saved_version = self.version
-
-    def _beside_the_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the other networks, for a checkpoint."""
-        moving = self.reference if self.config.reference.sync_every_steps else None
-        for part in (self.critic, self.proximal, moving):
-            if part is not None:
-                yield from part.tensors()
 
     def record(self, step: int, meter: Meter, result: StepResult) -> None:
         """One row of metrics; every rank calls it, rank 0 writes."""
         self.times["step"] = time.monotonic() - self._step_began
-        slowest = {name: self.ranks.maximum(seconds) for name, seconds in sorted(self._shared_times().items())}
+        times = {name: self.ranks.maximum(self.times.get(name, 0.0)) for name in sorted(SHARED_TIMES)}
+        times |= {name: self.times[name] for name in RANK_ZERO_TIMES if name in self.times}
+        self.times = {}  # a checkpoint, which follows, is reported with the next step
         if self.recorder is None:
-            self.times = {}
             return
         self.hub.poll()
         self._take_evals()
-        meter.add_all({f"time/{name}_s": seconds for name, seconds in slowest.items()})
+        meter.add_all({f"time/{name}_s": seconds for name, seconds in times.items()})
         if self.critic_result is not None:
-            meter.add("critic/loss", self.critic_result.loss)
-            meter.add("critic/explained_variance", self.critic_result.explained_variance)
-            meter.add("critic/grad_norm", self.critic_result.grad_norm)
-        for name in ("checkpoint", "eval"):
-            if name in self.times:
-                meter.add(f"time/{name}_s", self.times[name])
-        self.times = {}  # what follows, a checkpoint, is told with the next step
-        meter.add("policy/grad_norm", result.grad_norm)
-        meter.add("policy/lr", result.lr)
-        meter.add("policy/num_skipped_steps", float(result.skipped))
-        meter.add("hub/num_failed_publishes", float(self.num_failed_publishes))
+            meter.add_all({f"critic/{name}": value for name, value in asdict(self.critic_result).items()})
+        meter.add_all({
+            "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
+            "policy/num_skipped_steps": float(result.skipped),
+            "hub/num_failed_publishes": float(self.num_failed_publishes),
+        })
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
-
-    def _shared_times(self) -> dict[str, float]:
-        """Stages that every rank has in every step: their maximum is a collective call."""
-        names = ("step", "wait", "pack", "score", "forward_backward", "optimizer", "critic", "publish")
-        return {name: self.times.get(name, 0.0) for name in names}
-
-
-def _extended(row: Lineage, version: int) -> Lineage:
-    return Lineage(row.learner_epoch, row.first, max(row.last, version))

@@ -1,4 +1,4 @@
-"""From config to a `Run`: claim the directory, start the hub, load the model, restore what a predecessor saved."""
+"""From config to a `Run`: lock the directory, start the hub, load the model, restore what a predecessor saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from envs.check import check_task
 from envs.registry import load_task
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
-from learner.checkpoint.run_lock import RunLock, claim_run_dir
+from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
 from learner.dry_run import run_dry
@@ -37,7 +37,6 @@ from learner.run import Run
 from learner.stop_flag import StopFlag
 from streamrl.config.rules import largest_max_lag, lookahead
 from streamrl.config.schema import Config
-from streamrl.messages import Lineage
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import clean_stale, document_directory
 from streamrl.weights.shm.transport import ShmPublisher
@@ -55,11 +54,22 @@ def start_ranks(config: Config) -> Ranks:
 
 
 def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:
-    """Everything from the claim of the directory to a hub that answers; collective. What fails is taken down again."""
+    """Everything from the lock on the directory to a hub that answers; collective. What fails is taken down again."""
+    _check_before_loading(config, ranks.device)
     with ExitStack() as undo:
         run = _build(config, run_dir, stop, ranks, undo)
         undo.pop_all()
         return run
+
+
+def _check_before_loading(config: Config, device: torch.device) -> None:
+    check_transports(config.publish.transports, device)
+    torch.manual_seed(config.run.seed)
+    if config.env.path is not None:  # actors read it too, perhaps from another working directory
+        config.env.path = str(Path(config.env.path).resolve())
+    run_dry(config)
+    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
+        check_optimizer(optimizer, setting=f"{section}.optimizer")
 
 
 def check_transports(transports: Sequence[str], device: torch.device) -> None:
@@ -69,117 +79,93 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
 
 
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
-    check_transports(config.publish.transports, ranks.device)
-    torch.manual_seed(config.run.seed)
-    if config.env.path is not None:  # actors read it too, perhaps from another working directory
-        config.env.path = str(Path(config.env.path).resolve())
-    run_dry(config)
-    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
-        check_optimizer(optimizer, setting=f"{section}.optimizer")
-    claim = claim_run_dir(run_dir) if ranks.rank == 0 else None
-    epoch = int(ranks.maximum(float(claim.learner_epoch if claim else 0)))
+    rank_zero = ranks.rank == 0
+    lock = lock_run_dir(run_dir) if rank_zero else None
+    epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
     check_task(task)  # a broken task fails here by name, not in an actor an hour later
     model_dir = model_directory(config, task, ranks)
+    vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)
-    controls = _make_controls(config, past)
     lineage = surviving_lineage(past, epoch)
     endpoint = _agree_on_endpoint(run_dir, ranks)
-    staleness = _make_staleness(config, past)
-    hub_process = None
-    if ranks.rank == 0:  # it imports and binds while the networks load here
-        hub_process = _start_hub(config, run_dir, ranks, past, epoch, lineage, endpoint, model_dir, staleness.bounds)
+    loss_weights, reward_rules, staleness = _restored_controls(config, past)
+    documents = document_directory(past.run_id, run_dir)
+    hub_process = shm = None
+    if rank_zero:  # the hub imports and binds while the networks load here
+        hub_process = HubProcess(hub_settings(
+            config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
+            lineage=lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=endpoint, shm_dir=documents,
+            bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=vocab_size,
+            restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
+            bounds=staleness.bounds, device=str(ranks.device),
+        ))
         undo.callback(hub_process.abandon)
-    objective = _make_objective(config, past, controls, ranks)
+    objective = Objective(
+        config.advantage, config.loss, max_lag=largest_max_lag(config),
+        regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights),
+        max_new_tokens=answer_limit(config), ranks=ranks, reward_rules=reward_rules,
+        filter_truncated=config.filter.truncated,
+    )
     networks = load_networks(config, model_dir, past, ranks, with_critic=objective.has_critic)
-    shm = _open_documents(config, run_dir, past) if ranks.rank == 0 else None
-    if shm is not None:
+    if rank_zero:
+        clean_stale(documents, past.run_id)  # what a dead predecessor left
+        shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
-    vocab_size = policy_vocab_size(model_dir)
-    run = Run(
-        config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
-        ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
-        reference=networks.reference, proximal=networks.proximal, controls=controls, staleness=staleness,
-        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
-        objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, claim),
-        prober=_make_prober(config, networks.policy, model_dir, ranks), stop=stop, claim=claim,
-        hub=_link_to_hub(config, endpoint, past, ranks, hub_process, stop), hub_process=hub_process, shm=shm,
-        reader=TrajectoryReader(vocab_size=vocab_size), model_dir=model_dir,
-        saved_version=past.version if past.checkpoint is not None else -1,
-    )
-    if ranks.rank == 0:
-        _finish_rank_zero(run, model_dir, past)
-    return run
-
-
-def _make_objective(config: Config, past: ResumeState, controls: LossWeights, ranks: Ranks) -> Objective:
-    return Objective(
-        config.advantage, config.loss, regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
-        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=ranks,
-        reward_rules=_make_reward_rules(config, past), filter_truncated=config.filter.truncated,
-    )
-
-
-def _open_documents(config: Config, run_dir: Path, past: ResumeState) -> ShmPublisher:
-    """Where published weights lie, freed of what a dead predecessor left."""
-    directory = document_directory(past.run_id, run_dir)
-    clean_stale(directory, past.run_id)
-    return ShmPublisher(directory, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
-
-
-def _make_publisher(
-    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, claim: RunLock | None
-) -> Publisher:
-    return Publisher(
-        policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
-        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, fence=claim.check if claim else None,
-        fold=bool(device_transports(config.publish.transports, setting="publish.transports")),
-    )
-
-
-def _make_prober(config: Config, policy: Policy, model_dir: Path, ranks: Ranks) -> Prober:
-    longest = config.rollout.max_prompt_tokens + response_limit(config)  # the actors' engines hold that much
-    return Prober(
-        policy, probe_tokens(model_dir, policy_vocab_size(model_dir), longest), every=config.publish.probe_every,
-        tolerance=config.publish.probe_tolerance, device=ranks.device,
-    )
-
-
-def _link_to_hub(
-    config: Config, endpoint: str, past: ResumeState, ranks: Ranks, hub_process: HubProcess | None, stop: StopFlag
-) -> HubLink:
-    return HubLink(
+    hub = HubLink(
         endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
     )
+    run = Run(
+        config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
+        ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
+        reference=networks.reference, proximal=networks.proximal, loss_weights=loss_weights, staleness=staleness,
+        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
+        objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, lock), stop=stop, lock=lock,
+        prober=_make_prober(config, networks.policy, model_dir, ranks.device), hub=hub,
+        hub_process=hub_process, shm=shm, reader=TrajectoryReader(vocab_size=vocab_size), model_dir=model_dir,
+        saved_version=past.version if past.checkpoint is not None else -1,
+    )
+    if rank_zero:
+        _finish_rank_zero(run, past)
+    return run
 
 
-def _make_staleness(config: Config, past: ResumeState) -> StalenessControl:
-    """Lead, bound and drift, as the predecessor left them."""
+def _make_publisher(
+    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, lock: RunLock | None
+) -> Publisher:
+    return Publisher(
+        policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
+        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, fence=lock.check if lock else None,
+        fold=bool(device_transports(config.publish.transports, setting="publish.transports")),
+    )
+
+
+def _make_prober(config: Config, policy: Policy, model_dir: Path, device: torch.device) -> Prober:
+    longest = config.rollout.max_prompt_tokens + response_limit(config)  # the actors' engines hold that much
+    return Prober(
+        policy, probe_tokens(model_dir, policy.vocab_size, longest), every=config.publish.probe_every,
+        tolerance=config.publish.probe_tolerance, device=device,
+    )
+
+
+def _restored_controls(config: Config, past: ResumeState) -> tuple[LossWeights, RewardRules, StalenessControl]:
+    """Weights of KL, entropy and constraints, reward rules, lead and bound, as the predecessor left them."""
+    loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
+    if "loss" in past.controls:
+        loss_weights.restore(past.controls["loss"])
+    reward_rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
+    reward_rules.restore(past.controls.get("scores", {}))
     staleness = StalenessControl(config)
     if "staleness" in past.controls:
         staleness.restore(past.controls["staleness"])
-    return staleness
+    return loss_weights, reward_rules, staleness
 
 
-def _make_reward_rules(config: Config, past: ResumeState) -> RewardRules:
-    rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
-    rules.restore(past.controls.get("scores", {}))
-    return rules
-
-
-def _make_controls(config: Config, past: ResumeState) -> LossWeights:
-    """Weights of KL, entropy and constraints, as the predecessor left them."""
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
-    if "loss" in past.controls:
-        controls.restore(past.controls["loss"])
-    return controls
-
-
-def _finish_rank_zero(run: Run, model_dir: Path, past: ResumeState) -> None:
+def _finish_rank_zero(run: Run, past: ResumeState) -> None:
     assets = run.run_dir / "assets.msgpack"
-    assets.write_bytes(pack_assets(model_dir))
+    assets.write_bytes(pack_assets(run.model_dir))
     run.assets_path = str(assets)
     run.hub.wait_until_up()
     dtype = compute_dtype(run.config.policy.dtype, run.ranks.device)
@@ -191,7 +177,7 @@ def _finish_rank_zero(run: Run, model_dir: Path, past: ResumeState) -> None:
 
 
 def _announce(run: Run) -> None:
-    """What a person wants to know before the first step: where actors connect, and how old data may get."""
+    """Log where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
     log.info("hub listens at %s: start actors with  python -m actors connect=%s", connect, connect)
@@ -207,20 +193,6 @@ def _announce(run: Run) -> None:
     )
 
 
-def _start_hub(
-    config: Config, run_dir: Path, ranks: Ranks, past: ResumeState, epoch: int, lineage: tuple[Lineage, ...],
-    endpoint: str, model_dir: Path, bounds: tuple[int, int] | None,
-) -> HubProcess:
-    ledger = past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None
-    return HubProcess(hub_settings(
-        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
-        lineage=lineage[:-1], dp_ranks=ranks.mesh.dp_ranks,
-        bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume),
-        rank_endpoint=endpoint, shm_dir=document_directory(past.run_id, run_dir),
-        vocab_size=policy_vocab_size(model_dir), restore_path=ledger, bounds=bounds, device=str(ranks.device),
-    ))
-
-
 def _agree_on_endpoint(run_dir: Path, ranks: Ranks) -> str:
     """Rank 0 chooses the socket, the others read it from the run directory."""
     note = run_dir / "ranks.json"
@@ -231,7 +203,7 @@ def _agree_on_endpoint(run_dir: Path, ranks: Ranks) -> str:
 
 
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
-    """A resumed learner that may take any port takes its predecessor's, where its actors still knock."""
+    """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
     note = run_dir / "hub.json"
     if resume and bind.endswith(":0") and note.exists():
         return str(json.loads(note.read_text())["connect"])
@@ -239,14 +211,14 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
 
 
 def tear_down(run: Run) -> None:
-    """Sockets, shared memory, process group; safe after any failure."""
+    """Close sockets, shared memory and process group; safe after any failure."""
     run.hub.close()
     if run.hub_process is not None:
         run.hub_process.abandon()
     if run.shm is not None:
         run.shm.close()
-    if run.claim is not None:
-        run.claim.release()
+    if run.lock is not None:
+        run.lock.release()
     run.ranks.close()
     if run.ranks.rank == 0:
         (run.run_dir / "ranks.json").unlink(missing_ok=True)

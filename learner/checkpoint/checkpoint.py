@@ -2,7 +2,7 @@
 
     1  all ranks write their shards into ckpt.tmp-<version>-<random>/, flushed to disk, read back for their digests
     2  rank 0 writes the blobs and manifest.json: sizes and xxh3-128 of every file, and what the run must remember
-    3  rename to ckpt-<version>/, then LATEST points to it; only now may anybody be told that it exists
+    3  rename to ckpt-<version>/, then LATEST points to it; only now may another process learn that it exists
     4  all but the newest few are removed
 
 Loading tries LATEST and then older ones; a damaged file is named in a warning and its checkpoint passed over. If there
@@ -48,32 +48,28 @@ class Checkpoint:
     blobs: Mapping[str, bytes]
 
     def restore(self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        """Put weights, optimizer state and random generators back, for any number of ranks.
-
-        Raises:
-            CheckpointError: it belongs to another model.
-        """
+        """Put weights, optimizer state and random generators back. Raises CheckpointError for another model."""
         restore(self.shards(), policy, optimizer, ranks.rank)
 
     def shards(self) -> ShardReader:
-        """All tensors in it, those saved with `also=` among them; for any number of ranks."""
+        """All tensors in it, for any number of ranks."""
         return ShardReader([self.path / _shard_name(rank, self.world) for rank in range(self.world)])
 
 
 def save_checkpoint(
     run_dir: Path | str, version: int, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *,
-    extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, claim: RunLock | None = None,
+    extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, lock: RunLock | None = None,
     also: Iterable[tuple[str, Tensor]] = (),
 ) -> Path:
     """Write `ckpt-<version>` and point LATEST at it; a collective call. When it returns, the checkpoint is durable.
 
     Args:
-        extra: anything that JSON holds (learner_epoch, lineage, ...); rank 0's counts.
-        blobs: name -> bytes (the ledger's state); rank 0's count.
+        extra: anything that JSON holds (learner_epoch, lineage, ...), of rank 0.
+        blobs: name -> bytes (the ledger's state), of rank 0.
         num_keep: this many checkpoints stay, at least one.
-        claim: checked right before the checkpoint becomes visible.
-        also: (key, tensor) of more tensors, sharded as the policy's, e.g. `FrozenPolicy.tensors()`; read them back
-            from `Checkpoint.shards()`. Keys must not begin with model/, optim/ or rng/.
+        lock: checked right before the checkpoint becomes visible.
+        also: (key, tensor) of more tensors, sharded as the policy's; read them back from `Checkpoint.shards()`. Keys
+            must not begin with model/, optim/ or rng/.
     Raises:
         CheckpointError: a rank could not write; on every rank, with nothing made visible.
         RunLockedError: a newer learner owns the run; on every rank.
@@ -84,15 +80,14 @@ def save_checkpoint(
     draft.mkdir(parents=True, exist_ok=True)
     tensors = chain(training_tensors(policy, optimizer), also)
     entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
-    everyone = ranks.gather_world([float(failure is None)])
-    if failure is not None or not all(ok for (ok,) in everyone):
+    if ranks.maximum(float(failure is not None)):
         raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
     files = _gather_entries(entries, ranks, blobs)
     final = run_dir / f"ckpt-{version:08d}"
     if ranks.rank == 0:
         body = {"format": FORMAT, "version": version, "world": ranks.world, "files": files, "extra": dict(extra)}
         write_durably(draft / "manifest.json", _manifest_bytes(body))
-    if ranks.maximum(float(claim is not None and not claim.still_mine())):
+    if ranks.maximum(float(lock is not None and not lock.still_mine())):
         raise RunLockedError(f"version {version} was not saved: a newer learner owns {run_dir}; this one must end")
     if ranks.rank == 0:
         _publish(draft, final)
@@ -109,18 +104,17 @@ def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoi
     """
     ranks = ranks or Ranks()
     chosen, failure = None, None
-    if ranks.rank == 0:
+    if ranks.rank == 0:  # it reads every file, the others follow
         try:
             chosen = _newest_good(Path(run_dir))
         except CheckpointError as error:
             failure = error
-    code = -2.0 if failure else -1.0 if chosen is None else float(chosen.version)
-    code = ranks.from_rank_zero(code)  # rank 0 reads all, the others follow
-    if code == -2.0:
+    version = int(ranks.from_rank_zero(-2.0 if failure else -1.0 if chosen is None else float(chosen.version)))
+    if version == -2:
         raise failure or CheckpointError(f"rank 0 found no good checkpoint in {run_dir}")
-    if ranks.rank == 0 or code == -1.0:
+    if ranks.rank == 0 or version == -1:
         return chosen
-    return _open(Path(run_dir) / f"ckpt-{int(code):08d}", check_files=False)
+    return _open(Path(run_dir) / f"ckpt-{version:08d}", check_files=False)
 
 
 def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
@@ -128,12 +122,11 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
 
     Versions above `newest` were made by a history that a restart from an older checkpoint has left.
     """
-    kept = sorted((v for v in _versions(run_dir) if v <= newest), reverse=True)[: max(1, num_keep)]
-    for version, path in _versions(run_dir).items():
-        if version not in kept:
-            shutil.rmtree(path)
-    for draft in run_dir.glob("ckpt.tmp-*"):
-        shutil.rmtree(draft)
+    versions = _versions(run_dir)
+    kept = sorted((version for version in versions if version <= newest), reverse=True)[: max(1, num_keep)]
+    dropped = [path for version, path in versions.items() if version not in kept]
+    for path in (*dropped, *run_dir.glob("ckpt.tmp-*")):
+        shutil.rmtree(path)
 
 
 def _write_mine(
@@ -204,8 +197,7 @@ def _candidates(run_dir: Path) -> list[Path]:
         if named:
             log.warning("LATEST names %r, which is not there: trying the newest checkpoint", named)
         return [versions[v] for v in sorted(versions, reverse=True)]
-    order = sorted(versions, key=lambda v: (v > latest, -v))
-    return [versions[v] for v in order]
+    return [versions[v] for v in sorted(versions, key=lambda v: (v > latest, -v))]
 
 
 def _versions(run_dir: Path) -> dict[int, Path]:

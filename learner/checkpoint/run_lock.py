@@ -1,10 +1,10 @@
 """One learner per run directory: a lock for this machine, and an epoch that fences across machines.
 
-    LOCK    held with flock while the learner lives
-    EPOCH   the newest learner's number; written before anybody is told that this learner exists, never reused
+    LOCK    held with flock while the learner runs
+    EPOCH   the newest learner's number; written before this learner is visible to others, never reused
 
-A file lock can lie on a network file system, so whatever becomes visible to others (a published version, the LATEST
-checkpoint) is preceded by a look at EPOCH: a higher number there means that a newer learner has taken over.
+flock may not hold over a network file system, so EPOCH is read before anything becomes visible (a published version,
+the LATEST checkpoint): another number there means that a newer learner has taken over.
 """
 
 from __future__ import annotations
@@ -28,30 +28,27 @@ class RunLock:
     _lock: IO[bytes] = field(repr=False)
 
     def still_mine(self) -> bool:
-        """Whether no newer learner has claimed the run since."""
+        """Whether no newer learner has taken the run since."""
         return _read_epoch(self.run_dir) == self.learner_epoch
 
     def check(self) -> None:
-        """Raise `RunLockedError` if a newer learner has claimed the run: call it before anything becomes visible."""
-        found = _read_epoch(self.run_dir)
-        if found != self.learner_epoch:
+        """Raise `RunLockedError` if a newer learner has taken the run: call it before anything becomes visible."""
+        if not self.still_mine():
             raise RunLockedError(
-                f"{self.run_dir}/EPOCH is {found}, this learner has epoch {self.learner_epoch}: a newer learner owns "
-                "the run; this one must end without writing."
+                f"{self.run_dir}/EPOCH is {_read_epoch(self.run_dir)}, this learner has epoch {self.learner_epoch}: a "
+                "newer learner owns the run; this one must end without writing."
             )
 
     def release(self) -> None:
-        """Let go of the lock; EPOCH stays."""
+        """Release the lock; EPOCH stays."""
         self._lock.close()
 
 
-def claim_run_dir(run_dir: Path | str) -> RunLock:
-    """Take the run: lock it, and become its newest epoch, 1 + the larger of EPOCH and every checkpoint's.
-
-    Makes the directory if need be.
+def lock_run_dir(run_dir: Path | str) -> RunLock:
+    """Make the directory, lock it, and become its newest epoch: 1 + the largest of EPOCH and every checkpoint's.
 
     Raises:
-        RunLockedError: another living learner holds the lock.
+        RunLockedError: another running learner holds the lock.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,7 +94,7 @@ def _read_epoch(run_dir: Path) -> int:
 
 def _checkpoint_epochs(run_dir: Path) -> list[int]:
     """Epochs that checkpoints name, damaged ones included: a number too high does no harm, a reused one would."""
-    found = [0]
+    found = []
     for path in run_dir.glob("ckpt-*/manifest.json"):
         try:
             found.append(int(json.loads(path.read_bytes())["body"]["extra"].get("learner_epoch", 0)))

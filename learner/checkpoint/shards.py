@@ -1,10 +1,10 @@
 """Tensors of a training run as boxes in files: every rank writes what it holds, any number of ranks reads it back.
 
-A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is ever
-gathered, and a reader takes from each file just the rows that it needs.
+A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is gathered,
+and a reader takes from each file just the rows that it needs.
 
     model/<parameter>              weights
-    optim/<state>/<parameter>      moments (sharded as the parameter) and step counts (0-d)
+    optim/<state>/<parameter>      moments (sharded as the parameter), step counts and scales (whole)
     frozen/<name>/<parameter>      weights of a copy that is not trained
     rng/cpu, rng/cuda              generator states of the rank that wrote the file, as bytes
 """

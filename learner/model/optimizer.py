@@ -148,7 +148,9 @@ def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
     """Refuse what `make_optimizer` would refuse, before any network is loaded: our own are tried on a small layer."""
     _arguments(resolve(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
     if config.name in OPTIMIZERS:
-        make_optimizer(nn.Linear(2, 2), config, setting=setting)
+        with torch.random.fork_rng(devices=[]):  # the seed of the run is set already
+            layer = nn.Linear(2, 2)
+        make_optimizer(layer, config, setting=setting)
 
 
 class CombinedOptimizer(Optimizer):

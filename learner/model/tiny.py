@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from learner.model.warm_start import Pairs, Progress, warm_start
 from streamrl.environment import HasTarget, Task
@@ -30,19 +33,12 @@ conversation renders to a prefix of its text."""
 
 FORMAT = 2
 """Part of the cache digest: raise it when the same arguments would make another model."""
+ARCHITECTURES = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def make_tiny_model(
-    out_dir: Path | str,
-    *,
-    characters: str,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    max_positions: int = 128,
-    rope_theta: float = 20.0,
-    seed: int = 0,
-    architecture: str = "qwen3",
+    out_dir: Path | str, *, characters: str, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4,
+    max_positions: int = 128, rope_theta: float = 20.0, seed: int = 0, architecture: str = "qwen3",
 ) -> Path:
     """Write a random causal language model and its character tokenizer; returns the directory.
 
@@ -58,36 +54,22 @@ def make_tiny_model(
     vocabulary = _vocabulary(characters)
     if hidden_size % (2 * num_heads):
         raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 2 x num_heads={num_heads} (rotary halves).")
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
-    configs = {"qwen3": Qwen3Config, "llama": LlamaConfig}
-    if architecture not in configs:
-        raise ConfigError(f"architecture={architecture!r} is unknown: choose one of {', '.join(configs)}.")
-    config = configs[architecture](
-        vocab_size=len(vocabulary),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=hidden_size**-0.5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary[EOS],
-        pad_token_id=vocabulary[PAD],
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"architecture={architecture!r} is unknown: choose one of {', '.join(ARCHITECTURES)}.")
+    config = ARCHITECTURES[architecture](
+        vocab_size=len(vocabulary), hidden_size=hidden_size, intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads,
+        head_dim=hidden_size // num_heads, max_position_embeddings=max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta}, initializer_range=hidden_size**-0.5,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=vocabulary[EOS], pad_token_id=vocabulary[PAD],
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    out_dir = Path(out_dir)
     model.save_pretrained(out_dir)
     _tokenizer(vocabulary, max_positions).save_pretrained(out_dir)
-    return out_dir
+    return Path(out_dir)
 
 
 def _vocabulary(characters: str) -> dict[str, int]:
@@ -99,47 +81,27 @@ def _vocabulary(characters: str) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
 
 
-def _tokenizer(vocabulary: Mapping[str, int], max_positions: int) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+def _tokenizer(vocabulary: Mapping[str, int], max_positions: int) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocab=dict(vocabulary), unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[SEPARATOR],
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=core, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN, additional_special_tokens=[SEPARATOR],
+        model_max_length=max_positions, clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def prepare_tiny_model(
-    cache_dir: Path | str,
-    task: Task,
-    *,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    architecture: str = "qwen3",
-    max_positions: int = 128,
-    num_warm_start_steps: int = 300,
-    warm_start_lr: float = 4e-3,
-    stop_at: float = 0.3,
-    seed: int = 0,
-    num_threads: int = 1,
-    progress: Progress = print,
+    cache_dir: Path | str, task: Task, *, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4,
+    architecture: str = "qwen3", max_positions: int = 128, num_warm_start_steps: int = 300,
+    warm_start_lr: float = 4e-3, stop_at: float = 0.3, seed: int = 0, num_threads: int = 1, progress: Progress = print,
 ) -> Path:
     """Make the tiny model of this task and warm it up, or take the one that the same arguments made before.
 
-    `num_warm_start_steps`, `warm_start_lr` and `stop_at` are `num_steps`, `lr` and `stop_at` of `warm_start`. The
-    characters are those of the task's own prompts and answers. Examples are taken from the end of
-    the train split, so that a run which reads from the beginning meets new prompts.
+    The characters are those of the task's own prompts and answers. Examples are taken from the end of the train split,
+    so that a run which reads from the beginning meets new prompts.
 
     Returns:
         The checkpoint directory, inside `cache_dir`; its name holds a digest of the arguments and of the examples.
@@ -147,14 +109,8 @@ def prepare_tiny_model(
         TaskError: the task has no `target` and steps were asked for, or it does not open with one user message.
         ConfigError: a size does not fit.
     """
-    sizes = {
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "architecture": architecture,
-        "max_positions": max_positions,
-        "seed": seed,
-    }
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
+             "architecture": architecture, "max_positions": max_positions, "seed": seed}
     start = {"num_steps": num_warm_start_steps, "lr": warm_start_lr, "batch_size": 64, "stop_at": stop_at, "seed": seed}
     pairs = _task_pairs(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
     identity = json.dumps([FORMAT, sizes, start, pairs[:512]], sort_keys=True)
@@ -190,9 +146,7 @@ def _task_pairs(task: Task, num_pairs: int, *, needs_target: bool) -> Pairs:
             f"task {task.name!r} knows no right answers: give it a method target(record) -> str, or start from random "
             "weights (policy.tiny.num_warm_start_steps=0) or from a trained checkpoint (policy.model_path)."
         )
-    env = task.env()
-    size = task.num_records("train")
-    pairs = []
+    env, size, pairs = task.env(), task.num_records("train"), []
     for i in range(min(num_pairs, size)):
         record = task.record("train", size - 1 - i)
         messages = env.reset(record)

@@ -1,10 +1,9 @@
-"""The supervised start of a tiny model: teach it the task, then make it careless, so that there is work to do.
+"""The supervised start of a tiny model: train it on the task, then on answers with errors, so that there is work to do.
 
-A model that half knows an algorithm is a poor start: one reward a sequence carries too few bits to teach the other half
-in a minute. A model that knows the algorithm and slips is a good one, and like what large models bring to reinforcement
-learning: right answers are among its samples, and the reward has to make them likely. So the second phase goes on
-training with answers whose letters slip to the next letter of the alphabet, until the greedy answer is right only as
-often as asked for.
+One reward a sequence carries too few bits to teach a model the half of an algorithm that it does not know. A model that
+knows it and errs is like what large models bring to reinforcement learning: right answers are among its samples, and
+the reward has to make them likely. So the second phase trains on answers whose letters move to the next letter of the
+alphabet at random, until the greedy answer is right only as often as asked for.
 """
 
 from __future__ import annotations
@@ -15,18 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 Progress = Callable[[str], None]
 Pairs = Sequence[tuple[str, str]]
 Row = tuple[list[int], list[int]]
 
-TAUGHT = 0.98
-"""Teaching ends early at this share of exact answers, as a mean over eight fresh batches."""
-SLIP = 0.6
-"""Chance of a slip per letter. Above one half, so that the greedy answer must go wrong if this went on for long."""
-CARELESS_STEPS = 200
-"""Most steps of the second phase."""
-CARELESS_LR = 0.1
-"""Its learning rate, as a share of the first phase's: the skill must survive."""
+TRAINED_SHARE = 0.98
+"""The first phase ends early at this share of exact answers, as a mean over eight fresh batches."""
+ERROR_PROBABILITY = 0.6
+"""Per letter. Above one half, so that the greedy answer must go wrong if this went on for long."""
+MAX_ERROR_STEPS = 200
+ERROR_LR_SCALE = 0.1
+"""Of the first phase's learning rate: the skill must survive the second."""
 NUM_HELD_OUT = 256
 
 
@@ -35,22 +37,14 @@ class WarmStart:
     """Steps of both phases, the last loss of the first in nats a token, and greedy exact match at the end."""
 
     num_steps: int
-    num_careless_steps: int
+    num_error_steps: int
     loss: float
     exact_match: float
 
 
 def warm_start(
-    model_dir: Path | str,
-    pairs: Pairs,
-    *,
-    num_steps: int,
-    lr: float = 4e-3,
-    batch_size: int = 64,
-    stop_at: float = 0.3,
-    seed: int = 0,
-    num_threads: int = 1,
-    progress: Progress | None = None,
+    model_dir: Path | str, pairs: Pairs, *, num_steps: int, lr: float = 4e-3, batch_size: int = 64,
+    stop_at: float = 0.3, seed: int = 0, num_threads: int = 1, progress: Progress = lambda _: None,
 ) -> WarmStart:
     """Train the checkpoint in place on (prompt, answer) texts; prompt tokens are left out of the loss.
 
@@ -61,39 +55,34 @@ def warm_start(
         stop_at: held-out greedy exact match to end with; 1.0 leaves the second phase out.
         num_threads: of torch, for the time of this call.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        school = WarmStartTrainer(model, tokenizer, pairs, batch_size, progress or (lambda _: None))
-        steps, loss = school.teach(num_steps, lr)
-        careless_steps = school.inject_errors(lr * CARELESS_LR, stop_at, random.Random(seed))
-        result = WarmStart(steps, careless_steps, loss, school.exact_match())
+        trainer = WarmStartTrainer(model, tokenizer, pairs, batch_size, progress)
+        steps, loss = trainer.fit(num_steps, lr)
+        error_steps = trainer.inject_errors(lr * ERROR_LR_SCALE, stop_at, random.Random(seed))
+        result = WarmStart(steps, error_steps, loss, trainer.exact_match())
     finally:
         torch.set_num_threads(threads_before)
     model.save_pretrained(model_dir)
-    if progress:
-        progress(f"warm start: {steps} + {careless_steps} steps, greedy exact match {result.exact_match:.2f}")
+    progress(f"warm start: {steps} + {error_steps} steps, greedy exact match {result.exact_match:.2f}")
     return result
 
 
 class WarmStartTrainer:
+    """Both phases over one model."""
+
     def __init__(self, model: Any, tokenizer: Any, pairs: Pairs, batch_size: int, progress: Progress) -> None:
         num_held_out = min(NUM_HELD_OUT, max(1, len(pairs) // 5))
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer, self.progress = model, tokenizer, progress
         self.pairs = pairs[:-num_held_out] or pairs
         self.held_out = [self.encode(prompt, answer) for prompt, answer in pairs[-num_held_out:]]
         self.letters = sorted({letter for _, answer in pairs for letter in answer})
-        self.batch_size = batch_size
-        self.progress = progress
-        self.position = 0
+        self.batch_size, self.position = batch_size, 0
 
-    def teach(self, num_steps: int, lr: float) -> tuple[int, float]:
+    def fit(self, num_steps: int, lr: float) -> tuple[int, float]:
         """Steps done and the last loss."""
         optimizer = self.optimizer(lr)
         recent: list[float] = []
@@ -107,32 +96,28 @@ class WarmStartTrainer:
             share = sum(recent) / len(recent)
             if step % 50 == 0:
                 self.progress(f"warm start: step {step}, loss {loss:.3f}, exact match {share:.2f}")
-            if len(recent) == 8 and share >= TAUGHT:
+            if len(recent) == 8 and share >= TRAINED_SHARE:
                 break
         return step, loss
 
     def inject_errors(self, lr: float, stop_at: float, rng: random.Random) -> int:
         """Steps done until the held-out exact match is no more than `stop_at`."""
         optimizer = self.optimizer(lr)
-        for step in range(CARELESS_STEPS):
+        for step in range(MAX_ERROR_STEPS):
             if self.exact_match() <= stop_at:
                 return step
-            slipped = [(prompt, self.corrupt_answer(answer, rng)) for prompt, answer in self.next_pairs()]
-            self.step(optimizer, [self.encode(*pair) for pair in slipped])
-        return CARELESS_STEPS
+            corrupted = [(prompt, self.corrupt_answer(answer, rng)) for prompt, answer in self.next_pairs()]
+            self.step(optimizer, [self.encode(*pair) for pair in corrupted])
+        return MAX_ERROR_STEPS
 
     def corrupt_answer(self, answer: str, rng: random.Random) -> str:
         following = dict(zip(self.letters, [*self.letters[1:], self.letters[0]], strict=True))
-        return "".join(following[letter] if rng.random() < SLIP else letter for letter in answer)
+        return "".join(following[letter] if rng.random() < ERROR_PROBABILITY else letter for letter in answer)
 
-    def optimizer(self, lr: float) -> Any:
-        import torch
-
+    def optimizer(self, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, optimizer: Any, rows: list[Row]) -> tuple[float, float]:
-        import torch
-
+    def step(self, optimizer: torch.optim.Optimizer, rows: list[Row]) -> tuple[float, float]:
         logits, labels = self.forward(rows)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
@@ -141,16 +126,12 @@ class WarmStartTrainer:
         optimizer.step()
         return float(loss.detach()), _exact_share(logits, labels)
 
+    @torch.no_grad()
     def exact_match(self) -> float:
-        import torch
+        return _exact_share(*self.forward(self.held_out))
 
-        with torch.no_grad():
-            return _exact_share(*self.forward(self.held_out))
-
-    def forward(self, rows: list[Row]) -> tuple[Any, Any]:
+    def forward(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Logits [B, T-1, A] and labels [B, T-1], -100 on prompt and padding."""
-        import torch
-
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
         labels = torch.full((len(rows), width), -100)
@@ -173,7 +154,7 @@ class WarmStartTrainer:
         return ids[0], [*ids[1], self.tokenizer.eos_token_id]
 
 
-def _exact_share(logits: Any, labels: Any) -> float:
+def _exact_share(logits: Tensor, labels: Tensor) -> float:
     """All argmax tokens right under teacher forcing is the same as the greedy answer being right."""
     right = (logits.argmax(-1) == labels) | (labels == -100)
     return float(right.all(-1).float().mean())

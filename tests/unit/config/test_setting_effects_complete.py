@@ -208,7 +208,7 @@ SHOWN_BY = {
     "policy.tiny.num_heads": SIZES,
     "policy.tiny.num_warm_start_steps": WARM,
     "policy.tiny.warm_start_until": (
-        "learner/test_tiny_model.py::test_the_careless_phase_brings_a_good_model_down_to_what_was_asked_for"
+        "learner/test_tiny_model.py::test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for"
     ),
     "policy.tiny.warm_start_lr": WARM,
     "policy.tiny.cache_dir": f"{LEARNER}::test_made_models_are_kept_in_the_cache_and_taken_again",

@@ -296,7 +296,7 @@ def run_of(side: RankSide) -> Run:
     return Run(
         config=side.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
         policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=side.link, reader=None,
-        stop=None, controls=None, staleness=None,
+        stop=None, loss_weights=None, staleness=None,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.checkpoint.run_lock import claim_run_dir
+from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.shards import Box
 from learner.data.packing import pack
 from learner.loop import forward_backward
@@ -221,15 +221,15 @@ def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, 
 
 
 def test_a_fenced_learner_makes_nothing_visible(training, tmp_path):
-    claim = claim_run_dir(tmp_path)
-    training.step().save(tmp_path, claim=claim)
+    lock = lock_run_dir(tmp_path)
+    training.step().save(tmp_path, lock=lock)
     (tmp_path / "EPOCH").write_text("2\n")  # a newer learner on another machine, where this lock means nothing
 
     with pytest.raises(RunLockedError, match="a newer learner owns"):
-        training.step().save(tmp_path, claim=claim)
+        training.step().save(tmp_path, lock=lock)
 
     assert find_checkpoint(tmp_path).version == 1
-    claim.release()
+    lock.release()
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_trained(training, checkpoints, tmp_path):

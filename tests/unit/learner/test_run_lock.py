@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint.run_lock import claim_run_dir
+from learner.checkpoint.run_lock import lock_run_dir
 from streamrl.errors import RunLockedError
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_claim_is_a_new_epoch_that_is_on_disk_before_it_is_told(tmp_path):
+def test_every_lock_is_a_new_epoch_that_is_on_disk_before_it_is_returned(tmp_path):
     epochs = []
     for _ in range(3):
-        claim = claim_run_dir(tmp_path / "run")
-        epochs.append(claim.learner_epoch)
-        assert (tmp_path / "run" / "EPOCH").read_text() == f"{claim.learner_epoch}\n"
-        claim.release()
+        lock = lock_run_dir(tmp_path / "run")
+        epochs.append(lock.learner_epoch)
+        assert (tmp_path / "run" / "EPOCH").read_text() == f"{lock.learner_epoch}\n"
+        lock.release()
     assert epochs == [1, 2, 3]
 
 
 def test_a_living_learner_keeps_the_run_and_a_dead_one_lets_go(tmp_path):
     hold = (
-        "import sys; from learner.checkpoint.run_lock import claim_run_dir; c = claim_run_dir(sys.argv[1]); "
+        "import sys; from learner.checkpoint.run_lock import lock_run_dir; c = lock_run_dir(sys.argv[1]); "
         "print('held', flush=True); input()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -38,14 +38,14 @@ def test_a_living_learner_keeps_the_run_and_a_dead_one_lets_go(tmp_path):
     try:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(RunLockedError, match="still running"):
-            claim_run_dir(tmp_path)
+            lock_run_dir(tmp_path)
     finally:
         holder.kill()
         holder.communicate(timeout=30)
 
-    claim = claim_run_dir(tmp_path)
-    assert claim.learner_epoch == 2
-    claim.release()
+    lock = lock_run_dir(tmp_path)
+    assert lock.learner_epoch == 2
+    lock.release()
 
 
 @pytest.mark.parametrize("epoch_file", [None, b"", b"garbage"])
@@ -58,20 +58,20 @@ def test_a_lost_epoch_file_does_not_repeat_an_epoch_that_a_checkpoint_knows(tmp_
     if epoch_file is not None:
         (tmp_path / "EPOCH").write_bytes(epoch_file)
 
-    claim = claim_run_dir(tmp_path)
+    lock = lock_run_dir(tmp_path)
 
-    assert claim.learner_epoch == 8
-    claim.release()
+    assert lock.learner_epoch == 8
+    lock.release()
 
 
 def test_a_newer_epoch_on_disk_fences_the_older_learner(tmp_path):
-    claim = claim_run_dir(tmp_path)
-    assert claim.still_mine()
-    claim.check()
+    lock = lock_run_dir(tmp_path)
+    assert lock.still_mine()
+    lock.check()
 
     (tmp_path / "EPOCH").write_text("2\n")
 
-    assert not claim.still_mine()
+    assert not lock.still_mine()
     with pytest.raises(RunLockedError, match="EPOCH is 2, this learner has epoch 1"):
-        claim.check()
-    claim.release()
+        lock.check()
+    lock.release()

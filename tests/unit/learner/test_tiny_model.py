@@ -102,24 +102,24 @@ def test_impossible_models_are_refused(tmp_path, arguments, said):
     assert not (tmp_path / "model").exists()
 
 
-def test_the_warm_start_teaches_the_task_and_reports_the_true_greedy_accuracy(tmp_path):
+def test_the_warm_start_trains_the_task_and_reports_the_true_greedy_accuracy(tmp_path):
     make_tiny_model(tmp_path, characters="abcd", **SMALL)
     examples = pairs(SORT, 2000)
 
     result = warm_start(tmp_path, examples, num_steps=200, lr=1e-2, batch_size=32, stop_at=1.0)
 
-    assert result.num_careless_steps == 0
+    assert result.num_error_steps == 0
     assert result.exact_match > 0.9
     assert greedy_exact_match(tmp_path, examples[-256:][:60]) == pytest.approx(result.exact_match, abs=0.1)
 
 
-def test_the_careless_phase_brings_a_good_model_down_to_what_was_asked_for(tmp_path):
+def test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for(tmp_path):
     make_tiny_model(tmp_path, characters="abcd", **SMALL)
     examples = pairs(SORT, 2000)
 
     result = warm_start(tmp_path, examples, num_steps=200, lr=1e-2, batch_size=32, stop_at=0.4)
 
-    assert result.num_careless_steps > 0
+    assert result.num_error_steps > 0
     assert result.exact_match <= 0.4
     assert greedy_exact_match(tmp_path, examples[-256:][:60]) < 0.6
 
