@@ -96,22 +96,18 @@ class RuntimeHandle:
         Returns:
             False if something hangs. This process must then end: re-executed, it would leave them running.
         """
+        if self._building is None:
+            return True
+        await asyncio.wait({self._building}, timeout=BUILD_DEADLINE_S)
         try:
-            runtime = self.runtime or await self._half_built()
-            if runtime is not None:
-                await asyncio.wait_for(runtime.close(), CLOSE_DEADLINE_S)
+            if not self._building.done():
+                raise TimeoutError
+            if self._building.exception() is None:
+                await asyncio.wait_for(self._building.result().close(), CLOSE_DEADLINE_S)
         except TimeoutError:
             log.error("the engine does not close: it is left to the end of the process")
             return False
         return True
-
-    async def _half_built(self) -> ActorRuntime | None:
-        if self._building is None:
-            return None
-        await asyncio.wait({self._building}, timeout=BUILD_DEADLINE_S)
-        if not self._building.done():
-            raise TimeoutError
-        return None if self._building.exception() is not None else self._building.result()
 
 
 def weight_source(

@@ -2,7 +2,7 @@
 
     hub thread (streamrl.transport.client) --events--> Worker (one asyncio loop) --tasks--> engine thread, env threads
 
-    WELCOME    first time: build engine, renderer, task from the learner's settings; always: install its version
+    WELCOME    first time: build engine, renderer and task from the learner's settings; always: install its version
     LEASE      one task per group; a revoked one is cancelled
     ANNOUNCE   fetch and verify beside the running sequences, then swap between two forward passes
     HEARTBEAT  names the oldest useful version: groups that can no longer be trained are handed back (L3)
@@ -96,26 +96,26 @@ class Worker:
     def leave(self, reason: str) -> None:
         """SIGINT or SIGTERM: hand leases back, flush the outbox, end. A second call ends at once."""
         if self._draining:
-            self._end(LinkClosed(130, "interrupted twice"))
+            self._end(130, "interrupted twice")
             return
         self._draining = True
         log.info("leaving (%s): %d leases are handed back", reason, len(self._leases.held))
         self._leases.hand_back(ReturnReason.DRAIN, reason)
         self.client.drain(reason)
 
-    def _end(self, closed: LinkClosed) -> None:
-        self.client.events.put_nowait(closed)
+    def _end(self, exit_code: int, detail: str) -> None:
+        self.client.events.put_nowait(LinkClosed(exit_code, detail))
 
     def _fail(self, detail: str) -> None:
         """This process can do no more work: drain, then end so that it is restarted."""
         if self._failure is None:
             log.error("beyond repair: %s", detail)
-            self._drain_and_end(LinkClosed(EXIT_ENGINE_HUNG, detail), ReturnReason.ENGINE_ERROR, "beyond repair")
+            self._drain_and_end(EXIT_ENGINE_HUNG, detail, ReturnReason.ENGINE_ERROR, "beyond repair")
 
-    def _drain_and_end(self, closed: LinkClosed, reason: ReturnReason, bye: str) -> None:
-        """Hand leases back, flush the outbox, send BYE; `run` then returns `closed`."""
-        self._failure, self._draining = closed, True
-        self._leases.hand_back(reason, closed.detail)
+    def _drain_and_end(self, exit_code: int, detail: str, reason: ReturnReason, bye: str) -> None:
+        """Hand leases back, flush the outbox, send BYE, end."""
+        self._failure, self._draining = LinkClosed(exit_code, detail), True
+        self._leases.hand_back(reason, detail)
         self._update_progress()
         self.client.drain(bye, FAILED_DRAIN_S)
 
@@ -161,7 +161,7 @@ class Worker:
             runtime = await self._handle.finished()
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
-            self._end(LinkClosed(1, str(error)))
+            self._end(1, str(error))
             return
         assert self._welcome is not None  # the latest: the learner may have been resumed meanwhile
         if self._fits(runtime, self._welcome):
@@ -174,7 +174,7 @@ class Worker:
             return True
         detail = "the run has other settings than this actor was built for"
         log.warning("%s: it hands back %d leases and joins again", detail, len(self._leases.held))
-        self._drain_and_end(LinkClosed(EXIT_RESTART, detail), ReturnReason.DRAIN, "other settings")
+        self._drain_and_end(EXIT_RESTART, detail, ReturnReason.DRAIN, "other settings")
         return False
 
     def _should_install(self, announce: Announce) -> bool:
@@ -272,7 +272,7 @@ class Worker:
         self._jobs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the actor failed: %r", error, exc_info=error)
-            self._end(LinkClosed(1, repr(error)))
+            self._end(1, repr(error))
 
     async def _close(self) -> bool:
         """False if something hangs; see `RuntimeHandle.close`."""

@@ -18,7 +18,7 @@ ENGINES: dict[str, EngineFactory] = {
     "scripted": ScriptedEngine.from_spec,
 }
 
-_METHODS = ("generate", "install", "stats", "close")
+_PROTOCOL = ("name", "max_num_seqs", "installed", "generate", "install", "stats", "close")
 _WIRE_CHARS = 32  # what HELLO can carry
 
 
@@ -34,9 +34,7 @@ def build_engine(name: str, spec: EngineSpec) -> Engine:
         ConfigError: no such engine, or what its factory returned is none.
     """
     engine = engine_factory(name)(spec)
-    missing = [method for method in _METHODS if not callable(getattr(engine, method, None))]
-    missing += [field for field in ("name", "max_num_seqs", "installed") if not hasattr(engine, field)]
-    if missing:
+    if missing := [attribute for attribute in _PROTOCOL if not hasattr(engine, attribute)]:
         raise ConfigError(
             f"actors.engine={name} returned {type(engine).__name__}, which has no {', '.join(missing)}: "
             "see actors/engines/base.py for what an engine must have"

@@ -1,4 +1,4 @@
-"""Versions on their way to an engine: none waits for ever, whatever the learner, the line or the engine does."""
+"""Versions on their way to an engine: none waits without limit, whatever the learner, the transport or engine does."""
 
 from __future__ import annotations
 

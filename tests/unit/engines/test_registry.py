@@ -114,5 +114,5 @@ def test_what_cannot_be_imported_is_named(own, name, words):
 
 
 def test_what_is_no_engine_is_refused_with_what_it_lacks(own):
-    with pytest.raises(ConfigError, match="returned Half, which has no install, stats, close, max_num_seqs, installed"):
+    with pytest.raises(ConfigError, match="returned Half, which has no max_num_seqs, installed, install, stats, close"):
         build_engine("echo_engine:Half", spec())

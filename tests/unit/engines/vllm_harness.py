@@ -46,7 +46,7 @@ def save(path: Path, seed: int) -> Path:
 
 
 class Learner:
-    """What the learner would say of one version's tokens."""
+    """The learner's log-probs under one version."""
 
     def __init__(self, path: Path) -> None:
         self.policy: Policy = load_policy(path)
@@ -77,7 +77,7 @@ class EngineHarness:
         return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
 
     async def under_way(self, num_tokens: int) -> None:
-        """Every running sequence has said so much; the front end of vLLM knows, and nobody else."""
+        """Every running sequence has so many tokens; only vLLM's front end counts them."""
         def fewest() -> int:
             states = self.engine._core.llm.output_processor.request_states.values()
             return min((state.detokenizer.num_output_tokens() for state in states), default=0)
@@ -87,7 +87,7 @@ class EngineHarness:
 
     @contextmanager
     def policy(self, name: str) -> Iterator[None]:
-        """Another way with running sequences, for one test."""
+        """Another install policy, for one test."""
         before, self.engine._policy = self.engine._policy, name
         try:
             yield
