@@ -38,7 +38,7 @@ PATIENCE_MS = 20_000
 
 
 def config_of(*words: str) -> Config:
-    """The quickstart in small, with these words on top."""
+    """A small quickstart with these overrides."""
     return from_plain(BASE, words)
 
 
@@ -49,7 +49,7 @@ def tiny_model(directory: Path, seed: int = 0) -> Path:
 
 
 class LiveHub:
-    """A hub as a learner of `config` would start it, and that learner's line to it. Use it in a `with` block."""
+    """A hub as a learner of `config` would start it, and that learner's connection to it. Use it in a `with` block."""
 
     def __init__(
         self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE,
@@ -96,7 +96,7 @@ class LiveHub:
         self.link.refresh_status()
         return done.manifest
 
-    def dial(self) -> Peer:
+    def connect(self) -> Peer:
         return Peer(actor_dealer(self.context, self.server.endpoint))
 
     def __enter__(self) -> LiveHub:
@@ -118,27 +118,27 @@ class Peer:
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket, self._decoder = socket, Decoder(TO_ACTOR)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def hear(self, kind: type[Message]) -> Any:
+    def receive(self, kind: type[Message]) -> Any:
         """The next message of this kind."""
         while True:
-            assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
+            assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} arrived"
             message = self._decoder.decode(self._socket.recv())
             if isinstance(message, kind):
                 return message
 
-    def heard_before(self, end: type[Message], kind: type[Message]) -> list[Any]:
+    def received_before(self, end: type[Message], kind: type[Message]) -> list[Any]:
         """Every message of this kind that comes before the next one of kind `end`."""
         found = []
-        while not isinstance(message := self.hear(Message), end):
+        while not isinstance(message := self.receive(Message), end):
             found += [message] if isinstance(message, kind) else []
         return found
 
     def join(self) -> Welcome:
-        self.say(Hello(
+        self.send(Hello(
             protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
             slots=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
         ))
-        return self.hear(Welcome)
+        return self.receive(Welcome)

@@ -42,7 +42,7 @@ def hub(tmp_path_factory) -> Iterator[LiveHub]:
 
 @pytest.fixture(scope="module")
 def welcome(hub) -> Welcome:
-    return hub.dial().join()
+    return hub.connect().join()
 
 
 @contextmanager

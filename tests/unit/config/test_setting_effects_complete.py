@@ -33,7 +33,7 @@ DIRECTORY = f"{LEARNER}::test_a_run_lives_where_its_name_its_root_or_its_directo
 DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are_set"
 TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
 OWN_TRACKER = f"{LEARNER}::test_a_users_own_tracker_is_opened_with_its_options"
-EVALS = f"{HUB}::test_evaluations_are_asked_for_as_often_and_as_large_as_set"
+EVALS = f"{HUB}::test_evaluations_are_requested_as_often_and_as_large_as_set"
 TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
 SCORES = "learner/objective/test_rewards.py"
 CREDIT, GUARDS = "learner/objective/test_advantages.py", "learner/objective/test_masks.py"
@@ -218,7 +218,7 @@ SHOWN_BY = {
     ),
     "learner.rank_timeout_s": f"{LEARNER}::test_a_rank_that_waits_alone_gives_up_after_the_time_set",
     "learner.stall_report_s": f"{HUB}::test_a_wait_is_reported_only_after_the_time_set",
-    "learner.stall_fail_s": f"{HUB}::test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever",
+    "learner.stall_fail_s": f"{HUB}::test_a_stalled_run_fails_with_the_reason_unless_the_wait_is_unlimited",
     "actors.engine": f"{ACTOR}::test_the_engine_is_the_one_that_is_named",
     "actors.num_concurrent": (
         f"{ACTOR}::test_concurrency_is_the_engines_and_sets_how_many_groups_are_held"
@@ -233,9 +233,9 @@ SHOWN_BY = {
     "actors.relay": f"{ACTOR}::test_an_actor_asks_the_relay_that_is_set_before_the_learner",
     "actors.share_weights": f"{ACTOR}::test_actors_of_one_host_pull_a_version_once_if_they_share",
     "actors.transports": f"{ACTOR}::test_weights_come_by_a_transport_that_this_actor_may_use",
-    "hub.bind": f"{HUB}::test_the_hub_listens_where_it_is_told_and_says_so",
+    "hub.bind": f"{HUB}::test_the_hub_listens_at_the_address_that_is_set_and_publishes_it",
     "hub.weights_port": f"{HUB}::test_weights_are_served_at_the_port_that_is_set",
-    "hub.advertise": f"{HUB}::test_actors_are_told_the_advertised_host_for_weights",
+    "hub.advertise": f"{HUB}::test_weights_are_offered_at_the_advertised_host",
     "hub.heartbeat_s": (
         f"{LEDGER}::test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub"
     ),
@@ -249,14 +249,14 @@ SHOWN_BY = {
     ),
     "publish.bucket_bytes": TRAVEL,
     "publish.transports": f"{DEVICES}::test_weights_are_offered_in_the_ways_and_the_order_that_are_set",
-    "publish.nccl_init_deadline_s": f"{DEVICES}::test_a_sender_that_says_nothing_is_replaced_after_the_time_set",
+    "publish.nccl_init_deadline_s": f"{DEVICES}::test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set",
     "publish.nccl_bucket_deadline_s": f"{DEVICES}::test_members_are_told_the_deadlines_that_are_set",
     "publish.num_keep_versions": f"{HUB}::test_so_many_published_versions_stay_available",
     "publish.max_bytes_per_s": f"{HUB}::test_a_bandwidth_cap_makes_actors_wait",
     "publish.delta_max_ratio": f"{HUB}::test_a_remote_actor_gets_what_changed_if_that_is_little_enough",
     "publish.probe_every": "learner/test_probe.py::test_versions_are_probed_as_often_as_set_and_first_of_all",
     "publish.probe_tolerance": f"{HUB}::test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases",
-    "checkpoint.every_steps": f"{HUB}::test_checkpoints_come_as_often_as_said_and_never_with_zero",
+    "checkpoint.every_steps": f"{HUB}::test_checkpoints_are_saved_as_often_as_set_and_never_with_zero",
     "checkpoint.resume": "config/test_config.py::test_run_directories_count_up_and_resume_takes_the_newest",
     "checkpoint.export_hf": "../flow/test_launch.py::test_a_launched_run_trains_and_leaves_a_report_and_a_model",
     "checkpoint.num_keep": "learner/test_checkpoint.py::test_only_the_newest_few_stay_and_drafts_go",

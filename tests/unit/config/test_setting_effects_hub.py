@@ -65,7 +65,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_the_hub_listens_where_it_is_told_and_says_so(tmp_path):
+def test_the_hub_listens_at_the_address_that_is_set_and_publishes_it(tmp_path):
     port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.bind=tcp://127.0.0.1:{port}")):
         assert json.loads((tmp_path / "hub.json").read_text())["connect"] == f"tcp://127.0.0.1:{port}"
@@ -75,16 +75,16 @@ def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
     port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.weights_port={port}")) as hub:
         hub.publish(0, model_dir)
-        (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
+        (offer,) = (offer for offer in hub.connect().join().offers if offer.transport == "zmq")
 
     assert offer.name == f"tcp://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(("advertise", "host"), [("null", "127.0.0.1"), ("localhost", "localhost")])
-def test_actors_are_told_the_advertised_host_for_weights(tmp_path, model_dir, advertise, host):
+def test_weights_are_offered_at_the_advertised_host(tmp_path, model_dir, advertise, host):
     with LiveHub(tmp_path, config_of(f"hub.advertise={advertise}")) as hub:
         hub.publish(0, model_dir)
-        (offer,) = (offer for offer in hub.dial().join().offers if offer.transport == "zmq")
+        (offer,) = (offer for offer in hub.connect().join().offers if offer.transport == "zmq")
 
     assert offer.name.startswith(f"tcp://{host}:")
 
@@ -109,18 +109,18 @@ def test_the_hub_process_reads_what_the_learner_wrote(tmp_path, words):
 def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path, model_dir, every_steps, durable):
     with LiveHub(tmp_path, config_of(f"checkpoint.every_steps={every_steps}"), vocab_size=100) as hub:
         manifest = hub.publish(0, model_dir)
-        peer = hub.dial()
+        peer = hub.connect()
         peer.join()
-        peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, ""))
-        peer.say(ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
-        (lease, *_) = peer.hear(Leases).grants
-        peer.say(FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref).group(lease))
-        ack = peer.hear(Ack)
+        peer.send(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, ""))
+        peer.send(ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4))
+        (lease, *_) = peer.receive(Leases).grants
+        peer.send(FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref).group(lease))
+        ack = peer.receive(Ack)
 
     assert (ack.settled_upto, ack.durable_upto) == (1, durable)
 
 
-def test_checkpoints_come_as_often_as_said_and_never_with_zero():
+def test_checkpoints_are_saved_as_often_as_set_and_never_with_zero():
     every = [steps_between_checkpoints(config_of(f"checkpoint.every_steps={n}")) for n in (0, 1, 25)]
 
     assert every == [0, 1, 25]
@@ -134,7 +134,7 @@ def test_so_many_published_versions_stay_available(tmp_path, model_dir, num_keep
     with LiveHub(tmp_path, config_of(f"publish.num_keep_versions={num_keep}")) as hub:
         oldest = hub.publish(0, model_dir)
         hub.publish(1, model_dir), hub.publish(2, model_dir)
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         source = WeightSource(hub.context, pull_token=welcome.pull_token, limits=welcome.limits)
         pulled = [offer for offer in welcome.offers if offer.transport == "zmq"]
 
@@ -149,7 +149,7 @@ def test_so_many_published_versions_stay_available(tmp_path, model_dir, num_keep
 def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
     with LiveHub(tmp_path, config_of(f"publish.max_bytes_per_s={cap}")) as hub:
         hub.publish(0, model_dir)
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         pull = Pull(welcome.pull_token, VersionRef(1, 0), PullMode.ASSETS, 0, 0, welcome.assets_nbytes)
         weights, decoder = hub.context.socket(zmq.DEALER), Decoder(FROM_WEIGHTS)
         weights.connect(hub.server.context.weights.endpoint)
@@ -170,7 +170,7 @@ def test_a_remote_actor_gets_what_changed_if_that_is_little_enough(tmp_path, mod
         source, fetched = None, None
         for version in range(2):  # the same weights twice: nothing changed
             manifest = hub.publish(version, model_dir)
-            welcome = hub.dial().join()
+            welcome = hub.connect().join()
             source = source or WeightSource(hub.context, pull_token=welcome.pull_token, limits=welcome.limits)
             pulled = [offer for offer in welcome.offers if offer.transport == "zmq"]
             fetched = source.fetch(manifest, pulled, welcome.layout)
@@ -199,27 +199,27 @@ def test_weights_travel_in_the_type_and_the_units_that_are_set():
 def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, model_dir, tolerance, leased):
     with LiveHub(tmp_path, config_of(f"publish.probe_tolerance={tolerance}")) as hub:
         manifest = hub.publish(0, model_dir)
-        peer = hub.dial()
+        peer = hub.connect()
         peer.join()
         probed = Probed(0.3, 0.4, "", 0.0)
-        peer.say(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, "", probed))
+        peer.send(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, "", probed))
         running = ActorState.RUNNING
-        peer.say(ActorHeartbeat(11, 1, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
-        peer.hear(HubHeartbeat)  # whatever is granted is granted before the next beat is answered
+        peer.send(ActorHeartbeat(11, 1, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        peer.receive(HubHeartbeat)  # whatever is granted is granted before the next beat is answered
         running = ActorState.RUNNING
-        peer.say(ActorHeartbeat(11, 2, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
+        peer.send(ActorHeartbeat(11, 2, running, 4, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root))
         if leased:
-            assert peer.hear(Leases).grants
+            assert peer.receive(Leases).grants
         else:
-            assert not peer.heard_before(HubHeartbeat, Leases)
+            assert not peer.received_before(HubHeartbeat, Leases)
             assert hub.server.context.weights.health.metrics()["num_quarantined"] == 1
 
 
 # --- waiting and evaluating ------------------------------------------------------------------------------------------
 
 
-class RankSide:
-    """A hub that says only what the test makes it say, and the learner's real end of the line."""
+class ScriptedHub:
+    """A hub that sends only what the test makes it send, and the learner's real connection to it."""
 
     def __init__(self, *words: str) -> None:
         self.config = config_of(*words)
@@ -233,11 +233,11 @@ class RankSide:
         )
         self._peer, _ = self._router.recv_multipart()
 
-    def says(self, *messages) -> None:
+    def send(self, *messages) -> None:
         for message in messages:
             self._router.send_multipart([self._peer, encode(message)])
 
-    def hears(self, kind: type) -> list:
+    def received(self, kind: type) -> list:
         """Every message of this kind that the learner has sent."""
         self.link.shutdown("that was all", finished=False)
         decoder, found = Decoder(RANK_TO_HUB), []
@@ -251,51 +251,51 @@ class RankSide:
 
 
 @pytest.fixture
-def rank_side():
-    made: list[RankSide] = []
+def scripted_hub():
+    made: list[ScriptedHub] = []
 
-    def make(*words: str) -> RankSide:
-        made.append(RankSide(*words))
+    def make(*words: str) -> ScriptedHub:
+        made.append(ScriptedHub(*words))
         return made[-1]
 
     yield make
-    for side in made:
-        side.close()
+    for hub in made:
+        hub.close()
 
 
-def test_a_stalled_run_fails_with_the_reason_unless_told_to_wait_for_ever(rank_side):
+def test_a_stalled_run_fails_with_the_reason_unless_the_wait_is_unlimited(scripted_hub):
     stalled = BatchPending(0, "group 3 is with actor a7", 120.0, 2)
-    impatient, patient, endless = (rank_side(f"learner.stall_fail_s={s}") for s in (100, 200, 0))
-    for side in (impatient, patient, endless):
-        side.says(stalled, StopRequest("enough"))
+    impatient, patient, endless = (scripted_hub(f"learner.stall_fail_s={s}") for s in (100, 200, 0))
+    for hub in (impatient, patient, endless):
+        hub.send(stalled, StopRequest("enough"))
 
     with pytest.raises(StreamrlError, match=r"120 s although 2 actors.*stall_fail_s=100.*with actor a7"):
         impatient.link.next_batch(0)
     assert patient.link.next_batch(0) is None and endless.link.next_batch(0) is None
 
 
-def test_a_batch_brings_the_hubs_counters_as_of_its_cut(rank_side):
-    side = rank_side()
-    side.says(HubStatus(0, {"eta": 1.0}, ()), BatchShare(3, (), (), stats={"eta": 4.0}))
+def test_a_batch_brings_the_hubs_counters_as_of_its_cut(scripted_hub):
+    hub = scripted_hub()
+    hub.send(HubStatus(0, {"eta": 1.0}, ()), BatchShare(3, (), (), stats={"eta": 4.0}))
 
-    assert side.link.next_batch(0).version == 3
-    assert side.link.status.counters == {"eta": 4.0}
+    assert hub.link.next_batch(0).version == 3
+    assert hub.link.status.counters == {"eta": 4.0}
 
 
-def test_a_wait_is_reported_only_after_the_time_set(rank_side, caplog):
+def test_a_wait_is_reported_only_after_the_time_set(scripted_hub, caplog):
     caplog.set_level(logging.WARNING, "streamrl.learner")
     for report_s, told in ((3600, False), (1e-9, True)):
-        side = rank_side(f"learner.stall_report_s={report_s}")
-        side.says(BatchPending(0, "group 3 is with actor a7", 120.0, 2), StopRequest("enough"))
-        side.link.next_batch(0)
+        hub = scripted_hub(f"learner.stall_report_s={report_s}")
+        hub.send(BatchPending(0, "group 3 is with actor a7", 120.0, 2), StopRequest("enough"))
+        hub.link.next_batch(0)
         assert ("group 3 is with actor a7" in caplog.text) is told
 
 
-def run_of(side: RankSide) -> Run:
-    """A run as far as evaluating goes: config, version and the line to the hub."""
+def run_of(hub: ScriptedHub) -> Run:
+    """A run with what evaluating needs: config, version and the connection to the hub."""
     return Run(
-        config=side.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
-        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=side.link, reader=None,
+        config=hub.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
+        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=hub.link, reader=None,
         stop=None, loss_weights=None, staleness=None,
     )
 
@@ -307,18 +307,18 @@ def run_of(side: RankSide) -> Run:
         (["eval.every_steps=0"], []), (["eval.every_steps=1", "eval.num_samples=0"], []),
     ],
 )
-def test_evaluations_are_asked_for_as_often_and_as_large_as_set(rank_side, words, asked):
-    side = rank_side("trainer.num_steps=6", "eval.num_samples=5", *words)
-    run = run_of(side)
+def test_evaluations_are_requested_as_often_and_as_large_as_set(scripted_hub, words, asked):
+    hub = scripted_hub("trainer.num_steps=6", "eval.num_samples=5", *words)
+    run = run_of(hub)
     for run.version in range(1, 6):
         run.evaluate_if_due()
 
-    assert [(request.version, request.num_prompts) for request in side.hears(EvalRequest)] == asked
+    assert [(request.version, request.num_prompts) for request in hub.received(EvalRequest)] == asked
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], [1, 2, 3]), (["trainer.eval_only=true"], [])])
-def test_an_evaluation_only_run_has_no_steps(rank_side, words, steps):
-    run = run_of(rank_side("trainer.num_steps=3", *words))
+def test_an_evaluation_only_run_has_no_steps(scripted_hub, words, steps):
+    run = run_of(scripted_hub("trainer.num_steps=3", *words))
     done = []
     for step in run.remaining_steps():
         done.append(step)

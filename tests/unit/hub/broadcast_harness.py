@@ -46,7 +46,7 @@ class ScriptedBroadcaster:
         self._socket.connect(settings.rank_endpoint)
         self._socket.send(encode(BroadcastUp(slots.device if slots else "", "ipc:///nowhere", slots)))
 
-    def hear(self, kind):
+    def receive(self, kind):
         while True:
             assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
             message = self._decoder.decode(self._socket.recv())
@@ -98,18 +98,18 @@ class BroadcastHarness:
         return self.hub.publish(self._version, self._model_dir)
 
     def actor(self, name: str, *, transports: tuple[str, ...] = ("nccl", "zmq"), device: str = "") -> Peer:
-        peer = self.hub.dial()
-        peer.say(Hello(
+        peer = self.hub.connect()
+        peer.send(Hello(
             protocol_min=1, protocol_max=1, actor_id=name, incarnation=11, run_id=None, engine="test", software="test",
             slots=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
         ))
-        peer.welcome = peer.hear(Welcome)
+        peer.welcome = peer.receive(Welcome)
         self.beat(peer)
         return peer
 
     def beat(self, peer: Peer, **nccl: int) -> None:
         manifest = self.hub.server.context.weights.manifest
-        peer.say(ActorHeartbeat(
+        peer.send(ActorHeartbeat(
             11, 1, ActorState.RUNNING, 0, 0, manifest.ref, 0, (), 0, 0, 0, {}, 4, manifest.root, NcclState(**nccl)
         ))
         self.hub.link.refresh_status()

@@ -40,10 +40,10 @@ def test_an_epoch_from_publish_to_broadcast(harness):
     one.candidates(1)
     manifest = one.publish()
 
-    assert broadcaster.hear(BroadcastForm) == BroadcastForm(1, 2)  # only one of the two can nccl
-    assert ways(second.hear(Announce)) == ["shm", "zmq"]
+    assert broadcaster.receive(BroadcastForm) == BroadcastForm(1, 2)  # only one of the two can nccl
+    assert ways(second.receive(Announce)) == ["shm", "zmq"]
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"the id")
-    announce = first.hear(Announce)
+    announce = first.receive(Announce)
     assert ways(announce) == ["nccl", "shm", "zmq"]
     offer = announce.offers[0]
     assert (offer.nccl.unique_id, offer.nccl.world, offer.nccl.rank) == (b"the id", 2, 1)
@@ -52,18 +52,18 @@ def test_an_epoch_from_publish_to_broadcast(harness):
 
     broadcaster.report(1, BroadcastStage.FORMED)
     one.beat(first, formed=1)
-    assert broadcaster.hear(BroadcastSend) == BroadcastSend(1, manifest.ref)
+    assert broadcaster.receive(BroadcastSend) == BroadcastSend(1, manifest.ref)
 
 
 def test_the_broadcaster_is_told_of_every_document_before_it_must_send_it(harness):
     one = harness()
     broadcaster = one.broadcaster()
 
-    document = broadcaster.hear(BroadcastDocument)
+    document = broadcaster.receive(BroadcastDocument)
     assert document.manifest.ref.version == 0 and Path(document.path).exists()
     assert document.device_manifest.digest_kind == DIGEST_FOLD128
     manifest = one.publish()
-    assert broadcaster.hear(BroadcastDocument).manifest == manifest
+    assert broadcaster.receive(BroadcastDocument).manifest == manifest
 
 
 def test_a_member_that_loses_its_communicator_ends_the_epoch(harness):
@@ -74,14 +74,14 @@ def test_a_member_that_loses_its_communicator_ends_the_epoch(harness):
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
     broadcaster.report(1, BroadcastStage.FORMED)
     for member in (peer, other):
-        assert ways(member.hear(Announce))[0] == "nccl"
+        assert ways(member.receive(Announce))[0] == "nccl"
         one.beat(member, formed=1)
-    broadcaster.hear(BroadcastSend)
+    broadcaster.receive(BroadcastSend)
 
     one.beat(peer, failed=1)
 
-    assert broadcaster.hear(BroadcastAbort) == BroadcastAbort(1)
-    assert broadcaster.hear(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
+    assert broadcaster.receive(BroadcastAbort) == BroadcastAbort(1)
+    assert broadcaster.receive(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
 
 
 def test_who_can_form_no_more_is_no_candidate(harness):
@@ -100,11 +100,11 @@ def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness,
     one.actor("a")
     one.candidates(1)
     one.publish()
-    broadcaster.hear(BroadcastForm)
+    broadcaster.receive(BroadcastForm)
 
     assert broadcaster.killed.wait(20.0 if replaced else 1.0) == replaced
     if replaced:
-        assert one.broadcaster().hear(BroadcastForm).epoch == 2
+        assert one.broadcaster().receive(BroadcastForm).epoch == 2
 
 
 def test_members_are_told_the_deadlines_that_are_set(harness):
@@ -116,24 +116,24 @@ def test_members_are_told_the_deadlines_that_are_set(harness):
     one.publish()
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
 
-    ticket = peer.hear(Announce).offers[0].nccl
+    ticket = peer.receive(Announce).offers[0].nccl
     assert (ticket.init_deadline_s, ticket.bucket_deadline_s) == (7, 3)
 
 
 def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communicator(harness):
     one = harness(slots=SLOTS)
     broadcaster = one.broadcaster()
-    broadcaster.hear(BroadcastDocument)
+    broadcaster.receive(BroadcastDocument)
     both = ("ipc", "nccl", "zmq")
     near, far = one.actor("near", transports=both, device="gpu-7"), one.actor("far", transports=both, device="gpu-8")
     one.candidates(1)
     one.publish()
 
-    announce = near.hear(Announce)
+    announce = near.receive(Announce)
     assert ways(announce) == ["ipc", "shm", "zmq"] and announce.offers[0].slots == SLOTS
-    assert broadcaster.hear(BroadcastForm) == BroadcastForm(1, 2)
+    assert broadcaster.receive(BroadcastForm) == BroadcastForm(1, 2)
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
-    assert ways(far.hear(Announce)) == ["nccl", "shm", "zmq"]
+    assert ways(far.receive(Announce)) == ["nccl", "shm", "zmq"]
 
 
 @pytest.mark.parametrize("order", [["shm", "zmq"], ["zmq", "shm"], ["zmq"]])
@@ -141,7 +141,7 @@ def test_weights_are_offered_in_the_ways_and_the_order_that_are_set(tmp_path, mo
     with LiveHub(tmp_path, config_of(f"publish.transports=[{','.join(order)}]")) as hub:
         hub.publish(0, model_dir)
 
-        assert ways(hub.dial().join()) == order
+        assert ways(hub.connect().join()) == order
         assert not hub.server.broadcast.metrics()  # and no broadcaster is started
 
 

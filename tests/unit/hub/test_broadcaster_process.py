@@ -79,14 +79,14 @@ def test_a_broadcaster_process_that_is_stopped_is_ended_and_its_successor_is_off
     until(lambda: devices._up is not None)
     near = one.actor("near", transports=NEAR, device="gpu-7")
     one.publish()
-    (socket,) = sockets(near.hear(Announce))
+    (socket,) = sockets(near.receive(Announce))
 
     os.kill(first.process.pid, signal.SIGSTOP)
     second = one.broadcaster()
     until(lambda: devices._up is not None and devices._up.socket != socket)
 
     one.publish()
-    assert sockets(near.hear(Announce)) == [devices._up.socket]
+    assert sockets(near.receive(Announce)) == [devices._up.socket]
     until(lambda: not first.alive())
     assert first.process.returncode == -signal.SIGKILL and second.alive()
     assert devices.metrics()["num_sender_restarts"] == 1
@@ -108,7 +108,7 @@ def test_a_broadcaster_that_will_not_die_is_replaced_all_the_same_and_let_go_of_
     first = one.broadcaster()
     second = one.broadcaster()
 
-    assert first.killed.is_set() and second.hear(BroadcastDocument).manifest.ref.version == 0
+    assert first.killed.is_set() and second.receive(BroadcastDocument).manifest.ref.version == 0
     devices = one.hub.server.broadcast
     assert first in devices._ended
     first.ended = True

@@ -18,7 +18,7 @@ from tests.unit.config.setting_harness import LiveHub, config_of
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_the_hub_answers_a_stranger_in_its_own_protocol_and_says_what_to_do(tmp_path):
+def test_the_hub_answers_an_unregistered_peer_in_that_peers_protocol_with_the_remedy(tmp_path):
     with LiveHub(tmp_path, config_of()) as hub:
         socket = actor_dealer(hub.context, hub.server.endpoint)
         frame = encode(Bye(1, "a message of the future"), protocol=7)
@@ -34,13 +34,13 @@ def test_the_hub_answers_a_stranger_in_its_own_protocol_and_says_what_to_do(tmp_
         assert hub.server.context.counters["num_wire_errors_protocol"] == 1
 
 
-def test_a_stranger_that_is_not_even_streamrl_is_not_answered(tmp_path):
+def test_a_peer_without_our_preamble_is_not_answered(tmp_path):
     with LiveHub(tmp_path, config_of()) as hub:
         socket = actor_dealer(hub.context, hub.server.endpoint)
         socket.send(b"GET / HTTP/1.1\r\n\r\n")
-        peer = hub.dial()
-        peer.say(Bye(1, "known protocol, unknown actor"))
-        assert peer.hear(Stop).reason == StopReason.NO_LINK
+        peer = hub.connect()
+        peer.send(Bye(1, "known protocol, unknown actor"))
+        assert peer.receive(Stop).reason == StopReason.NO_LINK
         assert not socket.poll(0)
         socket.close(linger=0)
 

@@ -67,7 +67,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def stage(tmp_path: Path):
+def live(tmp_path: Path):
     """(hub, publish, actor): the actor serves version 0; `publish(version)` brings a version with a probe."""
     model_dir = tiny_model(tmp_path / "model")
     ids = probe_tokens(model_dir, VOCAB_SIZE, 40)
@@ -93,55 +93,55 @@ def leased(hub: LiveHub) -> float:
     return hub.server.context.ledger.counters()["num_groups_leased"]
 
 
-def checks(hub: LiveHub) -> dict[str, float]:
+def health_metrics(hub: LiveHub) -> dict[str, float]:
     return hub.server.context.weights.health.metrics()
 
 
-def test_a_healthy_actor_passes_and_works(stage):
-    hub, publish, actor = stage
+def test_a_healthy_actor_passes_and_works(live):
+    hub, publish, actor = live
     publish(1)
-    until(lambda: checks(hub)["num_probes"] == 2)
+    until(lambda: health_metrics(hub)["num_probes"] == 2)
     actor.look()
     before = accepted(hub)
     until(lambda: accepted(hub) > before)
 
-    found = checks(hub)
+    found = health_metrics(hub)
     assert found["num_probe_failures"] == found["num_quarantined"] == 0
     assert found["probe_mean_difference"] < 1e-4, "two implementations of one model in float32"
 
 
-def test_an_engine_that_computes_something_else_gets_no_leases_until_a_version_passes(stage, caplog):
-    hub, publish, actor = stage
+def test_an_engine_that_computes_something_else_gets_no_leases_until_a_version_passes(live, caplog):
+    hub, publish, actor = live
     hook = actor.model.model.norm.register_forward_hook(lambda module, args, out: -3 * out)
 
     actor.look()
 
-    until(lambda: checks(hub)["num_quarantined"] == 1)
+    until(lambda: health_metrics(hub)["num_quarantined"] == 1)
     until(lambda: hub.server.context.ledger.counters()["num_leases_open"] == 0)
     until(lambda: [link.state for link in hub.server.context.connections.all()] == ["quarantined"])
-    until(lambda: checks(hub)["num_probe_failures"] == 2)  # found, its document loaded again, found again
+    until(lambda: health_metrics(hub)["num_probe_failures"] == 2)  # found, its document loaded again, found again
     assert "QUARANTINE: a1 does not compute with version 1:0" in caplog.text
     granted = leased(hub)
     publish(1)
-    until(lambda: checks(hub)["num_probe_failures"] == 4)
-    assert leased(hub) == granted and checks(hub)["num_quarantined"] == 1
+    until(lambda: health_metrics(hub)["num_probe_failures"] == 4)
+    assert leased(hub) == granted and health_metrics(hub)["num_quarantined"] == 1
     hook.remove()
     publish(2)
-    until(lambda: checks(hub)["num_quarantined"] == 0)
+    until(lambda: health_metrics(hub)["num_quarantined"] == 0)
     until(lambda: leased(hub) > granted)
     before = accepted(hub)
     until(lambda: accepted(hub) > before)
 
 
-def test_a_bit_that_flipped_in_memory_is_found_named_and_healed(stage, caplog):
-    hub, _, actor = stage
+def test_a_bit_that_flipped_in_memory_is_found_named_and_healed(live, caplog):
+    hub, _, actor = live
     with torch.inference_mode():
         live = actor.worker._runtime.engine.live_tensors()["model.norm.weight"]
         live.view(torch.int32)[3] ^= 1 << 28
 
     actor.look()
 
-    until(lambda: checks(hub)["num_probe_failures"] == 1 and checks(hub)["num_quarantined"] == 0)
+    until(lambda: health_metrics(hub)["num_probe_failures"] == 1 and health_metrics(hub)["num_quarantined"] == 0)
     assert "bucket 0 of 1 is not what was published: model.norm.weight differs from element 3 on" in caplog.text
     before = accepted(hub)
     until(lambda: accepted(hub) > before)

@@ -1,4 +1,4 @@
-"""Whom the hub believes about weights: roots, probes, quarantine and how it ends."""
+"""Weight health: roots, probes, quarantine and how it ends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ONE = ("a1", 11)
 
 
 @pytest.fixture
-def checks() -> WeightHealthTable:
+def health() -> WeightHealthTable:
     return WeightHealthTable(ROOTS.get, 0.1)
 
 
-def test_only_roots_that_were_published_count(checks):
-    assert checks.usable(*ONE, V1, ROOTS[V1])
-    assert not checks.usable(*ONE, V1, ROOTS[V2])
-    assert not checks.usable(*ONE, V1, b""), "it does not say, so what it said last holds"
-    assert checks.usable(*ONE, V2, ROOTS[V2]), "another version is another matter"
-    assert checks.usable(*ONE, V1, ROOTS[V1]) and checks.usable(*ONE, V1, b"")
-    assert checks.usable(*ONE, V3, b"3" * 16), "a version that is too old to be known cannot be compared"
+def test_only_roots_that_were_published_count(health):
+    assert health.usable(*ONE, V1, ROOTS[V1])
+    assert not health.usable(*ONE, V1, ROOTS[V2])
+    assert not health.usable(*ONE, V1, b""), "it reports no root, so its last one holds"
+    assert health.usable(*ONE, V2, ROOTS[V2]), "each version has its own root"
+    assert health.usable(*ONE, V1, ROOTS[V1]) and health.usable(*ONE, V1, b"")
+    assert health.usable(*ONE, V3, b"3" * 16), "a version that is too old to be known cannot be compared"
 
 
 @pytest.mark.parametrize(
@@ -34,25 +34,25 @@ def test_only_roots_that_were_published_count(checks):
         Probed(None, None, "bucket 3 differs", 0.0), Probed(float("inf"), float("inf"), "", 0.0),
     ],
 )
-def test_a_probe_that_fails_means_no_leases_until_one_passes(checks, probe, caplog):
-    assert checks.probed(*ONE, V1, HEALTHY) and checks.usable(*ONE, V1, ROOTS[V1])
+def test_a_probe_that_fails_means_no_leases_until_one_passes(health, probe, caplog):
+    assert health.probed(*ONE, V1, HEALTHY) and health.usable(*ONE, V1, ROOTS[V1])
 
-    assert not checks.probed(*ONE, V1, probe)
+    assert not health.probed(*ONE, V1, probe)
 
-    assert not checks.usable(*ONE, V1, ROOTS[V1]) and not checks.usable(*ONE, V2, ROOTS[V2])
+    assert not health.usable(*ONE, V1, ROOTS[V1]) and not health.usable(*ONE, V2, ROOTS[V2])
     assert "QUARANTINE: a1" in caplog.text and (probe.failed or "nats") in caplog.text
-    assert checks.probed(*ONE, V2, HEALTHY) and checks.usable(*ONE, V2, ROOTS[V2])
-    counts = checks.metrics()
+    assert health.probed(*ONE, V2, HEALTHY) and health.usable(*ONE, V2, ROOTS[V2])
+    counts = health.metrics()
     assert (counts["num_probes"], counts["num_probe_failures"], counts["num_quarantined"]) == (3, 1, 0)
 
 
-def test_log_probs_that_were_wrong_must_be_right_again_equal_tensors_are_not_enough(checks):
-    checks.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
-    assert not checks.probed(*ONE, V2, SILENT) and checks.quarantined(*ONE)
-    assert checks.probed(*ONE, V2, HEALTHY) and not checks.quarantined(*ONE)
+def test_log_probs_that_were_wrong_must_be_right_again_equal_tensors_are_not_enough(health):
+    health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
+    assert not health.probed(*ONE, V2, SILENT) and health.quarantined(*ONE)
+    assert health.probed(*ONE, V2, HEALTHY) and not health.quarantined(*ONE)
 
 
-def test_a_new_process_of_the_same_name_starts_with_a_clean_slate(checks):
-    checks.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
+def test_a_new_process_of_the_same_name_starts_with_a_clean_slate(health):
+    health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
 
-    assert not checks.usable(*ONE, V1, ROOTS[V1]) and checks.usable("a1", 12, V1, ROOTS[V1])
+    assert not health.usable(*ONE, V1, ROOTS[V1]) and health.usable("a1", 12, V1, ROOTS[V1])

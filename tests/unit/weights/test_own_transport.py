@@ -133,12 +133,12 @@ class TestOwnTransport(TransportConformance):
 def test_a_hub_offers_it_and_an_actor_installs_over_it(tmp_path, own, model_dir, context):  # noqa: F811
     with LiveHub(tmp_path, config_of(f"publish.transports=[{own},zmq]")) as hub:
         hub.publish(0, model_dir)
-        peer = hub.dial()
-        peer.say(Hello(
+        peer = hub.connect()
+        peer.send(Hello(
             protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
             slots=4, transports=(own, "zmq"), installed=None, held=(), outbox=(), next_seq=1,
         ))
-        welcome = peer.hear(Welcome)
+        welcome = peer.receive(Welcome)
         local = from_plain({"policy": {"tiny": {"enabled": True}}}, (f"actors.transports=[{own},zmq]",))
         source, device_weights = weight_source(local, context)
 
@@ -156,7 +156,7 @@ def test_a_version_that_it_cannot_offer_comes_over_another_transport(tmp_path, o
     with LiveHub(tmp_path, config_of(f"publish.transports=[{own},zmq]")) as hub:
         hub.publish(0, model_dir)
 
-        assert [offer.transport for offer in hub.dial().join().offers] == ["zmq"]
+        assert [offer.transport for offer in hub.connect().join().offers] == ["zmq"]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def change(hub: LiveHub) -> None:
 def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_path, models, num_actors):
     with LiveHub(tmp_path, config_of("publish.delta_max_ratio=0")) as hub:
         hub.publish(0, models[0])
-        peer = hub.dial()
+        peer = hub.connect()
         welcome = peer.join()
         with relay_of(hub) as relay, ThreadPoolExecutor(num_actors) as threads:
             actors = [puller(hub, welcome, relay.endpoint) for _ in range(num_actors)]
@@ -139,7 +139,7 @@ def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_pa
                 if version:
                     change(hub)
                     hub.publish(version, models[0])
-                    announce = peer.hear(Announce)
+                    announce = peer.receive(Announce)
                     news = (announce.manifest, announce.offers)
                 fetched = list(threads.map(lambda one, news=news: one.fetch(*news, welcome.layout), actors))
                 assert all(one.document.manifest == news[0] and one.source == InstallSource.ZMQ for one in fetched)
@@ -157,7 +157,7 @@ def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_pa
 def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
     with LiveHub(tmp_path, config_of("publish.delta_max_ratio=0.5")) as hub:
         hub.publish(0, models[0])
-        peer = hub.dial()
+        peer = hub.connect()
         welcome = peer.join()
         with relay_of(hub) as relay:
             one = puller(hub, welcome, relay.endpoint)
@@ -166,7 +166,7 @@ def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
             with torch.no_grad():
                 hub._publisher._parameters[0][1].view(-1)[5] += 1
             hub.publish(1, models[0])
-            announce = peer.hear(Announce)
+            announce = peer.receive(Announce)
             fetched = one.fetch(announce.manifest, announce.offers, welcome.layout)
 
         small = sum(welcome.layout.bucket_bytes) // 2
@@ -177,14 +177,14 @@ def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
 def test_the_same_weights_under_a_new_number_need_no_transfer_to_the_relay(tmp_path, models):
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
-        peer = hub.dial()
+        peer = hub.connect()
         welcome = peer.join()
         with relay_of(hub) as relay:
             one = puller(hub, welcome, relay.endpoint)
             first = one.fetch(welcome.manifest, welcome.offers, welcome.layout)
             before = served(hub)
             hub.publish(1, models[0])
-            announce = peer.hear(Announce)
+            announce = peer.receive(Announce)
             second = one.fetch(announce.manifest, announce.offers, welcome.layout)
 
         assert served(hub) == before
@@ -284,7 +284,7 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
     monkeypatch.setattr(relay_chunks, "STALLED_S", 0.5)
     with LiveHub(tmp_path, config_of("hub.advertise=127.0.0.77")) as hub:  # nobody listens there: a port not forwarded
         hub.publish(0, models[0])
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         with relay_of(hub) as relay:
             until(lambda: relay.relay.source.puller is not None)
             one = puller(hub, welcome, None)
@@ -303,7 +303,7 @@ def manifest_of(ref: VersionRef) -> Manifest:
 def test_only_actors_of_this_hub_are_served(tmp_path, models):
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         with relay_of(hub) as relay:
             friend, stranger = (puller(hub, welcome, relay.endpoint) for _ in range(2))
             friend.fetch(welcome.manifest, welcome.offers, welcome.layout)
@@ -317,7 +317,7 @@ def test_only_actors_of_this_hub_are_served(tmp_path, models):
 def test_an_actor_whose_relay_is_gone_pulls_from_the_learner_at_once(tmp_path, models):
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         with relay_of(hub) as relay:
             one = puller(hub, welcome, relay.endpoint)
             one.fetch(welcome.manifest, welcome.offers, welcome.layout)
@@ -334,7 +334,7 @@ def test_a_relay_that_takes_questions_and_never_answers_is_given_up_and_rested(t
     monkeypatch.setattr(source_module, "RELAY_SILENT_S", 0.1)
     with LiveHub(tmp_path, config_of()) as hub:
         hub.publish(0, models[0])
-        welcome = hub.dial().join()
+        welcome = hub.connect().join()
         deaf = hub.context.socket(zmq.ROUTER)
         endpoint = f"tcp://127.0.0.1:{deaf.bind_to_random_port('tcp://127.0.0.1')}"
         one = puller(hub, welcome, endpoint)
@@ -357,7 +357,7 @@ def test_a_relay_may_start_first_and_serves_a_successor_of_its_hub(tmp_path, mod
             (tmp_path / str(epoch)).mkdir()
             with LiveHub(tmp_path / str(epoch), config_of(f"hub.bind=tcp://127.0.0.1:{port}")) as hub:
                 hub.publish(0, models[0])
-                welcome = hub.dial().join()
+                welcome = hub.connect().join()
                 one = puller(hub, welcome, relay.endpoint)
                 before = relay.relay.socket.num_bytes_served
                 until(lambda hub=hub: any(link.slots == 0 for link in hub.server.context.connections.all()))
