@@ -115,7 +115,7 @@ def test_targets_and_advantages_agree_with_the_new_rllib(rllib, rho_bar, own_bar
 
 
 def test_targets_and_advantages_agree_with_the_old_rllib_as_far_as_its_float32_goes(rllib):
-    """It casts float64 to float32 without a word, so it gets float32 and we are held to 2e-6."""
+    """It casts float64 to float32 silently, so it gets float32 and the tolerance is 2e-6."""
 
     def oracle(policy, behavior, rewards, values, gamma, bootstrap):
         columns = [torch.from_numpy(array)[:, None] for array in (policy - behavior, gamma, rewards, values)]

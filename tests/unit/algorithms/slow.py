@@ -31,13 +31,14 @@ def truncated(ratio: float, bar: float, leak: float) -> float:
 
 
 def vtrace(
-    ell, rewards, values, bootstrap, gammas, *, lam=1.0, rho_bar=1.0, c_bar=1.0, rho_bar_pg=None, kappa=1.0, leak=1.0
+    log_ratios, rewards, values, bootstrap, gammas, *, lam=1.0, rho_bar=1.0, c_bar=1.0, rho_bar_pg=None, kappa=1.0,
+    leak=1.0,
 ):
     """v_s = V_s + sum_{t>=s} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t: arXiv:1802.01561, eq. 1."""
     n = len(rewards)
     following = [*values[1:], bootstrap]
-    rho = [math.exp(clamp(x)) for x in ell]
-    c = [lam * truncated(math.exp(clamp(x) / kappa), c_bar, leak) for x in ell]
+    rho = [math.exp(clamp(x)) for x in log_ratios]
+    c = [lam * truncated(math.exp(clamp(x) / kappa), c_bar, leak) for x in log_ratios]
     delta = [truncated(rho[t], rho_bar, leak) * (rewards[t] + gammas[t] * following[t] - values[t]) for t in range(n)]
     targets = [values[s] + sum(discount(gammas, s, t) * prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)]
     advantages = []
@@ -48,24 +49,24 @@ def vtrace(
     return targets, advantages
 
 
-def retrace_v(ell, rewards, values, bootstrap, gammas, *, lam=1.0, target_rho_bar=None):
+def retrace_v(log_ratios, rewards, values, bootstrap, gammas, *, lam=1.0, target_rho_bar=None):
     """A_s = sum_{t>=s} gamma^{t-s} (prod_{i=s+1}^{t} c_i) delta_t: arXiv:1606.02647, eq. 3, Q replaced by V."""
     n = len(rewards)
     following = [*values[1:], bootstrap]
-    c = [lam * min(1.0, math.exp(clamp(x))) for x in ell]
+    c = [lam * min(1.0, math.exp(clamp(x))) for x in log_ratios]
     delta = [rewards[t] + gammas[t] * following[t] - values[t] for t in range(n)]
     advantages = [
         sum(discount(gammas, s, t) * prod(c[s + 1 : t + 1]) * delta[t] for t in range(s, n)) for s in range(n)
     ]
-    own = [1.0 if target_rho_bar is None else min(target_rho_bar, math.exp(clamp(x))) for x in ell]
+    own = [1.0 if target_rho_bar is None else min(target_rho_bar, math.exp(clamp(x))) for x in log_ratios]
     return [v + w * a for v, w, a in zip(values, own, advantages, strict=True)], advantages
 
 
-def retrace_q(ell, rewards, q, expected_q, bootstrap, gammas, *, lam=1.0):
+def retrace_q(log_ratios, rewards, q, expected_q, bootstrap, gammas, *, lam=1.0):
     """G_s = Q_s + sum_{t>=s} gamma^{t-s} (prod_{i=s+1}^{t} c_i) (r_t + gamma E_pi Q(s_{t+1}, .) - Q_t)."""
     n = len(rewards)
     following = [*expected_q[1:], bootstrap]
-    c = [lam * min(1.0, math.exp(clamp(x))) for x in ell]
+    c = [lam * min(1.0, math.exp(clamp(x))) for x in log_ratios]
     return [
         q[s]
         + sum(
@@ -108,19 +109,19 @@ def td_lambda(rewards, values, bootstrap, gammas, *, lam):
     return out
 
 
-def clipped_is(ell, rewards, values, bootstrap, gammas, *, eps):
+def clipped_is(log_ratios, rewards, values, bootstrap, gammas, *, eps):
     n = len(rewards)
     returns = [
         sum(discount(gammas, s, t) * rewards[t] for t in range(s, n)) + discount(gammas, s, n) * bootstrap
         for s in range(n)
     ]
-    ratios = [clamp(math.exp(clamp(x)), 1 - eps, 1 + eps) for x in ell]
+    ratios = [clamp(math.exp(clamp(x)), 1 - eps, 1 + eps) for x in log_ratios]
     return returns, [w * g - v for w, g, v in zip(ratios, returns, values, strict=True)]
 
 
-def critic_free(ell, score, baseline, *, lam=1.0, rho_bar=1.0, c_bar=1.0, rho_bar_pg=None):
-    n = len(ell)
-    rho = [math.exp(clamp(x)) for x in ell]
+def critic_free(log_ratios, score, baseline, *, lam=1.0, rho_bar=1.0, c_bar=1.0, rho_bar_pg=None):
+    n = len(log_ratios)
+    rho = [math.exp(clamp(x)) for x in log_ratios]
     out = []
     for s in range(n):
         factor = 1.0
@@ -132,18 +133,18 @@ def critic_free(ell, score, baseline, *, lam=1.0, rho_bar=1.0, c_bar=1.0, rho_ba
     return out
 
 
-def segments(ell, rewards, values, ids, bootstrap, gamma, *, lam, rho_bar, c_bar, rho_bar_pg, geometric):
+def segments(log_ratios, rewards, values, ids, bootstrap, gamma, *, lam, rho_bar, c_bar, rho_bar_pg, geometric):
     """Targets at the first token of each segment (0 elsewhere) and the advantage of every token."""
     order = sorted(set(ids))
     members = [[t for t in range(len(ids)) if ids[t] == name] for name in order]
-    ell_seg = [clamp(sum(clamp(ell[t]) for t in group)) for group in members]
+    ell_seg = [clamp(sum(clamp(log_ratios[t]) for t in group)) for group in members]
     reward_seg = [sum(rewards[t] for t in group) for group in members]
     value_seg = [values[group[0]] for group in members]
     n = len(order)
     following = [*value_seg[1:], bootstrap]
     rho = [math.exp(x) for x in ell_seg]
     trace_log = [
-        sum(clamp(ell[t]) for t in group) / len(group) if geometric else x
+        sum(clamp(log_ratios[t]) for t in group) / len(group) if geometric else x
         for group, x in zip(members, ell_seg, strict=True)
     ]
     c = [lam * min(c_bar, math.exp(x)) for x in trace_log]
@@ -159,7 +160,7 @@ def segments(ell, rewards, values, ids, bootstrap, gamma, *, lam, rho_bar, c_bar
     return token_targets, token_advantages
 
 
-def trace_length(ell, *, lam, c_bar, kappa):
-    n = len(ell)
-    c = [lam * min(c_bar, math.exp(clamp(x) / kappa)) for x in ell]
+def trace_length(log_ratios, *, lam, c_bar, kappa):
+    n = len(log_ratios)
+    c = [lam * min(c_bar, math.exp(clamp(x) / kappa)) for x in log_ratios]
     return sum(sum(prod(c[s : t + 1]) for t in range(s, n)) for s in range(n)) / n if n else 0.0

@@ -178,18 +178,18 @@ def test_zscore_keep_of_identical_policies_drops_nothing():
 @pytest.mark.parametrize("seed", range(10))
 def test_23_rho_bar_for_ess_is_the_largest_cap_that_reaches_the_target(seed):
     generator = torch.Generator().manual_seed(seed)
-    ell = 0.4 * torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    log_ratios = 0.4 * torch.randn(40, 6, generator=generator, dtype=torch.float64)
     mask = torch.ones(40, 6, dtype=torch.bool)
 
     def ess(cap):
-        return float(alg.ess_report(ell, mask, cap=cap).sequence_clipped)
+        return float(alg.ess_report(log_ratios, mask, cap=cap).sequence_clipped)
 
     target = (ess(1.0) + ess(10.0)) / 2
-    cap = alg.rho_bar_for_ess(ell, mask, ess_target=target)
+    cap = alg.rho_bar_for_ess(log_ratios, mask, ess_target=target)
     assert ess(cap) >= target - 1e-12
     assert ess(cap * (1 + 1e-9)) < target or ess(cap + 1e-6) < target
-    assert alg.rho_bar_for_ess(ell, mask, ess_target=1.0) == 1.0
-    assert alg.rho_bar_for_ess(ell, mask, ess_target=ess(10.0) * 0.999) == 10.0
+    assert alg.rho_bar_for_ess(log_ratios, mask, ess_target=1.0) == 1.0
+    assert alg.rho_bar_for_ess(log_ratios, mask, ess_target=ess(10.0) * 0.999) == 10.0
 
 
 @pytest.mark.parametrize("target, expected", [(0.0161, 4), (0.0079, 1), (0.0401, 10), (0.0039, 0)])

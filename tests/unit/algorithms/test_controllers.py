@@ -40,7 +40,7 @@ def test_the_coefficient_never_leaves_its_bounds(name, kl):
 
 @pytest.mark.parametrize("name", ["linear", "log_integral", "horizon", "pid"])
 def test_a_closed_loop_settles_at_the_target(name):
-    # The plant: KL falls with the coefficient.
+    # The controlled process: KL falls with the coefficient.
     state, kl = alg.KlState(0.2), 0.0
     for _ in range(20_000):
         kl = 0.004 / (state.coef + 0.01)

@@ -16,54 +16,57 @@ SEEDS = range(5)
 
 def per_row(rows, rule):
     """`rule(ell list) -> list` on every row."""
-    return on_rows(rows, [rule(ell) if ell else [] for (ell,) in action_lists(rows, "log_ratios")])
+    return on_rows(rows, [rule(log_ratios) if log_ratios else [] for (log_ratios,) in action_lists(rows, "log_ratios")])
 
 
-def s(ell):
-    return math.exp(max(-20, min(20, sum(ell))))
+def s(log_ratios):
+    return math.exp(max(-20, min(20, sum(log_ratios))))
 
 
-def g(ell):
-    return math.exp(sum(ell) / len(ell))
+def g(log_ratios):
+    return math.exp(sum(log_ratios) / len(log_ratios))
 
 
 WEIGHT_RULES = {
     "tis": (
         lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.5, floor=0.5),
-        lambda ell: [min(max(math.exp(x), 0.5), 1.5) for x in ell],
+        lambda log_ratios: [min(max(math.exp(x), 0.5), 1.5) for x in log_ratios],
     ),
     "seq_tis": (
         lambda r: alg.seq_tis_weights(r.log_ratios, r.mask, cap=1.5),
-        lambda ell: [min(s(ell), 1.5)] * len(ell),
+        lambda log_ratios: [min(s(log_ratios), 1.5)] * len(log_ratios),
     ),
     "mis": (
         lambda r: alg.mis_weights(r.log_ratios, r.mask, low=0.6, high=1.6),
-        lambda ell: [math.exp(x) if 0.6 <= math.exp(x) <= 1.6 else 0.0 for x in ell],
+        lambda log_ratios: [math.exp(x) if 0.6 <= math.exp(x) <= 1.6 else 0.0 for x in log_ratios],
     ),
 }
 
 KEEP_RULES = {
-    "seq_mis": (lambda r: alg.seq_mis_keep(r.log_ratios, r.mask), lambda ell: 0.5 <= s(ell) <= 2.0),
-    "geo": (lambda r: alg.geo_keep(r.log_ratios, r.mask, low=0.8, high=1.3), lambda ell: 0.8 <= g(ell) <= 1.3),
+    "seq_mis": (lambda r: alg.seq_mis_keep(r.log_ratios, r.mask), lambda log_ratios: 0.5 <= s(log_ratios) <= 2.0),
+    "geo": (
+        lambda r: alg.geo_keep(r.log_ratios, r.mask, low=0.8, high=1.3),
+        lambda log_ratios: 0.8 <= g(log_ratios) <= 1.3,
+    ),
     "k2 mean": (
         lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.2),
-        lambda ell: sum(x * x / 2 for x in ell) / len(ell) <= 0.2,
+        lambda log_ratios: sum(x * x / 2 for x in log_ratios) / len(log_ratios) <= 0.2,
     ),
     "k2 sum": (
         lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.9, level="sum"),
-        lambda ell: sum(x * x / 2 for x in ell) <= 0.9,
+        lambda log_ratios: sum(x * x / 2 for x in log_ratios) <= 0.9,
     ),
     "k2 max": (
         lambda r: alg.k2_keep(r.log_ratios, r.mask, bound=0.6, level="max"),
-        lambda ell: max(x * x / 2 for x in ell) <= 0.6,
+        lambda log_ratios: max(x * x / 2 for x in log_ratios) <= 0.6,
     ),
     "k3": (
         lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
-        lambda ell: sum(math.exp(x) - x - 1 for x in ell) / len(ell) <= 0.2,
+        lambda log_ratios: sum(math.exp(x) - x - 1 for x in log_ratios) / len(log_ratios) <= 0.2,
     ),
     "veto": (
         lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=2.5),
-        lambda ell: all(0.4 <= math.exp(x) <= 2.5 for x in ell),
+        lambda log_ratios: all(0.4 <= math.exp(x) <= 2.5 for x in log_ratios),
     ),
 }
 
@@ -83,7 +86,7 @@ def test_masks_are_their_rules_and_both_outcomes_occur(name):
     outcomes = set()
     for seed in range(10):
         rows = random_rows(seed)
-        expected = per_row(rows, lambda ell: [float(rule(ell))] * len(ell)).bool()
+        expected = per_row(rows, lambda log_ratios: [float(rule(log_ratios))] * len(log_ratios)).bool()
         assert torch.equal(fast(rows), expected), f"seed {seed}"
         outcomes |= set(expected[rows.mask].tolist())
     assert outcomes == {True, False}
@@ -95,7 +98,7 @@ def test_k2_per_token(seed):
 
     keep = alg.k2_keep(rows.log_ratios, rows.mask, bound=0.2, level="token")
 
-    assert torch.equal(keep, per_row(rows, lambda ell: [float(x * x / 2 <= 0.2) for x in ell]).bool())
+    assert torch.equal(keep, per_row(rows, lambda log_ratios: [float(x * x / 2 <= 0.2) for x in log_ratios]).bool())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -105,8 +108,8 @@ def test_geo_bounds_may_differ_by_row(seed):
 
     keep = alg.geo_keep(rows.log_ratios, rows.mask, low=low, high=10.0 * torch.ones_like(low))
 
-    for i, (ell,) in enumerate(action_lists(rows, "log_ratios")):
-        expected = bool(ell) and float(low[i]) <= g(ell) <= 10
+    for i, (log_ratios,) in enumerate(action_lists(rows, "log_ratios")):
+        expected = bool(log_ratios) and float(low[i]) <= g(log_ratios) <= 10
         assert keep[i].any().item() == expected
         assert torch.equal(keep[i], rows.mask[i] & expected)
 
@@ -136,14 +139,14 @@ def test_geo_bound_covers_gaussian_drift():
     # ell ~ N(-s^2/2, s^2) has KL = s^2/2 per token: 3 standard deviations keep at least 99% of rows.
     generator = torch.Generator().manual_seed(0)
     scale, n = 0.3, 200
-    ell = scale * torch.randn(4000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
+    log_ratios = scale * torch.randn(4000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
     mask = torch.ones(4000, n, dtype=torch.bool)
     bound = alg.geo_bound(scale**2 / 2, mask.sum(1), base=0.0)
 
-    keep = alg.geo_keep(ell, mask, low=(-bound).exp(), high=bound.exp())
+    keep = alg.geo_keep(log_ratios, mask, low=(-bound).exp(), high=bound.exp())
 
     assert keep[:, 0].double().mean() > 0.99
-    assert alg.geo_keep(ell, mask)[:, 0].double().mean() < 0.05  # the engine-mismatch defaults
+    assert alg.geo_keep(log_ratios, mask)[:, 0].double().mean() < 0.05  # the engine-mismatch defaults
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -163,10 +163,10 @@ def test_predicted_ess():
 def test_predicted_ess_of_gaussian_rows_matches_the_measured_one():
     generator = torch.Generator().manual_seed(0)
     scale, n = 0.06, 100
-    ell = scale * torch.randn(40_000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
-    mask = torch.ones_like(ell, dtype=torch.bool)
+    log_ratios = scale * torch.randn(40_000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
+    mask = torch.ones_like(log_ratios, dtype=torch.bool)
 
-    measured = float(alg.ess_report(ell, mask).sequence)
+    measured = float(alg.ess_report(log_ratios, mask).sequence)
 
     assert measured == pytest.approx(alg.predict_ess(scale**2, n), abs=0.02)
 

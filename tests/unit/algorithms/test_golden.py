@@ -316,9 +316,9 @@ def test_sample_size_of_sequence_weights():
 @pytest.mark.parametrize("budget, expected", [(0.04, 0.2), (0.5, 0.866025), (0.8, 1.161895), (1.0, math.inf)])
 def test_second_moment_cap(budget, expected):
     mask = torch.ones(1, 2, dtype=torch.bool)
-    ell, credit = torch.tensor([[0.5, -1.2]], dtype=D), torch.tensor([[1.0, -1.0]], dtype=D)
+    log_ratios, credit = torch.tensor([[0.5, -1.2]], dtype=D), torch.tensor([[1.0, -1.0]], dtype=D)
 
-    bounds = alg.clip_from_budget(ell, credit, mask, budget=budget, floor_low=0.0, floor_high=0.0)
+    bounds = alg.clip_from_budget(log_ratios, credit, mask, budget=budget, floor_low=0.0, floor_high=0.0)
 
     assert bounds.log_cap == pytest.approx(expected, abs=1e-6)
     assert bounds.eps_low == pytest.approx(1 - math.exp(-expected), abs=1e-6)

@@ -35,24 +35,24 @@ def test_row_statistics_are_their_definitions(seed):
 
     stats = alg.sequence_stats(rows.log_ratios, rows.mask)
 
-    for i, (ell,) in enumerate(action_lists(rows, "log_ratios")):
-        n = len(ell)
+    for i, (log_ratios,) in enumerate(action_lists(rows, "log_ratios")):
+        n = len(log_ratios)
         expected = {
             "num_tokens": n,
-            "log_sum": sum(ell),
-            "log_mean": sum(ell) / n if n else 0,
-            "k2_sum": sum(x * x / 2 for x in ell),
-            "k2_max": max((x * x / 2 for x in ell), default=0),
-            "k3_mean": sum(math.exp(x) - x - 1 for x in ell) / n if n else 0,
+            "log_sum": sum(log_ratios),
+            "log_mean": sum(log_ratios) / n if n else 0,
+            "k2_sum": sum(x * x / 2 for x in log_ratios),
+            "k2_max": max((x * x / 2 for x in log_ratios), default=0),
+            "k3_mean": sum(math.exp(x) - x - 1 for x in log_ratios) / n if n else 0,
         }
         for name, value in expected.items():
             assert float(getattr(stats, name)[i]) == pytest.approx(value, abs=1e-12), name
 
 
 def test_k3_keeps_its_digits_for_fresh_float32_data():
-    ell = torch.full((1, 4), 1e-4)
+    log_ratios = torch.full((1, 4), 1e-4)
 
-    k3 = float(alg.sequence_stats(ell, torch.ones(1, 4, dtype=torch.bool)).k3_mean)
+    k3 = float(alg.sequence_stats(log_ratios, torch.ones(1, 4, dtype=torch.bool)).k3_mean)
 
     assert k3 == pytest.approx(5e-9, rel=0.05)  # exp(ell) - ell - 1 in float32 is 0 or 1e-7
 
@@ -107,8 +107,8 @@ def test_the_report_is_its_definitions(seed):
 
     kept = rows.mask & rows.keep
     lists = [rows.log_ratios[i][kept[i]].tolist() for i in range(kept.shape[0])]
-    tokens = [math.exp(x) for ell in lists for x in ell]
-    sequences = [math.exp(sum(ell)) for ell in lists if ell]
+    tokens = [math.exp(x) for log_ratios in lists for x in log_ratios]
+    sequences = [math.exp(sum(log_ratios)) for log_ratios in lists if log_ratios]
     assert float(report.token) == pytest.approx(ess(tokens))
     assert float(report.sequence) == pytest.approx(ess(sequences))
     assert float(report.sequence_clipped) == pytest.approx(ess([min(w, 1.5) for w in sequences]))
@@ -138,7 +138,8 @@ def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
     fast = alg.trace_length(rows.log_ratios, rows.mask, lam=lam, c_bar=c_bar, trace_temperature=kappa)
 
     expected = [
-        slow.trace_length(ell, lam=lam, c_bar=c_bar, kappa=kappa) for (ell,) in action_lists(rows, "log_ratios")
+        slow.trace_length(log_ratios, lam=lam, c_bar=c_bar, kappa=kappa)
+        for (log_ratios,) in action_lists(rows, "log_ratios")
     ]
     assert fast.tolist() == pytest.approx(expected)
 

@@ -151,10 +151,10 @@ def test_e8_topr_uses_the_trajectory_ratio():
 
 def test_e9_m2po_counts_harmful_tokens_only():
     mask = torch.ones(1, 4, dtype=torch.bool)
-    ell = torch.tensor([[0.1, -3.0, 3.0, -0.1]], dtype=D)
+    log_ratios = torch.tensor([[0.1, -3.0, 3.0, -0.1]], dtype=D)
     credit = torch.tensor([[1.0, 1.0, -1.0, -1.0]], dtype=D)  # the large ratios correct themselves
 
-    bounds = alg.clip_from_budget(ell, credit, mask, budget=0.04)
+    bounds = alg.clip_from_budget(log_ratios, credit, mask, budget=0.04)
 
     assert bounds.log_cap == math.inf
 
@@ -176,11 +176,11 @@ def test_e12_the_clamp_hides_infinities_but_never_nan():
     mask = torch.ones(1, 3, dtype=torch.bool)
     behavior = torch.tensor([[-1.0, float("-inf"), float("nan")]])
 
-    ell = alg.log_ratios(behavior, torch.full((1, 3), -1.0), mask)
+    log_ratios = alg.log_ratios(behavior, torch.full((1, 3), -1.0), mask)
 
     # Hence the batch is assembled from finite behavior log-probs only: +20 here would look like an ordinary token.
-    assert ell[0, :2].tolist() == [0.0, 20.0]
-    assert ell[0, 2].isnan()
+    assert log_ratios[0, :2].tolist() == [0.0, 20.0]
+    assert log_ratios[0, 2].isnan()
     assert "rejected" in inspect.getdoc(alg.log_ratios)
 
 

@@ -62,7 +62,7 @@ def test_vtrace_is_the_sum_of_the_paper(knobs, seed):
 
     targets, advantages = slow_rows(
         rows,
-        lambda i, ell, r, v, g: slow.vtrace(ell, r, v, float(rows.bootstrap[i]), g, **renamed),
+        lambda i, log_ratios, r, v, g: slow.vtrace(log_ratios, r, v, float(rows.bootstrap[i]), g, **renamed),
         "log_ratios", "rewards", "values", "gamma",
     )  # fmt: skip
     agree(fast.targets, targets)
@@ -78,8 +78,8 @@ def test_retrace_v_is_the_sum_of_the_paper(lam, target_rho_bar, seed):
 
     targets, advantages = slow_rows(
         rows,
-        lambda i, ell, r, v, g: slow.retrace_v(
-            ell, r, v, float(rows.bootstrap[i]), g, lam=lam, target_rho_bar=target_rho_bar
+        lambda i, log_ratios, r, v, g: slow.retrace_v(
+            log_ratios, r, v, float(rows.bootstrap[i]), g, lam=lam, target_rho_bar=target_rho_bar
         ),
         "log_ratios", "rewards", "values", "gamma",
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_retrace_q_is_the_sum_of_the_paper(lam, seed):
 
     targets = slow_rows(
         rows,
-        lambda i, ell, r, q, e, g: slow.retrace_q(ell, r, q, e, float(rows.bootstrap[i]), g, lam=lam),
+        lambda i, log_ratios, r, q, e, g: slow.retrace_q(log_ratios, r, q, e, float(rows.bootstrap[i]), g, lam=lam),
         "log_ratios", "rewards", "values", "expected_q", "gamma",
     )  # fmt: skip
     agree(fast.targets, targets)
@@ -161,7 +161,7 @@ def test_clipped_is_is_its_sum(seed):
 
     targets, advantages = slow_rows(
         rows,
-        lambda i, ell, r, v, g: slow.clipped_is(ell, r, v, float(rows.bootstrap[i]), g, eps=0.3),
+        lambda i, log_ratios, r, v, g: slow.clipped_is(log_ratios, r, v, float(rows.bootstrap[i]), g, eps=0.3),
         "log_ratios", "rewards", "values", "gamma",
     )  # fmt: skip
     agree(fast.targets, targets)
@@ -177,7 +177,7 @@ def test_vtrace_critic_free_is_its_product(knobs, seed):
 
     expected = slow_rows(
         rows,
-        lambda i, ell: slow.critic_free(ell, float(rows.scores[i]), float(rows.baselines[i]), **knobs),
+        lambda i, log_ratios: slow.critic_free(log_ratios, float(rows.scores[i]), float(rows.baselines[i]), **knobs),
         "log_ratios",
     )
     agree(fast, expected)
@@ -197,8 +197,8 @@ def test_vtrace_segments_is_vtrace_on_sums(knobs, trace, seed):
 
     targets, advantages = slow_rows(
         rows,
-        lambda i, ell, r, v, s: slow.segments(
-            ell, r, v, s, float(rows.bootstrap[i]), 0.9, geometric=trace == "geometric", **full
+        lambda i, log_ratios, r, v, s: slow.segments(
+            log_ratios, r, v, s, float(rows.bootstrap[i]), 0.9, geometric=trace == "geometric", **full
         ),
         "log_ratios", "rewards", "values", "segment_ids",
     )  # fmt: skip
@@ -221,15 +221,15 @@ def test_extreme_ratios_are_clamped_where_the_slow_truth_clamps_them(seed):
 
     targets, _ = slow_rows(
         rows,
-        lambda i, ell, r, v, s: slow.segments(
-            ell, r, v, s, float(rows.bootstrap[i]), 0.9, lam=1.0, rho_bar_pg=None, geometric=False, **knobs
+        lambda i, log_ratios, r, v, s: slow.segments(
+            log_ratios, r, v, s, float(rows.bootstrap[i]), 0.9, lam=1.0, rho_bar_pg=None, geometric=False, **knobs
         ),
         "log_ratios", "rewards", "values", "segment_ids",
     )  # fmt: skip
     agree(fast.targets, targets, at=1e-10)
     targets, _ = slow_rows(
         rows,
-        lambda i, ell, r, v, g: slow.vtrace(ell, r, v, float(rows.bootstrap[i]), g),
+        lambda i, log_ratios, r, v, g: slow.vtrace(log_ratios, r, v, float(rows.bootstrap[i]), g),
         "log_ratios", "rewards", "values", "gamma",
     )  # fmt: skip
     agree(tokens.targets, targets)
@@ -335,9 +335,9 @@ def test_6_leak_0_and_huge_bars_are_per_decision_importance_sampling(seed):
     # Per-decision IS without values: sum_t (prod_{i=s..t} rho_i) r_t.
     plain = rows.change(values=torch.zeros_like(rows.values), bootstrap=torch.zeros_like(rows.bootstrap))
 
-    def per_decision(i, ell, rewards):
+    def per_decision(i, log_ratios, rewards):
         n = len(rewards)
-        ratio = [2.718281828459045**x for x in ell]
+        ratio = [2.718281828459045**x for x in log_ratios]
         return [sum(slow.prod(ratio[s : t + 1]) * rewards[t] for t in range(s, n)) for s in range(n)]
 
     rows = rows.change(log_ratios=rows.policy - rows.behavior)

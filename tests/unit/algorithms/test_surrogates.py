@@ -21,10 +21,10 @@ SEEDS = range(8)
 def weighted(weight):
     """`weight(t, ell, credit) -> (w, limited)`"""
 
-    def row(ell, credit, logp):
+    def row(log_ratios, credit, logp):
         out = []
-        for t in range(len(ell)):
-            w, limited = weight(t, ell, credit[t])
+        for t in range(len(log_ratios)):
+            w, limited = weight(t, log_ratios, credit[t])
             out.append((-w * credit[t] * logp[t], -w * credit[t], limited))
         return out
 
@@ -32,10 +32,10 @@ def weighted(weight):
 
 
 def clip(low, high, ceiling=math.inf, *, sequence=False):
-    def row(ell, credit, logp):
-        mean = sum(ell) / len(ell)
+    def row(log_ratios, credit, logp):
+        mean = sum(log_ratios) / len(log_ratios)
         out = []
-        for x, a in zip(ell, credit, strict=True):
+        for x, a in zip(log_ratios, credit, strict=True):
             u = math.exp(mean if sequence else x)
             loss = -min(min(u, ceiling if a < 0 else math.inf) * a, max(1 - low, min(1 + high, u)) * a)
             limited = (a > 0 and u > 1 + high) or (a < 0 and (u < 1 - low or u > ceiling))
@@ -46,25 +46,38 @@ def clip(low, high, ceiling=math.inf, *, sequence=False):
 
 
 def capped(cap, floor=0.0):
-    return weighted(lambda t, ell, a: (min(max(math.exp(ell[t]), floor), cap), not floor <= math.exp(ell[t]) <= cap))
+    def weight(t, log_ratios, a):
+        ratio = math.exp(log_ratios[t])
+        return min(max(ratio, floor), cap), not floor <= ratio <= cap
+
+    return weighted(weight)
 
 
-def whole(ell):
-    return math.exp(max(-20.0, min(20.0, sum(ell))))
+def masked(t, log_ratios, a):
+    ratio = math.exp(log_ratios[t])
+    return (ratio, False) if 0.7 <= ratio <= 1.5 else (0.0, True)
 
 
-def vespo(t, ell, a):
+def topr(t, log_ratios, a):
+    return (min(whole(log_ratios), 1.0), whole(log_ratios) > 1.0) if a < 0 else (1.0, False)
+
+
+def whole(log_ratios):
+    return math.exp(max(-20.0, min(20.0, sum(log_ratios))))
+
+
+def vespo(t, log_ratios, a):
     k, lam = (3.0, 2.0) if a < 0 else (2.0, 3.0)
-    x = max(-20.0, min(20.0, sum(ell)))
+    x = max(-20.0, min(20.0, sum(log_ratios)))
     return math.exp(lam + k * x - lam * math.exp(x)), False
 
 
 def dppo(cap, distance):
     """`distance(mu, pi) -> (up, down)`: how far the probability moved in either direction, over its bound."""
 
-    def row(ell, credit, logp):
+    def row(log_ratios, credit, logp):
         out = []
-        for x, a, lp in zip(ell, credit, logp, strict=True):
+        for x, a, lp in zip(log_ratios, credit, logp, strict=True):
             u, pi, mu = math.exp(x), math.exp(lp), math.exp(lp - x)
             far_up, far_down = distance(mu, pi)
             dropped = (a > 0 and far_up) or (a < 0 and far_down)
@@ -84,35 +97,35 @@ def binary_kl(mu, pi):
     return pi > mu and kl > 0.1, pi < mu and kl > 0.02
 
 
-def sapo(ell, credit, logp):
+def sapo(log_ratios, credit, logp):
     out = []
-    for x, a in zip(ell, credit, strict=True):
+    for x, a in zip(log_ratios, credit, strict=True):
         tau, u = (1.05 if a < 0 else 1.0), math.exp(x)
         gate = 1 / (1 + math.exp(-tau * (u - 1)))
         out.append((-4 / tau * gate * a, -4 * gate * (1 - gate) * u * a, False))
     return out
 
 
-def gmpo(ell, credit, logp):
-    limited = [(a > 0 and x > 0.4) or (a < 0 and x < -0.4) for x, a in zip(ell, credit, strict=True)]
-    bounded = [min(x, 0.4) if a > 0 else max(x, -0.4) if a < 0 else x for x, a in zip(ell, credit, strict=True)]
-    n = len(ell)
+def gmpo(log_ratios, credit, logp):
+    limited = [(a > 0 and x > 0.4) or (a < 0 and x < -0.4) for x, a in zip(log_ratios, credit, strict=True)]
+    bounded = [min(x, 0.4) if a > 0 else max(x, -0.4) if a < 0 else x for x, a in zip(log_ratios, credit, strict=True)]
+    n = len(log_ratios)
     row = math.exp(sum(bounded) / n)
     slope = -sum(credit) * row / n
     return [(-a * row, 0.0 if hit else slope, hit) for a, hit in zip(credit, limited, strict=True)]
 
 
 TRANSCRIPTIONS = {
-    "reinforce plain": weighted(lambda t, ell, a: (1.0, False)),
+    "reinforce plain": weighted(lambda t, log_ratios, a: (1.0, False)),
     "ppo_clip": clip(0.2, 0.2),
     "ppo_clip dual": clip(0.2, 0.28, 1.5),
     "ppo_clip capped": clip(0.2, 0.2, 1.4),
     "tis": capped(1.5, 0.6),
     "cispo": capped(5.0),
     "aipo": capped(2.0),
-    "seq_tis": weighted(lambda t, ell, a: (min(whole(ell), 2.0), whole(ell) > 2.0)),
-    "mis": weighted(lambda t, ell, a: (math.exp(ell[t]), False) if 0.7 <= math.exp(ell[t]) <= 1.5 else (0.0, True)),
-    "topr": weighted(lambda t, ell, a: (min(whole(ell), 1.0), whole(ell) > 1.0) if a < 0 else (1.0, False)),
+    "seq_tis": weighted(lambda t, log_ratios, a: (min(whole(log_ratios), 2.0), whole(log_ratios) > 2.0)),
+    "mis": weighted(masked),
+    "topr": weighted(topr),
     "vespo": weighted(vespo),
     "gspo": clip(0.2, 0.2, sequence=True),
     "sapo": sapo,
@@ -132,8 +145,8 @@ def test_losses_gradients_and_clip_flags_are_their_transcriptions(name, seed):
     result.losses.sum().backward()
 
     slow = [
-        TRANSCRIPTIONS[name](ell, credit, logp) if ell else []
-        for ell, credit, logp in action_lists(rows, "log_ratios", "advantages", "policy")
+        TRANSCRIPTIONS[name](log_ratios, credit, logp) if log_ratios else []
+        for log_ratios, credit, logp in action_lists(rows, "log_ratios", "advantages", "policy")
     ]
     losses, slopes, clipped = (on_rows(rows, [[token[k] for token in row] for row in slow]) for k in range(3))
     assert torch.allclose(result.losses, losses, atol=1e-12)
@@ -326,13 +339,13 @@ def test_17_masks_zero_the_gradient_and_caps_do_not(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_18_m2po_clips_harmful_tokens_to_the_budget_and_no_more(seed):
     rows = random_rows(seed)
-    ell = rows.policy - rows.behavior
-    harmful = rows.mask & (ell * rows.advantages > 0)
-    m2 = float(ell[harmful].square().mean())
+    log_ratios = rows.policy - rows.behavior
+    harmful = rows.mask & (log_ratios * rows.advantages > 0)
+    m2 = float(log_ratios[harmful].square().mean())
 
-    bounds = alg.clip_from_budget(ell, rows.advantages, rows.mask, budget=m2 / 3, floor_low=0.0, floor_high=0.0)
-    after = float(ell[harmful].square().clamp(max=bounds.log_cap**2).mean())
-    wider = float(ell[harmful].square().clamp(max=(1.0001 * bounds.log_cap) ** 2).mean())
+    bounds = alg.clip_from_budget(log_ratios, rows.advantages, rows.mask, budget=m2 / 3, floor_low=0.0, floor_high=0.0)
+    after = float(log_ratios[harmful].square().clamp(max=bounds.log_cap**2).mean())
+    wider = float(log_ratios[harmful].square().clamp(max=(1.0001 * bounds.log_cap) ** 2).mean())
     assert after == pytest.approx(m2 / 3)
     assert wider > m2 / 3
 
@@ -348,16 +361,16 @@ def test_18_m2po_clips_harmful_tokens_to_the_budget_and_no_more(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_18_m2po_in_parts_with_shared_bounds_equals_the_whole(seed):
     rows = random_rows(seed)
-    ell = alg.log_ratios(rows.behavior, rows.policy, rows.mask)
-    bounds = alg.clip_from_budget(ell, rows.advantages, rows.mask, floor_low=0.3, floor_high=0.5)
+    log_ratios = alg.log_ratios(rows.behavior, rows.policy, rows.mask)
+    bounds = alg.clip_from_budget(log_ratios, rows.advantages, rows.mask, floor_low=0.3, floor_high=0.5)
 
-    whole_batch = alg.m2po(rows.behavior, rows.policy, rows.advantages, rows.mask).losses
+    in_one_batch = alg.m2po(rows.behavior, rows.policy, rows.advantages, rows.mask).losses
     parts = [
         alg.m2po(rows.behavior[i], rows.policy[i], rows.advantages[i], rows.mask[i], bounds=bounds).losses
         for i in (slice(0, 2), slice(2, 6))
     ]
 
-    assert torch.equal(torch.cat(parts), whole_batch)
+    assert torch.equal(torch.cat(parts), in_one_batch)
 
 
 def test_19_loglinear_proximal_interpolates_by_lag():

@@ -270,8 +270,8 @@ def test_the_suffix_weight_drops_the_prefix_only(seed):
     """With open bars, V-trace's suffix times the surrogate's own ratio times the true prefix is the exact gradient."""
 
     def loss(mu, pi, r, m):
-        ell = pi.detach() - mu
-        prefix = (ell.cumsum(1) - ell).exp()
+        log_ratios = pi.detach() - mu
+        prefix = (log_ratios.cumsum(1) - log_ratios).exp()
         suffix = alg.vtrace_critic_free(mu, pi, r, torch.zeros_like(r), m, rho_bar=1e9, c_bar=1e9)
         return alg.tis(mu, pi, prefix * suffix, m, cap=1e9).losses
 
