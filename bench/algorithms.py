@@ -3,8 +3,8 @@
     recursion   x_t = a_t + d_t x_{t+1} over [64, 4096]: the reversed loop of `algorithms.estimators.scan`, next to a
                 scan by doubling (T log T work, log T passes) and one in blocks (2 sqrt T passes); proved equal here
     estimators  whole functions, ratios and masks included, on the loop and on each scan
-    share       objective (advantages, masks, surrogate, metrics, its backward pass down to the log-probs) of one step on
-                4,096 tokens, over that plus the forward and backward passes of the model and the optimizer's step
+    share       objective (advantages, masks, surrogate, metrics, its backward pass down to the log-probs) of one step
+                on 4,096 tokens, over that plus the forward and backward passes of the model and the optimizer's step
 
 Everything is CPU time of one thread, because a machine that others share stretches the clock on the wall. The scans
 multiply decays over long stretches: decays above 1 (leak below 1, c_bar above 1) may overflow there, and infinity times
