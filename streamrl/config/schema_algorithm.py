@@ -105,7 +105,8 @@ class StalenessConfig:
 @dataclass
 class AdvantageConfig:
     estimator: str = "group"
-    """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`; those that need values bring a critic."""
+    """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`, or your own as package.module:function. Those that
+    need values bring a critic."""
     baseline: str = "leave_one_out"
     """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centers the
     rewards."""
@@ -142,7 +143,7 @@ class AdvantageConfig:
 @dataclass
 class LossConfig:
     surrogate: str = "ppo_clip"
-    """Trust region: a key of `streamrl.algorithms.SURROGATES`."""
+    """Trust region: a key of `streamrl.algorithms.SURROGATES`, or your own as package.module:function."""
     clip_low: float = ranged(0.2, ge=0, lt=1)
     """Lower clip distance of the ratio from 1."""
     clip_high: float = ranged(0.28, ge=0)
@@ -158,7 +159,8 @@ class LossConfig:
     ewma_decay: float = ranged(0.95, ge=0, lt=1)
     """Per step, of the averaged weights behind `loss.anchor=ewma`."""
     correction: str = "disabled"
-    """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`."""
+    """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`, or
+    your own as package.module:function."""
     opsm_delta: float | None = ranged(None, ge=0)
     """Drop harmful tokens of trajectories whose mean log-ratio is below minus this; null is off."""
     opsm_when: OpsmWhen = OpsmWhen.always
