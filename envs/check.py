@@ -15,7 +15,7 @@ from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
 PROBE = "probe"
-"""What the check says when the task knows no right answer: any text must be scored, none may crash."""
+"""An arbitrary completion: every text must be scored, none may crash."""
 
 
 def check_task(task: Task) -> None:

@@ -18,7 +18,7 @@ from streamrl.metrics.summary import Summary
 
 
 def train(experiment: str | None = None, overrides: Sequence[str] = ()) -> Summary:
-    """Do what `streamrl launch` does with these words, in processes of their own, and wait for the end.
+    """Do the run that `streamrl launch` does with these overrides, in the same processes, and wait for its end.
 
     Example:
         summary = streamrl.train(experiment="quickstart", overrides=["trainer.num_steps=5"])
@@ -26,7 +26,7 @@ def train(experiment: str | None = None, overrides: Sequence[str] = ()) -> Summa
 
     Args:
         experiment: a file of configs/experiment/; None takes the defaults.
-        overrides: `key=value` words, as on the command line.
+        overrides: `key=value`, as on the command line.
     Returns:
         the summary of the run, with its directory in `extra["run_dir"]`.
     Raises:
@@ -34,8 +34,8 @@ def train(experiment: str | None = None, overrides: Sequence[str] = ()) -> Summa
         RunFailedError: the run failed; its last lines are on standard error, its logs in the run directory.
         KeyboardInterrupt: after Ctrl-C, once everything is stopped; the run can be resumed.
     """
-    words = [*([] if experiment is None else [f"experiment={experiment}"]), *overrides]
-    run_dir, code = launch_run(words)
+    chosen = [] if experiment is None else [f"experiment={experiment}"]
+    run_dir, code = launch_run([*chosen, *overrides])
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(f"run.dir={run_dir} checkpoint.resume=true continues this run")
     if code != 0:

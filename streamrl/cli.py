@@ -44,22 +44,22 @@ def main() -> int:
         return 2
 
 
-def launch(words: list[str]) -> int:
+def launch(overrides: list[str]) -> int:
     """One run, or with -m / --multirun one for each combination of comma-separated values."""
     from streamrl.config.load import check_overrides
     from streamrl.launch import launch_run
 
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(overrides):
         print(USAGE)
         return 0
-    if not {"-m", "--multirun"} & set(words):
-        return launch_run(words)[1]
-    swept = [word for word in words if word not in ("-m", "--multirun")]
+    if not {"-m", "--multirun"} & set(overrides):
+        return launch_run(overrides)[1]
+    swept = [override for override in overrides if override not in ("-m", "--multirun")]
     check_overrides(swept)
     return _sweep(swept)
 
 
-def _sweep(words: list[str]) -> int:
+def _sweep(overrides: list[str]) -> int:
     from streamrl.config.load import Job, run_jobs
     from streamrl.launch import EXIT_INTERRUPTED, Launcher
     from streamrl.report.compare import write_comparison
@@ -75,12 +75,12 @@ def _sweep(words: list[str]) -> int:
         label = " ".join(job.swept) or "defaults"
         print(f"\n=== job {job.number}: {label}", flush=True)
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
-        code = Launcher(job.config, job.words, job.run_dir).run()
+        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{override}'\n" for override in job.swept))
+        code = Launcher(job.config, job.overrides, job.run_dir).run()
         stopped = code == EXIT_INTERRUPTED
         (finished if code == 0 else failed).append(job.run_dir)
 
-    run_jobs(words, run_one)
+    run_jobs(overrides, run_one)
     if finished:
         out = finished[0].parent / "comparison.html"
         print("\n" + write_comparison(finished, out))
@@ -101,26 +101,26 @@ def settings(words: list[str]) -> int:
     return 0
 
 
-def relay(words: list[str]) -> int:
+def relay(options: list[str]) -> int:
     """Pass weights on from a learner to many actors."""
     from streamrl.weights.pull.relay import relay as run
 
-    return run(words)
+    return run(options)
 
 
-def report(words: list[str]) -> int:
+def report(run_dirs: list[str]) -> int:
     """Write report.html of a run, or comparison.html of several."""
     from streamrl.report.compare import write_comparison
     from streamrl.report.report import write_report
 
-    if not words:
+    if not run_dirs:
         print("name at least one run directory", file=sys.stderr)
         return 2
-    if len(words) == 1:
-        print(write_report(words[0]))
+    if len(run_dirs) == 1:
+        print(write_report(run_dirs[0]))
         return 0
-    out = Path(words[0]).parent / "comparison.html"
-    print(write_comparison(words, out))
+    out = Path(run_dirs[0]).parent / "comparison.html"
+    print(write_comparison(run_dirs, out))
     print(out)
     return 0
 

@@ -54,7 +54,7 @@ class Child:
         return "\n".join("  " + line for line in lines)
 
     def close_pipe(self) -> None:
-        """Let a child that still lives end: it watches the other end."""
+        """A child that still runs ends by this: it watches the other end."""
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -86,9 +86,9 @@ class Interrupts:
 class Launcher:
     """One run: a learner (one process, or several ranks under torchrun) and `launch.num_actors` actors."""
 
-    def __init__(self, config: Config, words: Sequence[str], run_dir: Path) -> None:
+    def __init__(self, config: Config, overrides: Sequence[str], run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self._words = [word for word in words if not word.startswith(("run.dir=", "-"))]
+        self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
         self._learner: Child | None = None
         self._actors: list[Child] = []
         self._endpoint: str | None = None
@@ -110,9 +110,9 @@ class Launcher:
                 done.set()
                 viewer.join(timeout=5)
         if interrupts.count:
-            kept = [word for word in self._words if word != "checkpoint.resume=true"]
-            words = shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
-            print(f"\nStopped. Go on with:\n  streamrl launch {words}", flush=True)
+            kept = [one for one in self._overrides if one != "checkpoint.resume=true"]
+            resume = shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
+            print(f"\nStopped. Resume with:\n  streamrl launch {resume}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
             print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:\n{self._learner.tail(20)}",
@@ -146,11 +146,11 @@ class Launcher:
     # --- starting -----------------------------------------------------------------------------------------------
 
     def _start_learner(self) -> Child:
-        words = [*self._words, f"run.dir={self.run_dir}"]
+        overrides = [*self._overrides, f"run.dir={self.run_dir}"]
         ranks = self.config.launch.num_learner_ranks
         torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
         self._seen = self._hub_written_at()
-        return self._start("learner", [sys.executable, *torchrun, "-m", "learner", *words])
+        return self._start("learner", [sys.executable, *torchrun, "-m", "learner", *overrides])
 
     def _start(self, name: str, command: list[str]) -> Child:
         log_path = self.run_dir / "logs" / f"{name}.log"
@@ -230,16 +230,16 @@ class Launcher:
                 pass
 
 
-def launch_run(words: Sequence[str]) -> tuple[Path, int]:
-    """Do the run of these `key=value` words, print its summary; returns its directory and exit status.
+def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
+    """Do the run of these `key=value` overrides, print its summary; returns its directory and exit status.
 
     Raises:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
-    config = load_config(words)
+    config = load_config(overrides)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)
-    code = Launcher(config, words, run_dir).run()
+    code = Launcher(config, overrides, run_dir).run()
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
         print("\n" + Summary.load(summary).table(), end="")

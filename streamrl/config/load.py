@@ -1,6 +1,6 @@
-"""The only door to hydra and omegaconf: words from the command line in, plain dataclasses out.
+"""The only door to hydra and omegaconf: overrides in, plain dataclasses out.
 
-`configs/` is composed over the dataclass schema, so an unknown key cannot enter. Override words are checked against the
+`configs/` is composed over the dataclass schema, so an unknown key cannot enter. Overrides are checked against the
 schema before hydra parses them: hydra's message names no remedy, ours the nearest valid key.
 """
 
@@ -43,7 +43,7 @@ ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml 
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose configs/ with `key=value` words.
+    """Compose configs/ with `key=value` overrides.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
@@ -53,14 +53,14 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            return to_config(compose("config", overrides=hydra_words(overrides)))
+            return to_config(compose("config", overrides=hydra_overrides(overrides)))
     except HydraException as error:
         raise ConfigError(_plain(error)) from error
 
 
-def hydra_words(words: Sequence[str]) -> list[str]:
-    """The words in hydra's grammar, which wants keys of an open mapping marked as added."""
-    return [f"++{word}" if word.startswith(open_mappings()) else word for word in words]
+def hydra_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides in hydra's grammar, which wants keys of an open mapping marked as added."""
+    return [f"++{override}" if override.startswith(open_mappings()) else override for override in overrides]
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -74,22 +74,22 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def check_overrides(words: Sequence[str]) -> None:
-    """Refuse words that name no setting.
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides that name no setting.
 
     Raises:
         ConfigError: naming the nearest valid key.
     """
     keys = set(setting_names())
-    for word in words:
-        if word.startswith("-"):
+    for override in overrides:
+        if override.startswith("-"):
             continue
-        key, equals, _ = word.partition("=")
+        key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
         if key.startswith(HYDRA_FLAGS) or key in GROUPS:
             continue
-        if not equals and not word.startswith("~"):
-            raise ConfigError(f"`{word}` is not a setting: write key=value, e.g. trainer.num_steps=200")
+        if not equals and not override.startswith("~"):
+            raise ConfigError(f"`{override}` is not a setting: write key=value, e.g. trainer.num_steps=200")
         if key not in keys and not key.startswith(open_mappings()):
             raise ConfigError(f"Unknown key `{key}`: {_nearest(key, keys)}")
 
@@ -163,7 +163,7 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The inverse of `to_plain`, with `key=value` words on top (an actor's own settings over the learner's)."""
+    """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
     check_overrides(overrides)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
@@ -195,25 +195,25 @@ def _plain(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One job of a multirun: `swept` are those of its `words` that the sweep varies."""
+    """One job of a multirun: `swept` are those of its overrides that the sweep varies."""
 
     number: int
     config: Config
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     swept: tuple[str, ...]
     run_dir: Path
 
 
-def run_jobs(words: Sequence[str], run_one: Callable[[Job], None]) -> None:
+def run_jobs(overrides: Sequence[str], run_one: Callable[[Job], None]) -> None:
     """hydra's multirun: one call of `run_one` for each combination, in sequence, each with its own directory."""
-    varied = {word.partition("=")[0] for word in words if _is_sweep(word)}
+    varied = {override.partition("=")[0] for override in overrides if _is_sweep(override)}
 
     @hydra.main(config_path="pkg://configs", config_name="config", version_base="1.3")
     def job(composed: DictConfig) -> None:
         info = HydraConfig.get()
-        task = tuple(word.removeprefix("++") for word in info.overrides.task)
-        swept = tuple(word for word in task if word.partition("=")[0] in varied)
-        label = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(word.replace("=", "-") for word in swept)) or "defaults"
+        task = tuple(override.removeprefix("++") for override in info.overrides.task)
+        swept = tuple(override for override in task if override.partition("=")[0] in varied)
+        label = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(swept)) or "defaults"
         run_dir = Path(info.sweep.dir) / f"{info.job.num}-{label}"
         made = Path(info.runtime.output_dir)  # hydra's own directory of the job, under a bare number
         if made.is_dir() and not any(made.iterdir()):
@@ -221,14 +221,14 @@ def run_jobs(words: Sequence[str], run_one: Callable[[Job], None]) -> None:
         run_one(Job(info.job.num, to_config(composed), task, swept, run_dir))
 
     old = sys.argv
-    sys.argv = [old[0], "--multirun", *hydra_words(words)]
+    sys.argv = [old[0], "--multirun", *hydra_overrides(overrides)]
     try:
         job()
     finally:
         sys.argv = old
 
 
-def _is_sweep(word: str) -> bool:
-    value = word.partition("=")[2]
+def _is_sweep(override: str) -> bool:
+    value = override.partition("=")[2]
     plain = value[:1] in "[{\"'" or "," not in value
     return not plain or value.startswith(("range(", "choice(", "glob("))

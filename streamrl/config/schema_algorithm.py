@@ -155,7 +155,7 @@ class LossConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
     anchor: str | None = None
-    """Whom the ratio is taken against: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
+    """Denominator of the ratio: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
     ewma_decay: float = ranged(0.95, ge=0, lt=1)
     """Per step, of the averaged weights behind `loss.anchor=ewma`."""
     correction: str = "disabled"
@@ -196,7 +196,7 @@ class KlConfig:
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
     controller: str = "constant"
-    """Who moves the weight each step: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
+    """What moves the weight each step: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
     options: dict[str, Any] = field(default_factory=dict)
     """Knobs of the controller by their name in `streamrl.algorithms`, e.g. `kl.options.target=0.01`."""
 

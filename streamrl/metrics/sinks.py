@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What the factory of a tracker is told.
+    """The run, as the factory of a tracker gets it.
 
     Attributes:
         resume_step: the step after which a resumed run continues; None for a new run.

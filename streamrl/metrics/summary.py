@@ -113,7 +113,7 @@ _COUNTERS = ("num_groups_leased", "num_groups_accepted", "num_groups_trained", "
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,
               extra: Mapping[str, Any] | None = None, **known: Any) -> Summary:
-    """The summary that follows from the lines of `metrics.jsonl`; fields given by name win over what the lines say.
+    """The summary that follows from the lines of `metrics.jsonl`; fields given by name win.
 
     Rates are totals over the run's wall time, so waiting and evaluation count as time.
     """

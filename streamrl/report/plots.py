@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 42
 NUM_COLORS = 8
 MAX_POINTS = 800
-"""More points than pixels say nothing: longer curves are thinned to the extremes of each stretch."""
+"""Longer curves, with more points than pixels, are thinned to the extremes of each stretch."""
 
 
 @dataclass(frozen=True, slots=True)
