@@ -18,18 +18,6 @@ TEST_SHARE = 8
 """One source string in this many belongs to the test split."""
 
 
-def _rotate(text: str) -> str:
-    return text[1:] + text[:1]
-
-
-def _unique(text: str) -> str:
-    return "".join(dict.fromkeys(text))
-
-
-def _swap(text: str) -> str:
-    return "".join(text[i : i + 2][::-1] for i in range(0, len(text), 2))
-
-
 def _pair_sum(text: str, alphabet: str) -> str:
     """Letter i plus its mirror image, as numbers of the alphabet: x_i + x_(L-1-i) modulo its size."""
     values = [alphabet.index(letter) for letter in text]
@@ -39,10 +27,10 @@ def _pair_sum(text: str, alphabet: str) -> str:
 OPERATIONS: dict[str, Callable[[str, str], str]] = {
     "copy": lambda text, _: text,
     "reverse": lambda text, _: text[::-1],
-    "rotate": lambda text, _: _rotate(text),
-    "swap": lambda text, _: _swap(text),
+    "rotate": lambda text, _: text[1:] + text[:1],
+    "swap": lambda text, _: "".join(text[i : i + 2][::-1] for i in range(0, len(text), 2)),
     "sort": lambda text, _: "".join(sorted(text)),
-    "unique": lambda text, _: _unique(text),
+    "unique": lambda text, _: "".join(dict.fromkeys(text)),
     "pair_sum": _pair_sum,
 }
 

@@ -196,7 +196,7 @@ class KlConfig:
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
     controller: str = "constant"
-    """What moves the weight each step: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
+    """What moves the weight: constant, exponential, linear, pid, horizon, doubling, log_integral, schedule."""
     options: dict[str, Any] = field(default_factory=dict)
     """Knobs of the controller by their name in `streamrl.algorithms`, e.g. `kl.options.target=0.01`."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError
-from streamrl.metrics.summary import Summary, series, total_histogram
+from streamrl.metrics.summary import Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,6 @@ class RunRecord:
     summary: Summary | None
     config_text: str
     overrides: list[str]
-
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the lines that hold `key`."""
-        return series(self.rows, key)
-
-    def histogram(self, key: str) -> dict[int, int]:
-        """The histogram `key` of the whole run."""
-        return total_histogram(self.rows, key)
 
     def keys(self) -> list[str]:
         """Every key that some line holds, in order of appearance."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.summary import series
 from streamrl.metrics.text import compact, duration, markdown_table
 from streamrl.report.plots import Curve, line_chart
 from streamrl.report.report import charts, curves_of, page
@@ -52,7 +53,7 @@ def _overlays(records: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
                 zero: bool = False) -> str:
         curves: list[Curve] = []
         for color, (record, label) in enumerate(zip(records, labels, strict=True)):
-            curves.append(curves_of(label, *record.series(key), color, smoothed, dots)[-1])  # without raw data
+            curves.append(curves_of(label, *series(record.rows, key), color, smoothed, dots)[-1])  # without raw data
         return line_chart(title, curves, x_label="step", y_label=unit, from_zero=zero)
 
     return [

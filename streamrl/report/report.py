@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.summary import series, total_histogram
 from streamrl.metrics.text import duration
 from streamrl.report.plots import NUM_COLORS, Curve, category_bars, histogram, line_chart, smooth
 
@@ -95,9 +96,11 @@ def _sections(record: RunRecord) -> list[str]:
             _line(record, "Reward parts", "reward", _family(record, "reward/", ("reward/mean", "reward/std"))),
         ],
         "Staleness": [
-            _lag_over_time(record),
-            histogram("Trained tokens by lag", record.histogram("lag/token"), x_label="lag (optimizer steps)",
-                      y_label="tokens", bound=_bound(record)),
+            _line(record, "Lag", "optimizer steps", {"lag/head_max": "largest head lag",
+                                                     "lag/token_mean": "mean token lag"},
+                  smoothed=False, from_zero=True, bound=_bound(record)),
+            histogram("Trained tokens by lag", total_histogram(record.rows, "lag/token"),
+                      x_label="lag (optimizer steps)", y_label="tokens", bound=_bound(record)),
             _line(record, "Effective sample size", "fraction", {"ess/token": "token", "ess/sequence": "sequence",
                                                                 "ess/sequence_clipped": "sequence, clipped"}),
             _line(record, "Mean importance ratio", "ratio", {"ratio/mean_token": "token",
@@ -139,11 +142,11 @@ def charts(title: str, figures: Sequence[str]) -> str:
 
 
 def _line(record: RunRecord, title: str, unit: str, keys: dict[str, str], *, smoothed: bool = True,
-          dots: bool = False, from_zero: bool = False) -> str:
+          dots: bool = False, from_zero: bool = False, bound: tuple[str, float] | None = None) -> str:
     curves: list[Curve] = []
     for color, (key, name) in enumerate(keys.items()):
-        curves += curves_of(name, *record.series(key), color, smoothed, dots)
-    return line_chart(title, curves, x_label="step", y_label=unit, from_zero=from_zero)
+        curves += curves_of(name, *series(record.rows, key), color, smoothed, dots)
+    return line_chart(title, curves, x_label="step", y_label=unit, from_zero=from_zero, bound=bound)
 
 
 def curves_of(name: str, xs: list[int], ys: list[float], color: int, smoothed: bool, dots: bool = False) -> list[Curve]:
@@ -152,12 +155,6 @@ def curves_of(name: str, xs: list[int], ys: list[float], color: int, smoothed: b
     if not smoothed or window < 2:
         return [Curve(name, xs, ys, color, dots=dots)]
     return [Curve(name, xs, ys, color, faint=True), Curve(name, xs, smooth(ys, window), color)]
-
-
-def _lag_over_time(record: RunRecord) -> str:
-    keys = {"lag/head_max": "largest head lag", "lag/token_mean": "mean token lag"}
-    curves = [Curve(name, *record.series(key), color) for color, (key, name) in enumerate(keys.items())]
-    return line_chart("Lag", curves, x_label="step", y_label="optimizer steps", from_zero=True, bound=_bound(record))
 
 
 def _bound(record: RunRecord) -> tuple[str, int] | None:
@@ -172,10 +169,9 @@ def _family(record: RunRecord, prefix: str, without: Sequence[str]) -> dict[str,
 
 def _totals(record: RunRecord, prefix: str, only: Sequence[str] | None = None) -> dict[str, float]:
     totals = {}
-    for key in record.keys():
-        name = key[len(prefix) :].removesuffix("_s").replace("_", " ") if prefix == "time/" else key[len(prefix) :]
-        if key.startswith(prefix) and (only is None or key[len(prefix) :].removesuffix("_s") in only):
-            total = sum(record.series(key)[1])
-            if total > 0:
-                totals[name] = total
+    for key, name in _family(record, prefix, ()).items():
+        name = name.removesuffix("_s") if prefix == "time/" else name
+        total = sum(series(record.rows, key)[1])
+        if total > 0 and (only is None or name in only):
+            totals[name if only is None else name.replace("_", " ")] = total
     return totals
