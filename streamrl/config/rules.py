@@ -55,8 +55,7 @@ def check(config: Config) -> None:
     """
     _check_ranges(config)
     _check_staleness(config)
-    _check_lengths(config)
-    _check_batch(config)
+    _check_sizes(config)
     _check_names(config)
     _check_hub(config)
 
@@ -121,18 +120,6 @@ def _check_names(config: Config) -> None:
     )
 
 
-def _check_batch(config: Config) -> None:
-    batch = config.rollout.num_prompts_per_step
-    ranks = config.launch.num_learner_ranks
-    _need(ranks <= batch, f"launch.num_learner_ranks={ranks} exceeds rollout.num_prompts_per_step={batch}: ranks train "
-          "whole groups, some would have none")
-    group = config.rollout.num_responses_per_prompt
-    _need(
-        config.rollout.num_min_members <= group,
-        f"rollout.num_min_members={config.rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
-    )
-
-
 def _check_staleness(config: Config) -> None:
     eta = config.staleness.eta
     bound, mode = max_lag(config), config.staleness.mode
@@ -189,22 +176,30 @@ def _check_adaptive(config: Config) -> None:
     )
 
 
-def _check_lengths(config: Config) -> None:
-    new_tokens = config.rollout.train.sampling.max_new_tokens
-    longest = config.rollout.max_prompt_tokens + config.env.max_turns * new_tokens
+def _check_sizes(config: Config) -> None:
+    rollout, ranks = config.rollout, config.launch.num_learner_ranks
+    group, new_tokens = rollout.num_responses_per_prompt, rollout.train.sampling.max_new_tokens
+    _need(
+        ranks <= rollout.num_prompts_per_step,
+        f"launch.num_learner_ranks={ranks} exceeds rollout.num_prompts_per_step={rollout.num_prompts_per_step}: ranks "
+        "train whole groups, some would have none",
+    )
+    _need(
+        group > 1 or config.advantage.baseline == "none",
+        f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} nothing to "
+        "compare with: use at least 2, or advantage.baseline=none",
+    )
+    _need(
+        rollout.num_min_members <= group,
+        f"rollout.num_min_members={rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
+    )
+    longest = rollout.max_prompt_tokens + config.env.max_turns * new_tokens
     budget = config.learner.max_tokens_per_device
     _need(
         longest <= budget,
         f"learner.max_tokens_per_device={budget} cannot hold the longest trajectory: rollout.max_prompt_tokens="
-        f"{config.rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling."
+        f"{rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling."
         f"max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
-    )
-    group = config.rollout.num_responses_per_prompt
-    needs_group = config.advantage.baseline != "none"
-    _need(
-        group > 1 or not needs_group,
-        f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} nothing to "
-        "compare with: use at least 2, or advantage.baseline=none",
     )
 
 

@@ -270,13 +270,9 @@ def member(family: str, name: str) -> str:
         KeyError: there is no such family.
     """
     if f"{family}/*" not in METRICS:
-        raise KeyError(f"{family!r} is no family of metrics; there are: {', '.join(families())}.")
+        known = ", ".join(key[:-2] for key in METRICS if key.endswith("/*"))
+        raise KeyError(f"{family!r} is not a family of metrics; there are: {known}.")
     return f"{family}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64] or 'unnamed'}"
-
-
-def families() -> list[str]:
-    """Names of the open families, without the `/*`."""
-    return [key[:-2] for key in METRICS if key.endswith("/*")]
 
 
 def markdown_page() -> str:
