@@ -70,6 +70,7 @@ class Acceptance:
         actor = self.actors.get(actor_id)
         if actor is None:
             return AcceptResult("no_link", detail=f"actor {actor_id} has no link")
+        # A fenced process may still send; its numbers mean nothing in the tables of the new one.
         if group.incarnation != actor.incarnation:
             self.counts["num_rejected_fenced"] += 1
             detail = f"incarnation {group.incarnation} of {actor_id} is over"
@@ -78,6 +79,7 @@ class Acceptance:
         entry = self.dedup.get(actor_id, actor.incarnation)
         place = entry.place(group.seq)
         if place == "repeat":
+            # The ack was lost, or the link. The first answer stands, whatever has become of the group since.
             self.counts["num_repeats"] += 1
             entry.repeat(group.seq)
             return AcceptResult("repeat")
@@ -127,6 +129,7 @@ class Acceptance:
                 RejectReason.NO_LEASE,
                 f"group {group.group_id} attempt {group.attempt} was never leased to {actor.actor_id}", strike=True,
             )
+        # No content to judge, and nothing that a restart could lose: durable at once.
         if group.outcome == Outcome.RETURNED and not summaries:
             self._hand_back(actor, record, group, now)
             return True
@@ -154,7 +157,7 @@ class Acceptance:
             if not summaries or not self.lifecycle.draw_upto(group_id):
                 raise _Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
             return self.groups.live[group_id]
-        row = self.groups.settled.get(group_id)
+        row = self.groups.settled.get(group_id)  # None once a checkpoint covers it, and all before it
         if row is not None and row.state is GroupState.DROPPED:
             raise _Refused(RejectReason.NO_LEASE, f"group {group_id} was dropped: {row.reason}")
         raise _Refused(RejectReason.DUPLICATE, f"group {group_id} has been trained on")
@@ -162,6 +165,7 @@ class Acceptance:
     def _check_open(self, record: GroupRecord, group: Group, summaries: Summaries) -> None:
         if record.state in (GroupState.HELD, GroupState.IN_BATCH):
             raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id} is complete")
+        # (group, member) is the authority on duplicates: sequence numbers are forgotten with their sender.
         done = [one.index for one in summaries if not one.aborted and one.index in record.members]
         if done:
             raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id}: members {done} came from another attempt")
@@ -183,6 +187,7 @@ class Acceptance:
         if not stale:
             return
         oldest = min(span.version for one in stale for span in one.spans)
+        # A late copy of an older attempt says nothing about the attempt that is out now: only its own lease ends.
         if record.is_with(actor.actor_id, group.attempt):
             self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
             self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)

@@ -12,17 +12,7 @@ from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenL
 from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import Versions
-from streamrl.messages import (
-    EVAL_BIT,
-    PROTOCOL,
-    ActorHeartbeat,
-    Hello,
-    LeaseRef,
-    SeqRange,
-    Stop,
-    StopReason,
-    VersionRef,
-)
+from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
 
 LOST_AFTER = 3
 """A lease that no heartbeat has named for so many times `dead_after_s` since it was granted never arrived."""
@@ -78,9 +68,9 @@ class Actor:
         credit = self.credit(group_id)
         lease = credit.leases.pop(group_id)
         if revoke:
-            self.revocations.append((group_id, lease.attempt))  # its slot is free once it has read this
+            self.revocations.append((group_id, lease.attempt))  # it stays busy until the actor has read this
         else:
-            credit.free += 1  # its slot is free now; the next heartbeat says so too, up to a second later
+            credit.free += 1  # free at once; the next heartbeat reports it up to a second later
 
     def install(self, ref: VersionRef | None) -> None:
         """Note the usable weights it generates from; with none it gets no leases."""
@@ -134,8 +124,11 @@ class ActorTable:
 
     def lease(self, actor: Actor, record: GroupRecord, attempt: int, members: tuple[int, ...], now: float) -> None:
         """A READY group becomes this actor's."""
-        lease = self._lifecycle.lease(record, actor.actor_id, attempt, members, now)
-        actor.train.leases[record.group_id] = lease
+        record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
+        record.holder = ""
+        record.max_lag = max(record.max_lag, self._lifecycle.lag.max_lag)  # later lowering does not apply to it
+        self._lifecycle.groups.move(record, GroupState.LEASED)
+        actor.train.leases[record.group_id] = record.lease_to(actor.actor_id, attempt, members, now)
 
     def detach(self, record: GroupRecord, *, revoke: bool) -> None:
         """Take the lease off its actor, without saying yet what becomes of the group."""
@@ -169,7 +162,8 @@ class ActorTable:
         for group_id, lease in actor.open_leases():
             ref = (group_id, lease.attempt)
             if lease.orphan:
-                continue
+                continue  # it ends with the actor's re-sends, whatever a heartbeat lists
+            # Old actors do not list what they hold: then every lease counts as held.
             at_work = held is None or ref in held
             lease.seen = lease.seen or at_work
             if at_work and ref not in stuck:
@@ -186,7 +180,7 @@ class ActorTable:
                     self.release(group_id, now, failed=True, revoke=True)
 
     def take_revocations(self) -> list[Effect]:
-        """Leases that their actors must be told to stop."""
+        """Leases that their actors must stop."""
         effects = [Effect("revoke", one.actor_id, tuple(one.revocations)) for one in self.all() if one.revocations]
         for actor in self._actors.values():
             actor.revocations.clear()
@@ -222,10 +216,9 @@ class JoinResult:
 
 @dataclass
 class Handshake:
-    """What a HELLO does: refuse, or bind the actor and settle what both sides still know of each other."""
+    """What a HELLO of this run and protocol does: bind the actor, and settle what both sides know of each other."""
 
     settings: LedgerSettings
-    run_id: str
     actors: ActorTable
     lifecycle: GroupLifecycle
     evals: EvalTable
@@ -257,26 +250,20 @@ class Handshake:
         )
 
     def _refuse(self, actor_id: str, hello: Hello) -> Stop | None:
-        who = f"actor {actor_id}"
-        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
-            return _stop(
-                StopReason.PROTOCOL, 4, f"{who} speaks protocols {hello.protocol_min} to {hello.protocol_max}, this "
-                f"hub speaks {PROTOCOL}: install the hub's release of streamrl there",
-            )
-        if hello.run_id not in (None, self.run_id):
-            return _stop(StopReason.WRONG_RUN, 6, f"{who} belongs to run {hello.run_id}, this hub is of {self.run_id}")
         if hello.incarnation == 0 or hello.next_seq == 0:
-            return _stop(StopReason.PROTOCOL, 4, f"{who}: incarnation and next_seq must not be 0")
+            return _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: incarnation and next_seq must not be 0")
         if self.dedup.is_fenced(actor_id, hello.incarnation):
             detail = f"a newer process took the name {actor_id}: give every actor a name of its own"
             return _stop(StopReason.FENCED, 3, detail)
         wrong = outbox_error(hello.outbox, hello.next_seq, self.settings.dedupe_window)
-        return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"{who}: {wrong}")
+        return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
 
     def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:
         """The actor of this HELLO; a new incarnation starts without the leases of the one before."""
         actor = self.actors.get(actor_id)
         if actor is not None and actor.incarnation != hello.incarnation:
+            # The old process is gone or fenced. Its attempts count as failures, or a prompt that kills every process
+            # that touches it would be leased forever.
             self.actors.remove(actor, now, failed=True)
             actor = None
         if actor is None:
@@ -285,7 +272,7 @@ class Handshake:
             self.actors.add(actor)
         actor.state, actor.heard_at = "JOINING", now
         actor.train.limit = max(hello.slots, len(actor.train.leases))
-        actor.train.free = actor.eval.free = 0  # it says what is free once it has seen this answer
+        actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
         actor.revocations.clear()
         actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))
         return actor
@@ -296,6 +283,8 @@ class Handshake:
         if group_id & EVAL_BIT:
             record = self.evals.record(group_id)
             return record is not None and record.is_with(actor.actor_id, attempt)
+        # After a restart the actor may hold a group that was dispatched after the checkpoint: its number says which
+        # prompt it is, so drawing up to it restores the record.
         groups = self.lifecycle.groups
         if group_id >= groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
             return False
@@ -308,6 +297,7 @@ class Handshake:
         full = len(actor.train.leases) >= actor.train.limit
         if record.state is not GroupState.READY or not (mine or actor.survived_restart) or full:
             return False
+        # Another attempt may have completed some of its members since: then it would generate them twice.
         missing = self.lifecycle.missing(record)
         members = record.grants[attempt].members if mine else missing
         if not set(members) <= set(missing):

@@ -50,7 +50,7 @@ class BatchCutter:
             if len(batch) == self.settings.groups_per_batch:
                 break
         else:
-            return None
+            return None  # all or nothing: a short batch would change the step's meaning
         for record in batch:
             self.groups.move(record, GroupState.IN_BATCH)
         self.in_flight.append((version, batch))
@@ -68,6 +68,7 @@ class BatchCutter:
         _, batch = self.in_flight.popleft()
         for record in batch:
             if skipped:
+                # The step was not finite: what caused it is unknown, so none of these groups is tried again.
                 self.counts["num_groups_quarantined"] += 1
                 self.lifecycle.drop(record, "quarantined")
             else:

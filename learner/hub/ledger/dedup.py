@@ -137,6 +137,7 @@ class DedupEntry:
         if settle:
             self.settled.add(seq)
             self.durable.add(seq)
+            # Remembered, because a repeat of this number must get the same answer.
             self._rejections[seq] = rejection
             if len(self._rejections) > self._window:
                 self._rejections.popitem(last=False)
@@ -238,6 +239,7 @@ class DedupTable:
                 self._forget(key)
 
     def _fence(self, actor_id: str, incarnation: int) -> None:
+        # Bounded: incarnations are drawn at random, so a forgotten one does not come back by chance.
         self._fenced.setdefault(actor_id, deque(maxlen=MAX_FENCED)).append(incarnation)
         self._fenced.move_to_end(actor_id)
         if len(self._fenced) > MAX_DEPARTED:

@@ -1,6 +1,6 @@
 """Which complete groups are worth training on. A filter takes a held group and gives a drop reason, or None to keep it.
 
-What a filter drops leaves capacity at once and the stream supplies the next group; nothing waits for a refill.
+What a filter drops leaves capacity at once, so the stream supplies the next group without waiting.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class Grants:
         return leases
 
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
+        # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
         room = min(actor.train.room, self._fair_share(actor))
         leases: list[Lease] = []
         if room > 0:
@@ -90,6 +91,7 @@ class Grants:
         for record in self.groups.in_state(GroupState.READY):
             if not self.lag.may_grant(self.groups.rank(record.group_id), installed):
                 return  # ranks grow, so nothing behind it may be granted either
+            # Leases that were out when the learner died: their actors come back with them within the grace period.
             waits_for_other = record.holder not in ("", actor.actor_id)
             if not (waits_for_other and self.actors.in_grace(now)):
                 yield record
@@ -102,7 +104,7 @@ class Grants:
         self.counts["num_leases_reissued"] += attempt > 0
         self.counts["lost_on_crash"] += bool(record.holder)
         self.actors.lease(actor, record, attempt, members, now)
-        actor.train.free -= 1
+        actor.train.free -= 1  # until its next heartbeat, which may have been written before this lease arrived
         num, limit = len(actor.train.leases), actor.train.limit
         assert num <= limit, f"{actor.actor_id}: {num} leases, it takes {limit}"
         return Lease(

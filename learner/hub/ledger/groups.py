@@ -188,6 +188,7 @@ class GroupTable:
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:
         """The end of a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
+        # The end is not durable yet: it becomes so with the first checkpoint that is frozen after it.
         self.recent.deliveries.extend(record.deliveries)
         self.recent.group_ids.append(record.group_id)
         self.move(record, state)
@@ -233,6 +234,7 @@ class GroupTable:
 
     def in_state(self, state: GroupState) -> list[GroupRecord]:
         """Live groups in a state, in dispatch order."""
+        # A copy, because callers move groups while they go through it.
         return [self.live[group_id] for group_id in sorted(self._by_state[state])]
 
     def in_order(self) -> list[GroupRecord]:

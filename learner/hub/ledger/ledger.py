@@ -65,19 +65,9 @@ class Ledger:
     """See the module."""
 
     def __init__(
-        self,
-        settings: LedgerSettings,
-        *,
-        run_id: str,
-        learner_epoch: int,
-        run_seed: int,
-        prompts: PromptStream,
-        sampling: Sampling,
-        eval_sampling: Sampling,
-        keep_group: GroupFilter = keep_all,
-        eval_record: Callable[[int], bytes | None] | None = None,
-        version: int = 0,
-        lineage: Sequence[Lineage] = (),
+        self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
+        sampling: Sampling, eval_sampling: Sampling, keep_group: GroupFilter = keep_all,
+        eval_record: Callable[[int], bytes | None] | None = None, version: int = 0, lineage: Sequence[Lineage] = (),
     ) -> None:
         self.settings = settings
         self.run_id = run_id
@@ -90,11 +80,11 @@ class Ledger:
         self.evals = EvalTable(settings.max_attempts)
         self.lag = LagBounds(settings, self.groups, self.versions)
         self.lifecycle = GroupLifecycle(
-            settings, self.groups, self.dedup, self.versions, self.lag, prompts, keep_group, self.counts
+            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts
         )
         self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
         self.handshake = Handshake(
-            settings, run_id, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
+            settings, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
         )
         self.grants = Grants(
             settings, run_seed, sampling, eval_sampling, eval_record, prompts, self.groups, self.actors, self.evals,
@@ -149,6 +139,7 @@ class Ledger:
 
     def tick(self, now: float) -> list[Effect]:
         """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
+        # Silent actors first: their leases then return by eviction, not one by one as expired.
         silent = [actor for actor in self.actors.all() if now - actor.heard_at >= self.settings.dead_after_s]
         effects = [Effect("evict", one.actor_id, tuple(self.evict(one.actor_id, now))) for one in silent]
         self.actors.expire_leases(now)
@@ -163,6 +154,7 @@ class Ledger:
         settings = self.settings
         for record in self.groups.in_order():
             partial = settings.group_policy == "accept_partial" and len(record.members) >= settings.min_members
+            # A group that may be accepted as it is has waited since its first lease, any other since the present one.
             since = record.first_granted_at if partial or record.lease is None else record.lease.granted_at
             if since is None or now - since < settings.group_deadline_s:
                 continue
@@ -227,7 +219,7 @@ class Ledger:
             loaded.live, loaded.settled, next_id=loaded.next_id, done_below=loaded.done_below,
             num_trained=loaded.num_trained, num_dropped=loaded.num_dropped,
         )
-        ledger.lag.allow_drawn()
+        ledger.lag.allow_drawn()  # the new settings may have a smaller eta than the run had
         ledger.dedup.load(loaded.senders, loaded.fenced)
         ledger.dedup.make_durable(loaded.ended)
         return ledger
@@ -235,7 +227,7 @@ class Ledger:
     # --- actors -------------------------------------------------------------------------------------------------------
 
     def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """Bind an actor to its link, or say why not. The newest incarnation wins; a superseded one never returns."""
+        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
         return self.handshake.hello(actor_id, hello, now)
 
     def _heard(self, actor_id: str, now: float) -> Actor | None:

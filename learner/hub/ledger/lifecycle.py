@@ -1,4 +1,4 @@
-"""Transitions of a group that several verbs share: drawn, leased, held, tried again, dropped."""
+"""Transitions of a group that several verbs share: drawn, tried again, held, dropped."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from learner.hub.ledger.dedup import DedupTable
 from learner.hub.ledger.filters import GroupFilter
-from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenLease
+from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds, Versions
+from learner.hub.ledger.versions import LagBounds
 
 
 @dataclass
@@ -20,7 +20,6 @@ class GroupLifecycle:
     settings: LedgerSettings
     groups: GroupTable
     dedup: DedupTable
-    versions: Versions
     lag: LagBounds
     prompts: PromptStream
     keep_group: GroupFilter
@@ -46,16 +45,6 @@ class GroupLifecycle:
         """Members that no attempt has completed yet."""
         return tuple(i for i in range(self.settings.group_size) if i not in record.members)
 
-    def lease(
-        self, record: GroupRecord, actor_id: str, attempt: int, members: tuple[int, ...], now: float
-    ) -> OpenLease:
-        """A READY group goes out to an actor."""
-        record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
-        record.holder = ""
-        record.max_lag = max(record.max_lag, self.lag.max_lag)
-        self.groups.move(record, GroupState.LEASED)
-        return record.lease_to(actor_id, attempt, members, now)
-
     def retry(self, record: GroupRecord, now: float, *, failed: bool) -> None:
         """An attempt ended and members are missing: by policy the group waits again, is held as it is, or dropped."""
         settings = self.settings
@@ -64,12 +53,14 @@ class GroupLifecycle:
         enough = settings.group_policy == "accept_partial" and len(record.members) >= settings.min_members
         first = record.first_granted_at
         due = settings.group_deadline_s == 0 or (first is not None and now - first >= settings.group_deadline_s)
+        # Enough members are better than none even when no attempt is left, so this comes before dropping.
         if enough and (exhausted or due):
             self.counts["num_groups_partial"] += 1
             self.hold(record)
         elif exhausted:
             self.drop(record, "attempts")
         else:
+            # One attempt must then make all members: siblings of different attempts may be many versions apart.
             if settings.group_policy == "reissue_whole" and record.members:
                 self._discard(record)
             self._make_ready(record)
@@ -78,7 +69,8 @@ class GroupLifecycle:
         """The group is complete: it waits for a batch, unless the filter drops it."""
         record.holder = ""
         self.groups.move(record, GroupState.HELD)
-        reason = self.keep_group(self.lag.held(record, self.versions.current))
+        # Filtered here and not at the cut, so that a replacement is drawn while the batch still waits.
+        reason = self.keep_group(self.lag.held(record))
         if reason is not None:
             self.counts["num_groups_filtered"] += 1
             self.drop(record, reason)

@@ -1,14 +1,13 @@
 """Which prompt comes next: an endless, seeded, resumable order over the records of a task.
 
 The n-th draw is a pure function of (seed, n), so a cursor is one integer and a group's prompt follows from its number.
-A pass visits every record once; the order of a pass is a keyed permutation that is computed, never stored, so a task of
-a billion records costs nothing.
+A pass visits every record once, in the order of a keyed permutation that is computed, never stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _MASK64 = (1 << 64) - 1
 _ROUNDS = 6
@@ -26,11 +25,9 @@ def mix64(*words: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where `index` goes under a keyed permutation of 0..size-1.
-
-    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside: at most
-    four steps on average, because that domain is less than four times `size`.
-    """
+    """Where `index` goes under a keyed permutation of 0..size-1."""
+    # A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside: at most
+    # four steps on average, because that domain is less than four times `size`.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low_mask = (1 << half) - 1
     while True:
@@ -42,8 +39,7 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One draw: the record, and how many full passes over the data came before."""
 
     prompt_index: int
@@ -88,5 +84,6 @@ class PromptStream:
 
 
 def member_seed(run_seed: int, group_id: int, member: int) -> int:
-    """Sampling seed of a member, u64. The attempt is left out: a repeated group is the same draw."""
+    """Sampling seed of a member, u64."""
+    # The attempt is left out: a repeated group is the same draw.
     return mix64(run_seed, group_id, member)

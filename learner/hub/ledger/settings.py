@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from streamrl import lag_rule
 from streamrl.messages.validate import GroupBounds
+
+OnStale = Literal["reissue", "drop"]
+Mode = Literal["drop", "mask_old_tokens", "reweight", "wait"]
+GroupPolicy = Literal["reissue_missing", "reissue_whole", "accept_partial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +24,8 @@ class LedgerSettings:
         window: W, how many later groups may overtake an unfinished one.
         max_lag: hard bound on `version - token version` at the cut, in optimizer steps.
         mode: what becomes of a group beyond max_lag. "drop": it does not enter. "mask_old_tokens": it enters if each
-            member has a token within it. "reweight": as "drop"; the learner discounts old tokens on its side. "wait":
-            there is none, because the cut waits for the oldest group that is not consumed; needs `window` 0.
+            member has a token within it. "reweight": as "drop"; the learner discounts old tokens. "wait": there is
+            none, because the cut waits for the oldest group that is not consumed; needs `window` 0.
         num_groups_total: never have more groups than this that are not dropped; None is no end.
         min_members: fewest members of a group under "accept_partial".
         group_deadline_s: age at which an incomplete group follows `group_policy`; 0 never (under "accept_partial" 0
@@ -41,9 +45,9 @@ class LedgerSettings:
     lease_ttl_s: float = 600.0
     dead_after_s: float = 3.0
     max_attempts: int = 3
-    on_stale: Literal["reissue", "drop"] = "reissue"
-    mode: Literal["drop", "mask_old_tokens", "reweight", "wait"] = "drop"
-    group_policy: Literal["reissue_missing", "reissue_whole", "accept_partial"] = "reissue_missing"
+    on_stale: OnStale = "reissue"
+    mode: Mode = "drop"
+    group_policy: GroupPolicy = "reissue_missing"
     min_members: int = 2
     group_deadline_s: float = 0.0
     dedupe_window: int = 1024
@@ -56,8 +60,9 @@ class LedgerSettings:
             _need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
         for name in ("lease_ttl_s", "dead_after_s"):
             _need(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        for name, known in _CHOICES.items():
-            _need(getattr(self, name) in known, f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
+        for name, choices in (("on_stale", OnStale), ("mode", Mode), ("group_policy", GroupPolicy)):
+            value, known = getattr(self, name), get_args(choices)
+            _need(value in known, f"{name}={value!r} must be one of {', '.join(known)}")
         self.check_bounds(self.eta, self.max_lag)
         _need(self.mode != "wait" or self.window == 0, f"window={self.window} must be 0 under mode='wait'")
         _need(
@@ -80,12 +85,6 @@ class LedgerSettings:
             f"max_lag={max_lag} is below {least}, the lag that a lead of eta={eta} batches allows: raise max_lag or "
             "lower eta",
         )
-
-
-_CHOICES = {
-    "on_stale": ("reissue", "drop"), "mode": ("drop", "mask_old_tokens", "reweight", "wait"),
-    "group_policy": ("reissue_missing", "reissue_whole", "accept_partial"),
-}
 
 
 def _need(holds: bool, message: str) -> None:

@@ -43,6 +43,7 @@ class LedgerSnapshot(Struct, array_like=True):
 
 def at_rest(record: GroupRecord) -> GroupRecord:
     """A live group without what depends on this process: leases, batches and times."""
+    # No lease outlives the process, and a batch whose step is not in the checkpoint must be trained again.
     state = {GroupState.LEASED: GroupState.READY, GroupState.IN_BATCH: GroupState.HELD}.get(record.state, record.state)
     holder = record.lease.actor_id if record.lease is not None else record.holder
     return msgspec.structs.replace(record, state=state, lease=None, first_granted_at=None, holder=holder)

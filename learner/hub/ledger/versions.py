@@ -151,8 +151,9 @@ class LagBounds:
                 return True
         return False
 
-    def held(self, record: GroupRecord, version: int) -> HeldGroup:
-        """A complete group as it would be trained at this version."""
+    def held(self, record: GroupRecord, version: int | None = None) -> HeldGroup:
+        """A complete group as it would be trained at this version, or now."""
+        version = self._versions.current if version is None else version
         bound = self.of(record)
         oldest = lag_rule.oldest_trainable(version, bound) if self._masks_old_tokens else -1
         members = tuple(

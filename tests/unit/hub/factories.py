@@ -32,7 +32,7 @@ from streamrl.messages.codec import encode, pack_ids, pack_logprobs
 from streamrl.messages.validate import GroupBounds
 
 STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
-"""For every property test here: the same examples each time, and no verdict that depends on the machine's load."""
+"""For every property test here: the same examples each time, and no outcome that depends on the machine's load."""
 NUM_RECORDS = 1000
 BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
 
@@ -90,13 +90,13 @@ class FakeActor:
     outbox: dict[int, Group] = field(default_factory=dict)
 
     def join(self, now: float = 0.0, **changes: object):
-        verdict = self.ledger.hello(self.actor_id, self.hello(**changes), now)
-        if verdict.stop is None:
+        result = self.ledger.hello(self.actor_id, self.hello(**changes), now)
+        if result.stop is None:
             self.run_id = self.ledger.run_id
-            kept = {ref for ref, keep in verdict.held if keep}
+            kept = {ref for ref, keep in result.held if keep}
             self.leases = {ref: lease for ref, lease in self.leases.items() if ref in kept}
-            self.forget(verdict.durable_upto, verdict.durable)
-        return verdict
+            self.forget(result.durable_upto, result.durable)
+        return result
 
     def hello(self, **changes: object) -> Hello:
         values = dict(
@@ -188,7 +188,7 @@ class FakeActor:
 
 def held_groups(ledger: Ledger) -> list[HeldGroup]:
     """Complete groups that wait for a batch, in dispatch order, as they would be trained now."""
-    return [ledger.lag.held(record, ledger.version) for record in ledger.groups.in_state(GroupState.HELD)]
+    return [ledger.lag.held(record) for record in ledger.groups.in_state(GroupState.HELD)]
 
 
 def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:

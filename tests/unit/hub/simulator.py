@@ -106,18 +106,18 @@ class World:
             self.actors[name] = actor
         actor.ledger = self.ledger
         before = dict(actor.outbox)
-        verdict = actor.join(self.now)
-        assert verdict.stop is None, verdict.stop
+        result = actor.join(self.now)
+        assert result.stop is None, result.stop
         actor.linked = True
         self._promise(list(actor.leases.values()))  # a lease that a new learner confirms is as good as granted now
         self.met.add(actor.incarnation)
         self.fenced |= self.met & {one.incarnation for one in self.zombies if one.actor_id == name}
         self._check_forgotten(actor, before, set())
-        settled = set(range(1, verdict.settled_upto + 1)) | {
-            seq for first, last in verdict.settled for seq in range(first, last + 1)
+        settled = set(range(1, result.settled_upto + 1)) | {
+            seq for first, last in result.settled for seq in range(first, last + 1)
         }
-        assert settled | set(before) >= set(range(1, actor.next_seq)), "a number that nobody will send again stays open"
-        if actor.incarnation % 2:  # the others are careless: they send tokens of dead branches, which must be refused
+        assert settled | set(before) >= set(range(1, actor.next_seq)), "a number that is never sent again is open"
+        if actor.incarnation % 2:  # the others do not check: they send tokens of dead branches, which must be refused
             for ref in list(actor.leases):
                 if not set(actor.spans[ref]) <= self.valid:
                     actor.hand_back(actor.leases[ref], ReturnReason.STALE, self.now)
@@ -161,13 +161,13 @@ class World:
             self.send(actor, group)
 
     def send(self, actor: SimActor, group: Group) -> None:
-        verdict = actor.send(group, self.now)
-        assert not verdict.strike, f"an honest actor was struck: {verdict}"
-        if verdict.kind == "accepted":
+        result = actor.send(group, self.now)
+        assert not result.strike, f"an honest actor was struck: {result}"
+        if result.kind == "accepted":
             for member in group.members:
                 if member.status != MemberStatus.ABORTED:
                     self.accepted[group.group_id, member.index] = self.ledger.versions.learner_epoch
-        if verdict.kind == "no_link":
+        if result.kind == "no_link":
             actor.linked = False
 
     def lose_leases(self, actor: SimActor) -> None:

@@ -29,8 +29,8 @@ def test_a_dead_actors_lease_is_reissued_and_the_late_copy_is_dropped():
     assert (again.group_id, again.seeds, again.attempt) == (lease.group_id, lease.seeds, lease.attempt + 1)
     assert second.finish(again, 4.0).kind == "accepted"
     first.join(5.0)
-    verdict = first.send(late, 5.0)
-    assert (verdict.reason, verdict.strike) == (RejectReason.DUPLICATE, False)
+    result = first.send(late, 5.0)
+    assert (result.reason, result.strike) == (RejectReason.DUPLICATE, False)
 
 
 def test_the_first_valid_completion_wins_even_if_it_is_the_late_one():
@@ -51,7 +51,7 @@ def test_the_first_valid_completion_wins_even_if_it_is_the_late_one():
     assert train(ledger) == [lease.group_id]
 
 
-def test_a_repeated_message_repeats_its_verdict_and_changes_nothing():
+def test_a_repeated_message_repeats_its_answer_and_changes_nothing():
     ledger, actor, leases = one_actor()
     good, bad = actor.group(leases[0]), actor.group(leases[1], versions=[(1, 99)])
     assert (actor.send(good).kind, actor.send(bad).kind) == ("accepted", "rejected")
@@ -69,9 +69,9 @@ def test_a_number_beyond_the_window_is_malformed_and_a_strike():
     ledger, actor, leases = one_actor(dedupe_window=8)
     actor.next_seq = 9
 
-    verdict = actor.finish(leases[0])
+    result = actor.finish(leases[0])
 
-    assert (verdict.reason, verdict.strike) == (RejectReason.MALFORMED, True)
+    assert (result.reason, result.strike) == (RejectReason.MALFORMED, True)
     assert ledger.take_acks("a1").settled_upto == 0  # it was not settled, so an honest re-send is still possible
 
 
@@ -92,21 +92,21 @@ def test_an_impossible_group_names_its_rule_and_its_lease_goes_to_another_attemp
     group = actor.group(lease)
     bad = msgspec.structs.replace(group.members[0], reward=float("nan"))
 
-    verdict = actor.send(msgspec.structs.replace(group, members=(bad, group.members[1])))
+    result = actor.send(msgspec.structs.replace(group, members=(bad, group.members[1])))
 
-    assert (verdict.reason, verdict.strike) == (RejectReason.MALFORMED, True)
-    assert verdict.detail.startswith("reward_finite:")
+    assert (result.reason, result.strike) == (RejectReason.MALFORMED, True)
+    assert result.detail.startswith("reward_finite:")
     assert ledger.counters()["num_malformed_reward_finite"] == 1
-    assert (lease.group_id, 1) in [one.ref for one in actor.ask()]  # else the rejected lease would stay out for ever
+    assert (lease.group_id, 1) in [one.ref for one in actor.ask()]  # else the rejected lease would stay out forever
 
 
 @pytest.mark.parametrize("versions", [[(1, 7)], [(2, 0)], [(1, 0), (9, 0)]], ids=["future", "epoch", "second span"])
 def test_tokens_of_versions_outside_this_history_are_refused(versions):
     ledger, actor, (lease, *_) = one_actor()
 
-    verdict = actor.finish(lease, versions=versions)
+    result = actor.finish(lease, versions=versions)
 
-    assert (verdict.reason, verdict.strike) == (RejectReason.VERSION, False)
+    assert (result.reason, result.strike) == (RejectReason.VERSION, False)
 
 
 def test_tokens_of_a_version_that_is_published_but_not_yet_reported_as_trained_are_welcome():
@@ -130,10 +130,10 @@ def test_data_beyond_max_lag_is_refused_on_arrival_and_its_group_waits_again():
     actor.finish(extra)
     train(ledger)  # the extra group overtakes the old one, which the window allows once
 
-    verdict = actor.send(old)
+    result = actor.send(old)
 
-    assert verdict.reason is RejectReason.STALE
-    assert "has lag 2 > max_lag 1" in verdict.detail
+    assert result.reason is RejectReason.STALE
+    assert "has lag 2 > max_lag 1" in result.detail
     actor.install(2)
     assert (leases[1].group_id, 1) in [lease.ref for lease in actor.ask()]
 
@@ -248,7 +248,7 @@ def test_handing_back_for_an_innocent_reason_is_no_failure(reason):
 
 
 @pytest.mark.parametrize("reason", [ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON])
-def test_a_prompt_that_nobody_can_do_is_dropped_at_once(reason):
+def test_a_prompt_that_no_actor_can_do_is_dropped_at_once(reason):
     ledger, actor, (lease, *_) = one_actor()
 
     actor.hand_back(lease, reason)
@@ -287,27 +287,26 @@ def test_the_newest_incarnation_wins_and_the_old_one_never_returns():
 @pytest.mark.parametrize(
     "changes, exit_code",
     [
-        (dict(protocol_min=2, protocol_max=3), 4), (dict(run_id="other"), 6), (dict(incarnation=0), 4),
-        (dict(outbox=((5, 4),), next_seq=9), 4), (dict(outbox=((1, 1),), next_seq=2000), 4),
+        (dict(incarnation=0), 4), (dict(outbox=((5, 4),), next_seq=9), 4), (dict(outbox=((1, 1),), next_seq=2000), 4),
     ],
-    ids=["protocol", "run", "incarnation", "outbox order", "outbox window"],
+    ids=["incarnation", "outbox order", "outbox window"],
 )
 def test_an_impossible_hello_is_stopped_with_a_reason(changes, exit_code):
     ledger = make_ledger()
 
-    verdict = FakeActor(ledger, "a1").join(**changes)
+    result = FakeActor(ledger, "a1").join(**changes)
 
-    assert verdict.stop.exit_code == exit_code and verdict.stop.detail and not verdict.stop.rejoin
+    assert result.stop.exit_code == exit_code and result.stop.detail and not result.stop.rejoin
     assert ledger.counters()["num_actors"] == 0
 
 
-def test_a_reconnecting_actor_keeps_the_leases_that_nobody_else_has():
+def test_a_reconnecting_actor_keeps_the_leases_that_no_other_actor_has():
     ledger, actor, leases = one_actor()
 
     ledger.evict("a1", 1.0)
-    verdict = actor.join(2.0)
+    result = actor.join(2.0)
 
-    assert verdict.held == tuple((lease.ref, True) for lease in leases)
+    assert result.held == tuple((lease.ref, True) for lease in leases)
     assert actor.finish(leases[0], 2.0).kind == "accepted"
 
 
@@ -328,7 +327,7 @@ def test_a_lease_whose_group_is_still_in_the_outbox_waits_for_the_resend():
     actor.join(1.0)
     other.join(1.0)
 
-    assert other.ask(1.0) == []  # group 0 is on its way, so nobody makes it twice
+    assert other.ask(1.0) == []  # group 0 is on its way, so no actor makes it twice
     assert actor.send(lost, 1.0).kind == "accepted"
 
 

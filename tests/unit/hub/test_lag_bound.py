@@ -200,8 +200,8 @@ def test_under_wait_a_slow_group_is_waited_for_and_trained_at_lag_eta():
             ledger.trained(version + 1, False, "")
             ledger.versions.published(VersionRef(1, version + 1))
             quick.install(version + 1)
-        verdict = slow.finish(first).kind
-        outcomes[mode] = (waited, verdict, ledger.counters()["num_groups_stale"])
+        result = slow.finish(first).kind
+        outcomes[mode] = (waited, result, ledger.counters()["num_groups_stale"])
         if mode == "wait":
             assert [train(ledger) for _ in range(3)] == [[0], [1], [2]]  # strictly in dispatch order
 

@@ -60,7 +60,7 @@ def test_a_lease_that_was_named_once_has_the_time_that_every_lease_has(ledger):
     assert set(effect.leases) == {lease.ref for lease in leases} and ledger.counters()["num_leases_lost"] == 0
 
 
-def test_a_group_of_a_lease_that_was_given_up_is_still_welcome_while_nobody_else_has_it(ledger):
+def test_a_group_of_a_lease_that_was_given_up_is_still_welcome_while_no_other_actor_has_it(ledger):
     actor = joined(ledger)
     lost, *_ = actor.ask()
     beats(actor, ledger, LATE_S, held=())

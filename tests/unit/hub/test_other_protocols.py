@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl.messages import Bye, HubHeartbeat, Stop, StopReason, VersionRef
+from streamrl.messages import Bye, Hello, HubHeartbeat, Stop, StopReason, VersionRef
 from streamrl.messages.codec import PREAMBLE, encode, protocol_of
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
@@ -43,6 +43,28 @@ def test_a_peer_without_our_preamble_is_not_answered(tmp_path):
         assert peer.receive(Stop).reason == StopReason.NO_LINK
         assert not socket.poll(0)
         socket.close(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "exit_code"),
+    [
+        ({"protocol_min": 2, "protocol_max": 3}, StopReason.PROTOCOL, 4),
+        ({"run_id": "other"}, StopReason.WRONG_RUN, 6),
+    ],
+    ids=["protocol", "run"],
+)
+def test_a_hello_of_another_release_or_run_is_refused_with_a_reason(tmp_path, changes, reason, exit_code):
+    hello = Hello(
+        protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
+        slots=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
+    )
+    with LiveHub(tmp_path, config_of()) as hub:
+        peer = hub.connect()
+        peer.send(msgspec.structs.replace(hello, **changes))
+        stop = peer.receive(Stop)
+
+        assert (stop.reason, stop.exit_code, stop.rejoin) == (reason, exit_code, False) and stop.detail
+        assert hub.server.context.ledger.counters()["num_actors"] == 0
 
 
 def test_an_actor_whose_hub_speaks_another_protocol_ends_and_says_so():

@@ -65,9 +65,9 @@ def test_a_trained_group_is_never_trained_again_after_a_restart():
     state = ledger.freeze(1)  # published, but the learner died before its DURABLE went out
 
     actor.ledger = restart(ledger, state)
-    verdict = actor.join()
+    result = actor.join()
 
-    assert verdict.durable_upto == 1 and actor.outbox == {}
+    assert result.durable_upto == 1 and actor.outbox == {}
     assert actor.send(group).kind == "repeat"
 
 
@@ -169,9 +169,9 @@ def test_an_actor_that_returns_in_time_keeps_its_leases():
     ledger, actor, leases = started()
 
     actor.ledger = restart(ledger, ledger.freeze(0))
-    verdict = actor.join()
+    result = actor.join()
 
-    assert verdict.held == tuple((lease.ref, True) for lease in leases)
+    assert result.held == tuple((lease.ref, True) for lease in leases)
     assert actor.finish(leases[1]).kind == "accepted"
 
 
