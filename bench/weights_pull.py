@@ -20,8 +20,7 @@ import zmq
 
 from streamrl.messages import TO_WEIGHTS, Layout, Limits, Manifest, Pull
 from streamrl.messages.codec import Decoder, encode
-from streamrl.weights.document import HEADER_BYTES
-from streamrl.weights.memory import DocumentMemory
+from streamrl.weights.document import HEADER_BYTES, DocumentMemory
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.client import ZmqReceiver
 

@@ -23,10 +23,11 @@ from torch.nn import Module, Parameter
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
+from streamrl.weights.document import PIECE_BYTES
 from streamrl.weights.gpu.fold128 import DocumentFold
 from streamrl.weights.manifest import DIGEST_FOLD128, document_nbytes, make_layout, make_manifest
 from streamrl.weights.shm.transport import ShmPublisher
-from streamrl.weights.shm.writer import PIECE_BYTES, DocumentWriter
+from streamrl.weights.shm.writer import DocumentWriter
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 

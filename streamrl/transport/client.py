@@ -1,4 +1,4 @@
-"""HubClient: the thread that owns an actor's socket and moves bytes between wire, link and the worker's event loop.
+"""The thread that owns an actor's socket and moves bytes between the hub, the session and the worker's event loop.
 
 A thread of its own, because an engine step or a long reward call must not delay a heartbeat.
 """
@@ -28,16 +28,15 @@ EXIT_PROTOCOL = 4
 
 
 class HubClient:
-    """The worker's end of the link. Events arrive in `events`; commands are thread-safe and return at once.
+    """The worker's end of a session with the hub at `endpoint`.
 
-    Args:
-        endpoint: the hub, tcp://host:port.
-        link: the protocol; only this client's thread touches it after `start`.
+    Events arrive in `events`; commands are thread-safe and return at once. Only the client's own thread uses `session`
+    after `start`.
     """
 
-    def __init__(self, endpoint: str, link: ActorSession) -> None:
+    def __init__(self, endpoint: str, session: ActorSession) -> None:
         self.endpoint = endpoint
-        self.link = link
+        self.session = session
         self.events: asyncio.Queue[Deliver | LinkClosed] = asyncio.Queue()
         self.num_wire_errors = 0
         self._loop = asyncio.get_running_loop()
@@ -52,22 +51,22 @@ class HubClient:
         self._thread.start()
 
     def send_group(self, group: Group) -> None:
-        """Number, keep and send a group; it stays in the outbox until the hub says DURABLE or REJECTED."""
-        self._command(lambda now: self.link.submit(group, now))
+        """Number, keep and send a group; it stays in the outbox until it is DURABLE or rejected."""
+        self._command(lambda now: self.session.submit(group, now))
 
     def report_installed(self, message: Installed) -> None:
-        self._command(lambda now: self.link.report_installed(message, now))
+        self._command(lambda now: self.session.report_installed(message, now))
 
     def report_nccl(self, state: NcclState) -> None:
         """A communicator is being built here, formed or lost; from any thread."""
-        self._command(lambda now: self.link.report_nccl(state, now))
+        self._command(lambda now: self.session.report_nccl(state, now))
 
     def update(self, progress: Progress) -> None:
-        """What the next heartbeat says."""
-        self.link.progress = progress  # one reference assignment: atomic for the other thread
+        """The worker's part of the next heartbeat."""
+        self.session.progress = progress  # one reference assignment: atomic for the other thread
 
     def drain(self, reason: str, deadline_s: float | None = None) -> None:
-        self._command(lambda now: self.link.drain(reason, now, deadline_s))
+        self._command(lambda now: self.session.drain(reason, now, deadline_s))
 
     def close(self) -> None:
         """End the thread and the socket; nothing more is sent."""
@@ -91,9 +90,9 @@ class HubClient:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # whatever it was, an actor without a link must end, loudly
-            log.exception("the link to the hub failed")
-            closed = LinkClosed(1, f"the link to the hub failed: {error!r}")
+        except Exception as error:  # whatever it was, an actor without a session must exit, loudly
+            log.exception("the session with the hub failed")
+            closed = LinkClosed(1, f"the session with the hub failed: {error!r}")
             self._loop.call_soon_threadsafe(self.events.put_nowait, closed)
 
     def _serve(self) -> None:
@@ -103,7 +102,7 @@ class HubClient:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         try:
-            self._apply(socket, self.link.start(time.monotonic()))
+            self._apply(socket, self.session.start(time.monotonic()))
             while not self._stopping:
                 ready = dict(poller.poll(TICK_S * 1000))
                 self._retry(socket)
@@ -113,7 +112,7 @@ class HubClient:
                     self._apply(socket, self._commands.popleft()(time.monotonic()))
                 if socket in ready:
                     self._receive(socket)
-                self._apply(socket, self.link.tick(time.monotonic()))
+                self._apply(socket, self.session.tick(time.monotonic()))
         finally:
             socket.close(0)
             context.term()
@@ -131,10 +130,10 @@ class HubClient:
             except WireError as error:
                 self.num_wire_errors += 1
                 log.warning("refused a message of the hub (%s): %s", error.counter, error)
-                if isinstance(error, ProtocolVersionError) and not self.link.linked:
-                    self._apply(socket, [LinkClosed(EXIT_PROTOCOL, str(error))])  # nothing of it can ever be understood
+                if isinstance(error, ProtocolVersionError) and not self.session.linked:
+                    self._apply(socket, [LinkClosed(EXIT_PROTOCOL, str(error))])  # none can ever be read
                 continue
-            self._apply(socket, self.link.received(message, time.monotonic()))
+            self._apply(socket, self.session.received(message, time.monotonic()))
 
     def _apply(self, socket: zmq.Socket, effects: list[Effect]) -> None:
         for effect in effects:
@@ -146,13 +145,13 @@ class HubClient:
                     self._stopping = True
 
     def _send(self, socket: zmq.Socket, frame: bytes | bytearray) -> None:
-        """Send now, or after what already waits for a full pipe; without a link nothing waits, HELLO repeats itself."""
-        if not self.link.linked:
+        """Send now, or queue behind a full pipe; unlinked nothing is queued, because HELLO is repeated."""
+        if not self.session.linked:
             self._waiting.clear()
         elif self._waiting:
             self._waiting.append(frame)
             return
-        if not self._try(socket, frame) and self.link.linked:
+        if not self._try(socket, frame) and self.session.linked:
             self._waiting.append(frame)
 
     def _retry(self, socket: zmq.Socket) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from streamrl.messages import SeqRange
 
 MARGIN = 64
-"""Leases that may still be out when the outbox says that it is full: their groups must fit, too."""
+"""Room for the groups of leases that are still out when the outbox is full."""
 MAX_SPAN = 7168
-"""Sequence numbers from the oldest entry to the next; the hub's dedupe window is a little wider."""
+"""Most sequence numbers from the oldest entry to the next; the hub's dedup window is a little wider."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Entry:
 
 
 class Outbox:
-    """Entries in seq order. States: waiting (sent_at None) -> sent -> settled -> gone (durable or rejected)."""
+    """Entries in seq order: waiting (sent_at None) -> sent -> settled -> removed (durable or rejected)."""
 
     def __init__(self, max_groups: int, max_bytes: int) -> None:
         self.max_groups = max_groups
@@ -36,7 +36,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """No more generation until something becomes durable; nothing is ever dropped because a queue is full."""
+        """Whether generation must wait until something becomes durable; nothing is ever dropped because of size."""
         oldest = next(iter(self._entries), self.next_seq)
         return (
             len(self._entries) >= self.max_groups - MARGIN
@@ -64,13 +64,13 @@ class Outbox:
         return all(entry.settled for entry in self._entries.values())
 
     def unsend(self) -> None:
-        """A new link knows nothing of what the old one may have lost: everything unsettled waits again."""
+        """Queue everything unsettled again: a closed session may have lost it."""
         for entry in self._entries.values():
             if not entry.settled:
                 entry.sent_at = None
 
     def unsettle(self) -> None:
-        """A new learner epoch has not seen what the dead one ACCEPTED: those entries wait again too."""
+        """Queue everything again: a new learner epoch has not seen what the old one ACCEPTED."""
         for entry in self._entries.values():
             entry.settled = False
             entry.sent_at = None
@@ -80,7 +80,7 @@ class Outbox:
             self._entries[seq].settled = True
 
     def forget(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
-        """Durable, or rejected for good."""
+        """Remove what is durable or rejected."""
         for seq in self._matching(upto, ranges):
             self.num_bytes -= len(self._entries.pop(seq).frame)
 

@@ -1,14 +1,12 @@
 """The actor's side of the protocol as a pure state machine: inputs and `now` in, effects out. No socket, no clock.
 
-States (messages.ActorState) and what moves them:
-
-    CONNECTING  HELLO sent, again after hello_timeout_s or backoff          -> WELCOME -> SYNCING
-    SYNCING     linked, fetching the manifest; outbox is re-sent            -> first install -> RUNNING
-    RUNNING     generating, sending, installing in flight         -> hub silent -> DISCONNECTED; drain -> DRAINING
-    DISCONNECTED      held leases go on, none are taken; HELLO with backoff       -> WELCOME -> SYNCING or RUNNING
-    DRAINING    finish or hand back, no new leases                          -> outbox settled -> LEAVING
-    LEAVING     BYE sent                                                    -> BYE or time-out -> GONE
-    GONE        nothing more is sent
+    CONNECTING    HELLO sent, repeated with back-off                         -> WELCOME -> SYNCING
+    SYNCING       linked, first version not installed; outbox is re-sent     -> first install -> RUNNING
+    RUNNING       leases, groups and installs flow     -> no message for hub_silent_s -> DISCONNECTED; drain -> DRAINING
+    DISCONNECTED  held leases go on, none are taken; HELLO with back-off     -> WELCOME -> SYNCING or RUNNING
+    DRAINING      leases are finished or handed back, none are taken         -> outbox settled -> LEAVING
+    LEAVING       BYE sent                                                   -> BYE or time-out -> CLOSED
+    CLOSED        nothing more is sent
 """
 
 from __future__ import annotations
@@ -45,33 +43,33 @@ from streamrl.messages.codec import encode
 from streamrl.transport.outbox import Entry, Outbox
 
 MAX_UNSETTLED = 64
-"""Groups in flight without a verdict; the rest waits its turn in the outbox."""
+"""Groups sent and not yet accepted or rejected; the rest waits in the outbox."""
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 5.0
 EXIT_FENCED, EXIT_EVICTED = 3, 7
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put this frame on the socket."""
+    """A frame for the socket."""
 
     frame: bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Tell the worker: Welcome, Leases, Announce, HubHeartbeat, Drain, Stop, or `Disconnected`."""
+    """An event for the worker: Welcome, Leases, Announce, HubHeartbeat, Drain, Stop, or `Disconnected`."""
 
     event: Message | Disconnected
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The hub has not been heard for hub_silent_s."""
+    """No message of the hub came for hub_silent_s."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """Close the socket and end; `exit_code` is the process's."""
+    """The session is over: close the socket and exit with this status."""
 
     exit_code: int
     detail: str
@@ -82,7 +80,7 @@ Effect = Send | Deliver | LinkClosed
 
 @dataclass(slots=True)
 class Progress:
-    """What the next heartbeat says of the worker; the worker keeps it up to date."""
+    """The worker's part of the next heartbeat; the worker keeps it up to date."""
 
     slots: int = 0
     free: int = 0
@@ -95,15 +93,14 @@ class Progress:
 
 
 class ActorSession:
-    """One incarnation of one actor, seen from the wire."""
+    """The protocol state of one incarnation of one actor."""
 
     def __init__(
         self, actor_id: str, incarnation: int, *, engine: str, slots: int, transports: tuple[str, ...], software: str,
         random_seed: int = 0, give_up_after_s: float = 0.0, device: str = "",
     ) -> None:
-        self.actor_id, self.incarnation = actor_id, incarnation
+        self.actor_id, self.incarnation, self.device = actor_id, incarnation, device
         self.engine, self.slots, self.transports, self.software = engine, slots, transports, software
-        self.device = device
         self.nccl: NcclState | None = None
         self.state = ActorState.CONNECTING
         self.limits = Limits()
@@ -112,20 +109,20 @@ class ActorSession:
         self.learner_epoch = 0
         self.installed: tuple[VersionRef, bytes] | None = None
         self.progress = Progress()
-        self.num_evictions = 0
+        self._num_evictions = 0
         self._give_up_after_s = give_up_after_s
         self._rng = random.Random(random_seed)
-        self._attempts = 0
+        self._num_retries = 0
         self._beat = 0
-        self._parted_at: float | None = None
-        self._heard_at = self._beat_at = self._hello_at = self._bye_at = 0.0
+        self._disconnected_at = self._heard_at = self._beat_at = self._hello_at = self._bye_at = 0.0
         self._num_byes = 0
+        self._jitter = 1.0
         self._drain_until: float | None = None
 
     # --- inputs ---------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
-        self._heard_at = self._parted_at = now
+        self._heard_at = self._disconnected_at = now
         return self._hello(now)
 
     def received(self, message: Message, now: float) -> list[Effect]:
@@ -139,7 +136,7 @@ class ActorSession:
             case Stop():
                 return self._stopped(message, now)
             case Bye():
-                return self._gone(0, "left cleanly")
+                return self._close(0, "left cleanly")
             case HubHeartbeat() | Leases() | Announce() | Drain():
                 return [Deliver(message)] if self.linked else []
         return []
@@ -158,14 +155,14 @@ class ActorSession:
         return [Send(encode(message)), *self._send_beat(now)] if self.linked else []
 
     def report_nccl(self, state: NcclState, now: float) -> list[Effect]:
-        """A communicator is being built, formed or lost: the hub waits for this, so it is told at once."""
+        """A communicator is being built, formed or lost; sent at once, because the hub waits for it."""
         self.nccl = state
         return self._send_beat(now) if self.linked else []
 
     def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
-        """Leave politely: finish or hand back, settle the outbox, BYE."""
+        """Graceful shutdown: drain leases, settle the outbox, send BYE."""
         if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
-            return self._gone(0, "left without a hub")
+            return self._close(0, "left without a hub")
         if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.CLOSED):
             return []
         seconds = self.limits.drain_deadline_s if deadline_s is None else deadline_s
@@ -174,13 +171,13 @@ class ActorSession:
         return [Send(encode(Drain(reason, seconds, 0))), *self._send_beat(now)]
 
     def tick(self, now: float) -> list[Effect]:
-        """Whatever time asks for; call it at least every 50 ms."""
+        """Heartbeats, retries and time-outs that are due; call it at least every 50 ms."""
         if self.state is ActorState.CLOSED:
             return []
         if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
             return self._retry(now)
         if now - self._heard_at > self.limits.hub_silent_s:
-            return self._part(now)
+            return self._disconnect(now)
         effects: list[Effect] = []
         if now - self._beat_at >= self.limits.heartbeat_s:
             effects += self._send_beat(now)
@@ -188,8 +185,6 @@ class ActorSession:
         if oldest is not None and oldest.sent_at is not None and now - oldest.sent_at > self.limits.ack_timeout_s:
             effects.append(self._send_entry(oldest, now))
         return effects + self._leave_if_done(now)
-
-    # --- what the worker asks -------------------------------------------------------------------------------------
 
     @property
     def linked(self) -> bool:
@@ -208,28 +203,26 @@ class ActorSession:
         return [Send(encode(hello))]
 
     def _retry(self, now: float) -> list[Effect]:
-        waited = now - (self._parted_at if self._parted_at is not None else now)
+        waited = now - self._disconnected_at
         if self._give_up_after_s and waited > self._give_up_after_s:
-            return self._gone(1, f"no hub for {waited:.0f} s (actors.give_up_after_s={self._give_up_after_s:g})")
-        ceiling = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempts, 10))
+            return self._close(1, f"no hub for {waited:.0f} s (actors.give_up_after_s={self._give_up_after_s:g})")
+        ceiling = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._num_retries, 10))
         if now - self._hello_at < self._jitter * ceiling:
             return []
-        self._attempts += 1
+        self._num_retries += 1
         self._jitter = self._rng.uniform(0.5, 1.0)
         return self._hello(now)
 
-    _jitter = 1.0
-
-    def _part(self, now: float) -> list[Effect]:
+    def _disconnect(self, now: float) -> list[Effect]:
         if self._drain_until is not None:
-            return self._gone(0, "left; the hub was gone")
+            return self._close(0, "left while disconnected")
         self.state = ActorState.DISCONNECTED
-        self._parted_at, self._attempts = now, 0
+        self._disconnected_at, self._num_retries = now, 0
         return [Deliver(Disconnected()), *self._hello(now)]
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Effect]:
         if self.linked:
-            return []  # an answer to a repeated HELLO
+            return []  # the answer to a repeated HELLO
         self.limits = welcome.limits
         self.outbox.max_groups, self.outbox.max_bytes = welcome.limits.outbox_groups, welcome.limits.outbox_bytes
         if self.learner_epoch not in (0, welcome.learner_epoch):
@@ -239,9 +232,9 @@ class ActorSession:
         self.outbox.settle(welcome.settled_upto, welcome.settled)
         self.outbox.forget(welcome.durable_upto, welcome.durable)
         self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch
-        # Whoever serves a version already may go on; the ledger knows what that version is good for.
+        # With a version installed generation goes on; the ledger decides what that version is good for.
         self.state = ActorState.SYNCING if self.installed is None else ActorState.RUNNING
-        self._attempts, self._parted_at = 0, None
+        self._num_retries = 0
         return [Deliver(welcome), *self._send_beat(now), *self._flush(now)]
 
     def _acked(self, ack: Ack, now: float) -> list[Effect]:
@@ -249,36 +242,33 @@ class ActorSession:
             return []
         self.outbox.settle(ack.settled_upto, ack.accepted)
         self.outbox.forget(ack.durable_upto, ack.durable)
-        effects: list[Effect] = []
         for one in ack.rejected:
             self.outbox.forget(0, [(one.seq, one.seq)])
             if one.reason == RejectReason.FENCED:
-                return self._gone(EXIT_FENCED, "a newer process with this actor_id has taken over")
-        return effects + self._flush(now) + self._leave_if_done(now)
+                return self._close(EXIT_FENCED, "a newer process with this actor_id has taken over")
+        return self._flush(now) + self._leave_if_done(now)
 
     def _stopped(self, stop: Stop, now: float) -> list[Effect]:
         if stop.reason == StopReason.NO_LINK:
             return self._rejoin(now) if self.linked else []
         if stop.reason == StopReason.EVICTED:
-            self.num_evictions += 1
-            if self.num_evictions >= 3:
-                self.state = ActorState.CLOSED
-                return [Deliver(stop), LinkClosed(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
+            self._num_evictions += 1
+            if self._num_evictions >= 3:
+                return [Deliver(stop), *self._close(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
             return self._rejoin(now)
         if stop.rejoin:
-            return self._part(now) if self.linked else []
-        self.state = ActorState.CLOSED
-        return [Deliver(stop), LinkClosed(stop.exit_code, stop.detail)]
+            return self._disconnect(now) if self.linked else []
+        return [Deliver(stop), *self._close(stop.exit_code, stop.detail)]
 
     def _rejoin(self, now: float) -> list[Effect]:
         if self._drain_until is not None:
-            return self._gone(0, "left; the hub had dropped the link")
+            return self._close(0, "left; the hub had dropped the session")
         self.state = ActorState.DISCONNECTED
-        self._parted_at, self._attempts = now, 0
+        self._disconnected_at, self._num_retries = now, 0
         self.outbox.unsend()
         return self._hello(now)
 
-    def _gone(self, exit_code: int, detail: str) -> list[Effect]:
+    def _close(self, exit_code: int, detail: str) -> list[Effect]:
         self.state = ActorState.CLOSED
         return [LinkClosed(exit_code, detail)]
 
@@ -293,7 +283,7 @@ class ActorSession:
             self._num_byes += 1
             self._bye_at = now
             if self._num_byes >= 3:
-                return self._gone(0, "left; the hub did not answer BYE")
+                return self._close(0, "left; the hub did not answer BYE")
             return [Send(encode(Bye(self.outbox.next_seq - 1, "again")))]
         return []
 
@@ -310,14 +300,14 @@ class ActorSession:
     def _send_beat(self, now: float) -> list[Effect]:
         self._beat_at = now
         self._beat += 1
-        p = self.progress
+        progress = self.progress
         taking = self.state is ActorState.RUNNING and not self.outbox.full
+        installed, root = self.installed or (None, b"")
         beat = ActorHeartbeat(
-            incarnation=self.incarnation, beat=self._beat, state=self.state, free=p.free if taking else 0,
-            running=p.running, installed=self.installed[0] if self.installed else None, tokens_total=p.tokens_total,
-            stuck=p.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
-            free_eval=p.free_eval if taking else 0, stats=p.stats, slots=p.slots,
-            root=self.installed[1] if self.installed else b"", held=p.held if len(p.held) <= 1024 else None,
-            nccl=self.nccl,
+            incarnation=self.incarnation, beat=self._beat, state=self.state, free=progress.free if taking else 0,
+            running=progress.running, installed=installed, tokens_total=progress.tokens_total,
+            stuck=progress.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
+            free_eval=progress.free_eval if taking else 0, stats=progress.stats, slots=progress.slots, root=root,
+            held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
         )
         return [Send(encode(beat))]

@@ -1,7 +1,7 @@
-"""One version's weights as bytes that can be looked at: mapped, verified, then read as tensors without a copy.
+"""One version's weights as bytes: mapped or received, verified, then read as tensors without a copy.
 
 A document lies in a file behind a 64-byte header, or in plain memory. It is *unverified* until every bucket has
-matched its digest; only a verified document gives tensors, so no caller can load bytes that nobody checked.
+matched its digest; only a verified document gives tensors, so unchecked bytes can never be loaded.
 
     header  offset  size  field
             0       16    probe: random, different for every file; proves that two sides see the same one
@@ -19,16 +19,22 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
+    bucket_digest,
     bucket_ranges,
     check_manifest,
     document_nbytes,
@@ -36,7 +42,6 @@ from streamrl.weights.manifest import (
     tensor_nbytes,
     tensor_offsets,
 )
-from streamrl.weights.running_digest import digest_all
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +49,10 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64
 PROBE_BYTES = 16
 MAGIC = b"SRLMDOC1"
+PIECE_BYTES = 256 << 10
+"""Copied, then digested while it is still in the cache, before the next piece is touched."""
+NUM_THREADS = min(2, os.cpu_count() or 1)
+_WORTH_A_THREAD = 8 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _POPULATE_BYTES = 4 << 20
 _HEADER = struct.Struct("<16s8sI4xQQ16x")
@@ -51,7 +60,7 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class NotAvailable(WeightsError):
-    """This way to the document does not lead there from here; another may."""
+    """This transport cannot bring the document here; another may."""
 
 
 class VersionRetired(NotAvailable):
@@ -82,12 +91,11 @@ def unpack_header(raw: bytes) -> tuple[bytes, VersionRef, int]:
 
 
 class Document:
-    """The bytes of one version, and what they should be.
+    """The bytes of one version, beside the manifest and layout that describe them.
 
     Args:
         body: the bytes in layout order, without a header; kept alive by the document and by every tensor it gave out.
-        manifest, layout: what the bytes claim to be; checked against each other here.
-        verified: the caller has digested every bucket as it arrived, in memory that nobody else can write.
+        verified: the caller has digested every bucket as it arrived, in memory that only it can write.
     Raises:
         WeightsError: manifest and layout do not belong together.
     """
@@ -102,11 +110,10 @@ class Document:
 
     @classmethod
     def map_file(cls, path: str | Path, manifest: Manifest, layout: Layout) -> Document:
-        """Map the document in `path`. The mapping is private: whatever is done to it, the file stays as it is.
+        """The document in `path`, mapped privately: writes never reach the file.
 
         Raises:
-            FileNotFoundError, PermissionError: as the operating system says.
-            WeightsError: the file is no document of this version.
+            OSError: the file cannot be opened. WeightsError: it is no document of this version.
         """
         with open(path, "rb") as file:
             return cls.map_open_file(file.fileno(), manifest, layout)
@@ -120,8 +127,8 @@ class Document:
                 f"the file holds version {ref} of {nbytes} bytes, "
                 f"wanted {manifest.ref} of {document_nbytes(layout)} bytes"
             )
-        # Private and writable instead of read-only: torch refuses to believe in read-only memory, and a stray write
-        # then stays in this process instead of ending it.
+        # Private and writable instead of read-only: torch warns about read-only memory, and a stray write then stays
+        # in this process instead of ending it.
         mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError):  # an older kernel: the pages come one by one
             for start in range(0, len(mapping), _POPULATE_BYTES):
@@ -129,11 +136,7 @@ class Document:
         return cls(memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], manifest, layout)
 
     def verify(self) -> Document:
-        """Digest every bucket; returns the document itself.
-
-        Raises:
-            WeightsError: names the first bucket that is cut or differs.
-        """
+        """Digest every bucket; returns the document itself. Raises WeightsError naming the first wrong bucket."""
         if self._verified:
             return self
         view, ranges = memoryview(self._body), bucket_ranges(self.layout)
@@ -154,7 +157,7 @@ class Document:
         return self
 
     def renamed(self, manifest: Manifest) -> Document:
-        """The same verified bytes under another version: a restarted learner publishes what it had.
+        """The same verified bytes under another version, as a restarted learner publishes them.
 
         Raises:
             WeightsError: the manifest describes other bytes, or these were never verified.
@@ -168,24 +171,22 @@ class Document:
         return len(self._body)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes start..end, read-only.
-
-        Raises:
-            WeightsError: the document was not verified.
-        """
-        if not self._verified:
-            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before view()")
+        """Bytes start..end, read-only; WeightsError if the document was not verified."""
+        self._require_verified("view")
         return memoryview(self._body)[start:end].toreadonly()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
+        """Checkpoint name to tensor in wire dtype, as views of the document: read them, never write them.
 
         Raises:
             WeightsError: the document was not verified.
         """
-        if not self._verified:
-            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before tensors()")
+        self._require_verified("tensors")
         return {spec.name: _tensor(self._body, offset, spec) for spec, offset in tensor_offsets(self.layout)}
+
+    def _require_verified(self, method: str) -> None:
+        if not self._verified:
+            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before {method}()")
 
 
 def _check_digest(index: int, digest: bytes, manifest: Manifest) -> None:
@@ -207,3 +208,78 @@ def _tensor(body: np.ndarray, offset: int, spec: Any) -> torch.Tensor:
     if raw.ctypes.data % DTYPE_BYTES[spec.dtype] or not raw.flags.writeable:
         raw = raw.copy()  # a document of mixed dtypes may leave a tensor between two elements
     return torch.from_numpy(raw).view(dtype).view(spec.shape)
+
+
+def digest_all(buckets: Sequence[memoryview]) -> list[bytes]:
+    """The digest of every bucket; large ones in two threads, because one core cannot saturate memory."""
+    if NUM_THREADS == 1 or len(buckets) < 2 or sum(map(len, buckets)) < _WORTH_A_THREAD:
+        return list(map(bucket_digest, buckets))
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
+        return list(threads.map(bucket_digest, buckets))
+
+
+class RunningDigest:
+    """One bucket being filled in chunks: in order, memory is read once; out of order, a second time."""
+
+    def __init__(self, bucket: memoryview) -> None:
+        self._bucket = bucket
+        self._restart()
+
+    def _restart(self) -> None:
+        self._hasher, self._upto = xxhash.xxh3_128(), 0
+
+    def copy(self, offset: int, data: memoryview) -> float:
+        """Put `data` at `offset`; seconds spent on digesting."""
+        end, seconds = offset + len(data), 0.0
+        if offset != self._upto:
+            if offset < self._upto:
+                self._restart()  # bytes that were digested already change
+            self._bucket[offset:end] = data
+            return seconds
+        for start in range(offset, end, PIECE_BYTES):
+            piece = self._bucket[start : min(start + PIECE_BYTES, end)]
+            piece[:] = data[start - offset : start - offset + len(piece)]
+            started = time.perf_counter()
+            self._hasher.update(piece)
+            seconds += time.perf_counter() - started
+        self._upto = end
+        return seconds
+
+    def finish(self) -> tuple[bytes, float]:
+        """(digest of the whole bucket, seconds spent on it); the next `copy` starts over."""
+        started = time.perf_counter()
+        digest = self._hasher.digest() if self._upto == len(self._bucket) else bucket_digest(self._bucket)
+        self._restart()
+        return digest, time.perf_counter() - started
+
+
+class DocumentMemory:
+    """Private memory for received documents, reused because new pages cost more than the bytes copied into them.
+
+    The memory of one document is kept when its last tensor is gone, for the next document of that size. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # memory may come back in the middle of `take`
+        self._spare: mmap.mmap | None = None
+
+    def take(self, nbytes: int) -> memoryview:
+        """Writable memory with arbitrary contents; it returns here once nothing refers to it any more."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        pages = spare if spare is not None and len(spare) == nbytes else _new_pages(nbytes)
+        # Views, arrays and tensors of the memory keep this array alive, and this array alone.
+        array = np.frombuffer(pages, dtype=np.uint8)
+        weakref.finalize(array, self._give_back, pages).atexit = False
+        return memoryview(array)
+
+    def _give_back(self, pages: mmap.mmap) -> None:
+        with self._lock:
+            self._spare = pages
+
+
+def _new_pages(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

@@ -1,8 +1,8 @@
-"""What a version *is*: the layout of its document, a digest a bucket, and a root over all of them. Pure.
+"""Identity of a version: the layout of its document, a digest a bucket, and a root over all of them. Pure.
 
 A document is the model's tensors as consecutive bytes in layout order, without padding. Buckets are consecutive byte
-ranges of the document, every one `bucket_bytes` long except the last; a tensor may span buckets. Whatever moves
-weights moves buckets; whatever installs weights reads tensors.
+ranges of the document, every one `bucket_bytes` long except the last; a tensor may span buckets. Transports move
+buckets, engines read tensors.
 
     tensors   |--- embed ---|-- q --|- k -|- v -|--- o ---| ...
     buckets   |------ 0 ------|------ 1 ------|------ 2 ------| ...
@@ -11,6 +11,7 @@ weights moves buckets; whatever installs weights reads tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 
 import msgspec
@@ -51,11 +52,7 @@ def make_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: i
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a layout (it may come from a peer) whose tensors and buckets do not describe the same bytes.
-
-    Raises:
-        WeightsError: see `make_layout`; or the buckets hold more or less than the tensors.
-    """
+    """Raise WeightsError for a layout, perhaps a peer's, whose tensors and buckets do not describe the same bytes."""
     names = [spec.name for spec in layout.tensors]
     if len(set(names)) != len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
@@ -79,20 +76,12 @@ def tensor_nbytes(spec: TensorSpec) -> int:
 
 def tensor_offsets(layout: Layout) -> list[tuple[TensorSpec, int]]:
     """Every tensor with its first byte in the document."""
-    offsets, offset = [], 0
-    for spec in layout.tensors:
-        offsets.append((spec, offset))
-        offset += tensor_nbytes(spec)
-    return offsets
+    return list(zip(layout.tensors, accumulate(map(tensor_nbytes, layout.tensors), initial=0), strict=False))
 
 
 def bucket_ranges(layout: Layout) -> list[tuple[int, int]]:
     """Half-open byte range of every bucket in the document."""
-    ranges, start = [], 0
-    for nbytes in layout.bucket_bytes:
-        ranges.append((start, start + nbytes))
-        start += nbytes
-    return ranges
+    return list(pairwise(accumulate(layout.bucket_bytes, initial=0)))
 
 
 def document_nbytes(layout: Layout) -> int:
@@ -128,11 +117,7 @@ def make_manifest(
 
 
 def check_manifest(manifest: Manifest, layout: Layout, kind: int = DIGEST_XXH3) -> None:
-    """Does this manifest describe a document of this layout, with digests of this kind, and is it whole?
-
-    Raises:
-        WeightsError: another layout, another number of buckets, another digest kind, or a root that does not follow.
-    """
+    """Raise WeightsError for a manifest of another layout, number of buckets or digest kind, or with a wrong root."""
     check_layout(layout)
     ours = layout_digest(layout)
     if manifest.layout_digest != ours:

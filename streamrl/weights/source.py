@@ -16,9 +16,8 @@ import zmq
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
 from streamrl.weights.delta.pull import DeltaBase
-from streamrl.weights.document import Document, NotAvailable, Superseded, VersionRetired
+from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded, VersionRetired
 from streamrl.weights.manifest import check_manifest
-from streamrl.weights.memory import DocumentMemory
 from streamrl.weights.pull.client import ZmqReceiver
 from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
 from streamrl.weights.transport import Receiver, load_transport

@@ -29,10 +29,9 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.assets import MAX_ASSETS_BYTES
 from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
-from streamrl.weights.document import Document, NotAvailable, Superseded
+from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded
 from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
-from streamrl.weights.memory import DocumentMemory
-from streamrl.weights.pull.plan import PullPlan, PullStats
+from streamrl.weights.pull.plan import ChunkPlan, PullPlan, PullStats
 from streamrl.weights.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class ZmqReceiver:
         except WeightsError as error:
             self._delta_base.failed(error)
             return None
-        self._delta_base.worked()
+        self._delta_base.succeeded()
         self.source = InstallSource.ZMQ_DELTA
         return found
 
@@ -174,7 +173,7 @@ class _Line:
         self._endpoint = receiver.endpoint
         self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
 
-    def run(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
+    def run(self, plan: ChunkPlan, blank: Pull) -> None:
         """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
         self._receiver.stats = plan.stats
         self._receiver.waiting_since = time.monotonic()
@@ -183,7 +182,7 @@ class _Line:
         finally:
             self._receiver.waiting_since = None
 
-    def _work(self, plan: PullPlan | IndexPlan, blank: Pull) -> None:
+    def _work(self, plan: ChunkPlan, blank: Pull) -> None:
         while not plan.done:
             now = time.monotonic()
             if self._cancelled.is_set():
@@ -198,7 +197,7 @@ class _Line:
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
             log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
 
-    def _send(self, plan: PullPlan | IndexPlan, blank: Pull, now: float) -> bool:
+    def _send(self, plan: ChunkPlan, blank: Pull, now: float) -> bool:
         """Fill the window; True if the socket cannot take more (no connection yet, or none any more)."""
         while (ask := plan.next_ask(now)) is not None:
             pull = Pull(blank.pull_token, blank.target, blank.mode, ask.bucket, ask.offset, ask.length)
@@ -209,7 +208,7 @@ class _Line:
             plan.sent(ask)
         return False
 
-    def _receive(self, plan: PullPlan | IndexPlan, blank: Pull) -> bool:
+    def _receive(self, plan: ChunkPlan, blank: Pull) -> bool:
         """Take one answer; False if none is there."""
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -1,12 +1,12 @@
-"""Pulling a document in chunks, as a pure state machine: which PULLs to send next, what to do with each CHUNK.
+"""Pulling in chunks as a pure state machine: which PULL to send next, what to do with each CHUNK.
 
-The window of PULLs in flight is the flow control. Whatever is lost is pulled again: a PULL that was overtaken by a
-later answer (one connection is first in, first out, so its answer is gone), or all of them after `chunk_timeout_s` of
-silence.
+The window of PULLs in flight is the flow control. What is lost is pulled again: a PULL that a later answer overtook (a
+connection is first in, first out, so its own answer is lost), or all of them after `chunk_timeout_s` of silence.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,7 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Chunk, ChunkStatus, Limits
-from streamrl.weights.document import NotAvailable, VersionRetired
-from streamrl.weights.running_digest import RunningDigest
+from streamrl.weights.document import NotAvailable, RunningDigest, VersionRetired
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Ask:
 
 @dataclass
 class PullStats:
-    """What went wrong on the way, and was put right."""
+    """Faults of one pull that were repaired."""
 
     repeated_pulls: int = 0
     refused_chunks: int = 0
@@ -39,50 +38,34 @@ class PullStats:
     busy: int = 0
 
 
-class PullPlan:
-    """What is still missing of a document, and what to ask for next.
+class ChunkPlan(ABC):
+    """The window, silences, repeats and refusals of one pull; a subclass says what is pulled and keeps it.
 
     Args:
-        buckets: writable memory of every bucket, filled here.
-        digests: xxh3-128 of every bucket; a bucket counts only when it matches.
         limits: chunk_bytes, pull_window, chunk_timeout_s.
-        what: names the thing in errors, "version 0:7" or "the assets".
+        what: names the pulled thing in errors, "version 0:7" or "the assets".
     """
 
     MAX_REFUSALS = 3
     """A bucket or chunk that was refused this often is not asked for again."""
     MAX_SILENCES = 3
-    """Silences of chunk_timeout_s in a row before the way is given up."""
+    """Silences of chunk_timeout_s in a row before the pull is given up."""
 
-    def __init__(
-        self, buckets: Sequence[memoryview], digests: Sequence[bytes], limits: Limits, *, what: str, now: float
-    ) -> None:
-        self._buckets, self._digests, self._limits, self.what = buckets, digests, limits, what
+    def __init__(self, limits: Limits, *, what: str, now: float) -> None:
+        self.what, self.stats, self.verify_s = what, PullStats(), 0.0
+        self._limits = limits
         self._waiting: deque[Ask] = deque()
         self._in_flight: OrderedDict[tuple[int, int], Ask] = OrderedDict()
-        self._missing = [0] * len(buckets)  # chunks
-        self._running = [RunningDigest(bucket) for bucket in buckets]
         self._refusals: dict[tuple[int, int], int] = {}
         self._not_before, self._heard_at, self._silences = now, now, 0
-        self.stats = PullStats()
-        self.verify_s = 0.0
-        for index in range(len(buckets)):
-            self._want(index)
-
-    def _want(self, index: int) -> None:
-        step, size = self._limits.chunk_bytes, len(self._buckets[index])
-        asks = [Ask(index, offset, min(step, size - offset)) for offset in range(0, size, step)]
-        self._missing[index] = len(asks)
-        self._waiting.extend(asks)
 
     @property
-    def done(self) -> bool:
-        return not any(self._missing)
+    @abstractmethod
+    def done(self) -> bool: ...
 
+    @abstractmethod
     def progress(self) -> str:
-        """How far it got, for a person."""
-        num_missing = sum(count > 0 for count in self._missing)
-        return f"{len(self._buckets) - num_missing} of {len(self._buckets)} buckets verified"
+        """How far it got, for a log."""
 
     def next_ask(self, now: float) -> Ask | None:
         """The chunk to pull now, if the window has room; call `sent` when it left."""
@@ -102,11 +85,7 @@ class PullPlan:
         return max(0.0, wait)
 
     def tick(self, now: float) -> None:
-        """Pull everything again after a silence.
-
-        Raises:
-            NotAvailable: the third silence in a row.
-        """
+        """Pull everything again after a silence; NotAvailable after the third in a row."""
         if now < self._heard_at + self._limits.chunk_timeout_s:
             return
         self._silences += 1
@@ -117,7 +96,7 @@ class PullPlan:
         self._pull_again(list(self._in_flight))
 
     def accept(self, chunk: Chunk, payload: memoryview, now: float) -> None:
-        """Take what arrived. Duplicates, and answers to questions never asked, change nothing.
+        """Take what arrived; a duplicate, or the answer to a question that was not asked, changes nothing.
 
         Raises:
             VersionRetired: the version was retired. NotAvailable: the pull token is wrong.
@@ -129,35 +108,82 @@ class PullPlan:
         if ask is None:
             self.stats.surplus_chunks += 1
             return
-        self._pull_again(self._overtaken_by(key))
+        keys = list(self._in_flight)
+        self._pull_again(keys[: keys.index(key)])
         del self._in_flight[key]
         if chunk.status == ChunkStatus.GONE:
-            raise VersionRetired(f"{self.what} was retired: a newer one is on its way")
+            raise self._retired()
         if chunk.status == ChunkStatus.DENIED:
             raise NotAvailable(f"{self.what}: the hub refused the pull token; say HELLO again for a new one")
         if chunk.status == ChunkStatus.BUSY:
             self.stats.busy += 1
             self._not_before = max(self._not_before, now + min(max(chunk.retry_after_s, 0.0), 60.0))
             self._waiting.appendleft(ask)
-            return
-        if len(payload) != ask.length or xxhash.xxh3_64_intdigest(payload) != chunk.digest:
+        elif not self._fits(ask, chunk, payload) or xxhash.xxh3_64_intdigest(payload) != chunk.digest:
             self.stats.refused_chunks += 1
             self._refuse(key, f"the chunk at {ask.offset} of bucket {ask.bucket} came damaged")
             self._waiting.appendleft(ask)
-            return
-        self.verify_s += self._running[ask.bucket].copy(ask.offset, payload)
-        self._missing[ask.bucket] -= 1
-        if self._missing[ask.bucket] == 0:
-            self._close_bucket(ask.bucket)
+        else:
+            self._store(ask, chunk, payload)
 
-    def _overtaken_by(self, key: tuple[int, int]) -> list[tuple[int, int]]:
-        keys = list(self._in_flight)
-        return keys[: keys.index(key)]
+    def _retired(self) -> NotAvailable:
+        return VersionRetired(f"{self.what} was retired: a newer one is on its way")
+
+    def _fits(self, ask: Ask, chunk: Chunk, payload: memoryview) -> bool:
+        return len(payload) == ask.length
+
+    @abstractmethod
+    def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
+        """Keep a chunk that arrived whole."""
 
     def _pull_again(self, keys: list[tuple[int, int]]) -> None:
         for key in reversed(keys):
             self._waiting.appendleft(self._in_flight.pop(key))
             self.stats.repeated_pulls += 1
+
+    def _refuse(self, key: tuple[int, int], reason: str) -> None:
+        self._refusals[key] = self._refusals.get(key, 0) + 1
+        if self._refusals[key] >= self.MAX_REFUSALS:
+            raise WeightsError(f"{self.what}: {reason}, {self._refusals[key]} times")
+
+
+class PullPlan(ChunkPlan):
+    """Buckets of known size and digest; a bucket counts only when it matches.
+
+    Args:
+        buckets: writable memory of every bucket, filled here.
+        digests: xxh3-128 of every bucket.
+    """
+
+    def __init__(
+        self, buckets: Sequence[memoryview], digests: Sequence[bytes], limits: Limits, *, what: str, now: float
+    ) -> None:
+        super().__init__(limits, what=what, now=now)
+        self._buckets, self._digests = buckets, digests
+        self._missing = [0] * len(buckets)  # chunks
+        self._running = [RunningDigest(bucket) for bucket in buckets]
+        for index in range(len(buckets)):
+            self._want(index)
+
+    def _want(self, index: int) -> None:
+        step, size = self._limits.chunk_bytes, len(self._buckets[index])
+        asks = [Ask(index, offset, min(step, size - offset)) for offset in range(0, size, step)]
+        self._missing[index] = len(asks)
+        self._waiting.extend(asks)
+
+    @property
+    def done(self) -> bool:
+        return not any(self._missing)
+
+    def progress(self) -> str:
+        num_missing = sum(count > 0 for count in self._missing)
+        return f"{len(self._buckets) - num_missing} of {len(self._buckets)} buckets verified"
+
+    def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
+        self.verify_s += self._running[ask.bucket].copy(ask.offset, payload)
+        self._missing[ask.bucket] -= 1
+        if self._missing[ask.bucket] == 0:
+            self._close_bucket(ask.bucket)
 
     def _close_bucket(self, index: int) -> None:
         digest, seconds = self._running[index].finish()
@@ -170,8 +196,3 @@ class PullPlan:
                 f"manifest says {self._digests[index].hex()[:8]}",
             )
             self._want(index)
-
-    def _refuse(self, key: tuple[int, int], reason: str) -> None:
-        self._refusals[key] = self._refusals.get(key, 0) + 1
-        if self._refusals[key] >= self.MAX_REFUSALS:
-            raise WeightsError(f"{self.what}: {reason}, {self._refusals[key]} times")

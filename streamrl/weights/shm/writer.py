@@ -17,11 +17,8 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, VersionRef
-from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, pack_header
+from streamrl.weights.document import HEADER_BYTES, PIECE_BYTES, PROBE_BYTES, pack_header
 from streamrl.weights.manifest import check_layout, document_nbytes
-
-PIECE_BYTES = 256 << 10
-"""Copied, then digested, before the next piece is touched."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _POPULATE_BYTES = 1 << 20

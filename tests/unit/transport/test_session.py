@@ -172,7 +172,7 @@ def test_only_a_window_of_groups_is_in_flight():
     assert [m.seq for m in more] == list(range(MAX_UNSETTLED + 1, MAX_UNSETTLED + 6))
 
 
-def test_draining_waits_for_verdicts_then_says_bye():
+def test_draining_waits_until_every_group_is_settled_then_sends_bye():
     link = linked()
     link.submit(group(), 1.0)
     assert isinstance(sent(link.drain("test", 1.1))[0], Drain)

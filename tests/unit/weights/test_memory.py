@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import torch
 
-from streamrl.weights.memory import DocumentMemory
+from streamrl.weights.document import DocumentMemory
 
 
 def address(memory: memoryview) -> int:
