@@ -21,8 +21,7 @@ from learner.hub.settings import HubSettings
 from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.delta.encoding import word_bytes_of
-from streamrl.weights.pull.chunk_server import ChunkServer
-from streamrl.weights.pull.chunk_socket import MAX_PULL_BYTES, ChunkSocket
+from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkServer, ChunkSocket
 from streamrl.weights.transport import Published, Transport, load_transport
 
 log = logging.getLogger("streamrl.hub")

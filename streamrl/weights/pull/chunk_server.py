@@ -1,24 +1,35 @@
-"""Serving documents in chunks, as a pure state machine: PULL in, (CHUNK, payload) out. No socket and no thread.
+"""Serving documents in chunks: PULL in, (CHUNK, payload) out.
 
-The other end is `pull_plan`. The window of PULLs in flight is the flow control, and it is kept there.
+`ChunkServer` is a pure state machine, `ChunkSocket` the thread that answers a ROUTER from it. The other end is
+`pull.plan`; the window of PULLs in flight, which is the flow control, is kept there.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import xxhash
+import zmq
 
-from streamrl.errors import ContentError, WeightsError
-from streamrl.messages import Chunk, ChunkStatus, Manifest, Pull, PullMode, VersionRef
+from streamrl.errors import ContentError, WeightsError, WireError
+from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Manifest, Pull, PullMode, VersionRef
+from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, unpack_header
 from streamrl.weights.pull.budget import ByteBudget
 
+log = logging.getLogger("streamrl.weights")
+
+POLL_MS = 100
+MAX_PULL_BYTES = 4096
 EMPTY = memoryview(b"")
 
 
@@ -29,10 +40,8 @@ class ChunkServer:
         pull_token: 16 bytes that WELCOME gave to actors; anything else is DENIED.
         assets: the packed asset files (`streamrl.weights.assets`), served under mode ASSETS.
         keep_versions: newest documents that are served; older ones answer GONE.
-        max_chunk_bytes: PULLs for more are refused.
-        bytes_per_s: cap on what leaves the hub, over all actors; None is no cap. Over it PULLs are answered BUSY.
+        bytes_per_s: cap over all actors, above which PULLs are answered BUSY; None is no cap.
         delta_max_ratio: encoded size of a delta, over the full size, above which it is not served; 0 serves none.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -50,11 +59,10 @@ class ChunkServer:
     def add(
         self, manifest: Manifest, path: str | Path, bucket_bytes: Sequence[int], *, word_bytes: int = 4
     ) -> None:
-        """Serve the document in `path` from now on; the oldest beyond `keep_versions` retires.
+        """Serve the document in `path`; the oldest beyond `keep_versions` retires.
 
         Args:
             word_bytes: unit of this version's delta (`streamrl.weights.delta.encoding.word_bytes_of`).
-
         Raises:
             OSError, WeightsError: the file cannot be mapped or holds another version.
         """
@@ -68,12 +76,9 @@ class ChunkServer:
     def add_bytes(
         self, manifest: Manifest, body: memoryview, bucket_bytes: Sequence[int], word_bytes: int = 4
     ) -> None:
-        """As `add`, for a document in memory that nobody writes any more."""
+        """As `add`, for a document in memory that does not change any more."""
         ref = manifest.ref
-        buckets, start = [], 0
-        for size in bucket_bytes:
-            buckets.append(body[start : start + size])
-            start += size
+        buckets = [body[start:end] for start, end in pairwise(accumulate(bucket_bytes, initial=0))]
         parent = None if manifest.parent is None else self._documents.get(manifest.parent)
         self._documents[ref] = Served(manifest, buckets)
         self._deltas.add(self._documents[ref], parent, word_bytes)
@@ -81,7 +86,7 @@ class ChunkServer:
             self.retire(next(iter(self._documents)))
 
     def retire(self, ref: VersionRef) -> None:
-        """Answer GONE for this version; chunks on their way keep their bytes."""
+        """Answer GONE for this version; chunks that were sent keep their bytes."""
         self._documents.pop(ref, None)
         self._deltas.retire(ref)
 
@@ -91,11 +96,11 @@ class ChunkServer:
         return next(reversed(self._documents), None)
 
     def delta_parent(self, ref: VersionRef) -> VersionRef | None:
-        """Who holds this version may pull `ref` as a delta; None if there is none."""
+        """The version from which `ref` can be pulled as a delta; None if there is none."""
         return self._deltas.parent_of(ref)
 
     def next_job(self) -> Encoding | None:
-        """Encoding that somebody waits for: call its `step()`, in the thread that calls `answer`, in idle moments."""
+        """A delta to encode: call its `step()` between two calls of `answer`, in the same thread."""
         return self._deltas.next_job()
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
@@ -124,7 +129,7 @@ class ChunkServer:
         return reply(pull, ChunkStatus.OK, total=len(source), payload=payload), payload
 
     def _source(self, pull: Pull) -> memoryview | Encoding | None:
-        """The bytes that are asked for; a delta that is still being made; None if there are none."""
+        """The bytes to send; a delta that is still being encoded; None if there are none."""
         if pull.mode == PullMode.ASSETS:
             return self._assets
         if pull.mode == PullMode.DELTA:
@@ -148,3 +153,71 @@ def reply(
     return Chunk(
         pull.target, pull.mode, pull.bucket, pull.offset, status, retry_after_s, total, len(payload), digest
     )
+
+
+class ChunkSocket:
+    """Serves PULLs in a thread of its own, because bulk must not delay a heartbeat.
+
+    Args:
+        socket: a bound ROUTER; used by the thread alone once it has started, closed by `close`.
+    Attributes:
+        num_bytes_served: payload bytes sent to all pullers.
+    """
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self.num_bytes_served = 0
+        self._socket = socket
+        self._chunks: ChunkServer | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def serve(self, chunks: ChunkServer) -> None:
+        """Answer from this server from now on; before the first call PULLs are dropped."""
+        with self._lock:
+            self._chunks = chunks
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Pause answers while the documents change."""
+        with self._lock:
+            yield
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._socket.close(linger=0)
+
+    def _run(self) -> None:
+        """Answers come first; a delta is encoded one bucket at a time while no PULL waits."""
+        decoder = Decoder(TO_WEIGHTS, max_bytes=MAX_PULL_BYTES)
+        while not self._stopping.is_set():
+            with self._lock:
+                job = self._chunks.next_job() if self._chunks is not None else None
+            if self._socket.poll(POLL_MS if job is None else 0):
+                self._answer_one(decoder)
+            elif job is not None:
+                job.step()  # outside the lock, so that adding a document does not wait for it
+
+    def _answer_one(self, decoder: Decoder) -> None:
+        routing_id, *frames = self._socket.recv_multipart()
+        try:
+            pull = decoder.decode(frames[0])
+            assert isinstance(pull, Pull)
+            with self._lock:
+                if self._chunks is None:
+                    return
+                chunk, payload = self._chunks.answer(pull)
+        except (WireError, IndexError) as error:
+            log.warning("refused a pull: %s", error)
+            return
+        self.num_bytes_served += len(payload)  # before sending: the receiver may read the counter at once
+        try:
+            self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # the puller is disconnected or slow, and asks again
+            self.num_bytes_served -= len(payload)
+            log.debug("a chunk was not sent: %s", error)

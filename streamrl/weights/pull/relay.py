@@ -29,7 +29,7 @@ from streamrl.version import __version__
 from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import same_weights
-from streamrl.weights.pull.chunk_socket import MAX_PULL_BYTES, ChunkSocket
+from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkSocket
 from streamrl.weights.pull.relay_chunks import InFlightVersions, RelayChunks
 from streamrl.weights.source import WeightSource
 
