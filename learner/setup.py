@@ -38,7 +38,7 @@ from learner.stop_flag import StopFlag
 from streamrl.config.rules import largest_max_lag, lookahead
 from streamrl.config.schema import Config
 from streamrl.weights.assets import pack_assets
-from streamrl.weights.shm.directory import clean_stale, document_directory
+from streamrl.weights.shm.directory import document_directory, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
 from streamrl.weights.transport import device_transports, load_transport
 
@@ -109,7 +109,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     networks = load_networks(config, model_dir, past, ranks, with_critic=objective.has_critic)
     if rank_zero:
-        clean_stale(documents, past.run_id)  # what a dead predecessor left
+        remove_run_dir(documents, past.run_id)  # what a dead predecessor left
         shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
     hub = HubLink(

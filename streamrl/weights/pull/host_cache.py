@@ -1,11 +1,11 @@
 """Actors of one host fetch a version once: the first one pulls it and leaves it in shared memory, the others map it.
 
-Nobody is in charge. A version is a file, `w.{epoch}.{version}.{root}`, that appears complete by a rename and never
-changes; who makes it is decided by a `flock` that the kernel drops when its holder dies, so the next in line takes over
-without asking. Whoever maps the file digests every bucket before it believes it, as with any other transport.
+There is no coordinator. A version is a file, `w.{epoch}.{version}.{root}`, that appears complete by a rename and never
+changes. A `flock`, which the kernel drops when its holder dies, decides which process writes it, so another one takes
+over at once. A process that maps the file digests every bucket, as with any other transport.
 
-    members.lock                    held shared by every living member; who gets it alone may remove the directory
-    w.{epoch}.{version}.{root}.lock held by the member that pulls; it counts in it, so that others see it breathe
+    members.lock                    held shared by every living member; held exclusively to remove the directory
+    w.{epoch}.{version}.{root}.lock held by the member that pulls, with its heartbeat inside
     w.{epoch}.{version}.{root}.tmp  what it writes, then renames
 """
 
@@ -17,15 +17,15 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
-from streamrl.errors import WeightsError
+from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest
 from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
 from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.pull.cache_folder import Watch, has_room, heartbeat, join, leave, remove_dead, retire, turn
 from streamrl.weights.shm.directory import SHM_ROOT
 from streamrl.weights.shm.writer import DocumentWriter, SpareFile
+from streamrl.weights.transport import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +35,13 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Pulled = tuple[Document, float, float]
 
 
-class Puller(Protocol):
-    """A receiver that brings documents from afar (`streamrl.weights.source.Receiver`)."""
-
-    source: InstallSource
-
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> Pulled: ...
-
-
 class HostShare:
-    """This process's membership; the directory is made by the first version that is pulled.
+    """This process's membership in the cache of a run; the first version that is pulled makes the directory.
 
     Args:
-        run_id: members of another run never meet.
         root: shared memory; another directory in tests.
+    Attributes:
+        full: shared memory had no room for a document, so this process waits for no other and writes nothing.
     Raises:
         WeightsError: the run id cannot name a directory.
     """
@@ -64,10 +55,9 @@ class HostShare:
         self._lock = threading.Lock()
         self._broken = False
         self.full = False
-        """Shared memory had no room for a document: what others could leave is used, and nobody waits for anybody."""
 
     def no_room(self, why: object) -> None:
-        """Remembered and said once: every document of a run is as large as the last one."""
+        """Remember it, and log it once: every document of a run is as large as the last one."""
         if not self.full:
             self.full = True
             log.warning("no room in %s to share a version, so this process pulls for itself from now on: %s",
@@ -80,7 +70,7 @@ class HostShare:
                 try:
                     remove_dead(self._root)
                     self._membership = join(self.path)
-                except OSError as error:
+                except (OSError, RunLockedError) as error:
                     self._broken = True
                     log.info("weights are not shared on this host: %s", error)
             return self._membership is not None
@@ -93,19 +83,19 @@ class HostShare:
             leave(self.path, fd)
 
     def document_path(self, manifest: Manifest) -> Path:
-        """Where this very version of this very run lies, once somebody has it."""
+        """Where this version of this run lies once a member has it."""
         ref = manifest.ref
         return self.path / f"w.{ref.learner_epoch}.{ref.version}.{manifest.root[:8].hex()}"
 
 
 class SharedReceiver:
-    """A puller that looks at the host's share first, and leaves there what it had to pull.
+    """A puller that looks at the host's cache first, and leaves there what it had to pull.
 
     Attributes:
         source: SHM if another process had pulled it, else the puller's own.
     """
 
-    def __init__(self, share: HostShare, puller: Puller) -> None:
+    def __init__(self, share: HostShare, puller: Receiver) -> None:
         self._share, self._puller = share, puller
         self.source = puller.source
 
@@ -126,14 +116,13 @@ class SharedReceiver:
             with turn(path) as mine:
                 if mine is not None:
                     if path.exists():
-                        continue  # it came between the look and the lock
+                        continue  # written between the look and the lock
                     if has_room(path.parent, HEADER_BYTES + document_nbytes(layout)):
                         return self._pull_and_leave(mine, path, manifest, layout, cancelled, deadline)
                     self._share.no_room(f"{document_nbytes(layout) >> 20} MiB are too much")
-                    continue  # the others must not wait for us
+                    continue  # with no other process waiting for us
             if watch.stopped():
-                log.warning("the process of this host that pulls version %s has stopped: pulling it here, too",
-                            manifest.ref)
+                log.warning("the process of this host that pulls version %s hangs: pulling it here, too", manifest.ref)
                 return self._pull(manifest, layout, cancelled, deadline)
             if cancelled.wait(_POLL_S):
                 raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
@@ -173,7 +162,7 @@ def _write(document: Document, path: Path) -> None:
 
 
 def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Pulled | None:
-    """The verified document in this file; None if there is none. A file with other bytes is removed."""
+    """The verified document in this file, or None; a file with wrong bytes is removed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

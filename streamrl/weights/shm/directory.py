@@ -1,13 +1,11 @@
-"""The directory of one run's documents, and who may delete it.
+"""The directory of one run's documents, and the lock that allows to delete it.
 
 Shared memory outlives processes, so every such directory has an owner: the process that holds an exclusive `flock` on
-`owner.lock` inside it. The kernel drops that lock when the owner dies, whatever killed it; so whoever gets the lock may
-clean up, and nobody ever guesses from a name, an age or a process number. Nothing is removed without the lock.
+`owner.lock` inside it. The kernel drops that lock when the owner dies, whatever killed it, and a process that gets it
+may clean up; no name, age or process number is ever taken as proof. Nothing is removed without the lock.
 
-    claim        the publisher: take the lock, remove what a dead owner left
-    release      the publisher, at its end: remove everything
-    remove_run_dir   the hub or a supervisor, when the publisher is gone: remove everything
-    clean_stale      the janitor, at start: the same, without waiting
+    RunDirectory     the publisher: takes the lock, removes what a dead owner left, and everything at its end
+    remove_run_dir   the hub or a new learner, when the publisher has died: removes everything
 """
 
 from __future__ import annotations
@@ -75,10 +73,10 @@ class RunDirectory:
 
 
 def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
-    """Remove the documents of a run whose owner is dead, and the directory; True if nothing of it is left.
+    """Remove the documents and the directory of a run whose owner is dead; True if nothing of it is left.
 
     Args:
-        wait_s: how long to wait for the owner to die; for a hub that has just lost its learner, a second or two.
+        wait_s: for the owner to die; a second or two for a hub that has just lost its learner.
     """
     path = Path(path)
     deadline = time.monotonic() + wait_s
@@ -87,20 +85,20 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> boo
         if fd is not None:
             _remove_locked(path, fd)
             return not path.exists()
-        _remove_empty(path)
+        with contextlib.suppress(OSError):  # left empty by an owner or cleaner that died beside the lock file
+            path.rmdir()
         if time.monotonic() >= deadline:
             return not path.exists()
         time.sleep(_POLL_S)
     return True
 
 
-def clean_stale(path: str | Path, run_id: str) -> bool:
-    """The janitor: remove what a dead owner of this very run left in `path`; True if something was removed."""
-    return Path(path).exists() and remove_run_dir(path, run_id)
+def make_private(path: Path) -> None:
+    """Make the directory, mode 0700, if it is not there.
 
-
-def _make_private(path: Path) -> None:
-    """Raises FileNotFoundError when a cleaner removes it at the same moment."""
+    Raises:
+        RunLockedError: it is not a directory of this user. FileNotFoundError: another process is removing it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -109,22 +107,33 @@ def _make_private(path: Path) -> None:
         raise RunLockedError(f"{path} is not a directory of this user: remove it, or give this run another run_id")
 
 
+def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> int | None:
+    """A descriptor that holds the `flock`, or None while another process does.
+
+    Raises:
+        FileNotFoundError: the directory (or, without `create`, the file) is not there.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        # A cleaner may have unlinked the file between our open and our lock: that lock would be invisible to others.
+        if os.fstat(fd).st_ino == os.stat(path).st_ino:
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None
+
+
 def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
-    """A descriptor that holds the lock, or None while somebody else does (or, without `create`, nobody ever did)."""
+    """A descriptor that owns the directory; None while another process does or, without `create`, if none ever did."""
     try:
         if create:
-            _make_private(path)
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-        fd = os.open(path / LOCK_NAME, flags, 0o600)
+            make_private(path)
+        fd = lock_file(path / LOCK_NAME, create=create)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A cleaner may have unlinked the file between our open and our lock: then we hold a lock that nobody can see.
-        if os.fstat(fd).st_ino != os.stat(path / LOCK_NAME).st_ino:
-            raise FileNotFoundError
-    except (BlockingIOError, FileNotFoundError):
-        os.close(fd)
+    if fd is None:
         return None
     owner = os.pread(fd, 256, 0).decode(errors="replace")
     if owner and owner != run_id:
@@ -141,14 +150,8 @@ def _remove_documents(path: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _remove_empty(path: Path) -> None:
-    """What is left of an owner that died before its lock file or a cleaner that died after it."""
-    with contextlib.suppress(OSError):
-        path.rmdir()
-
-
 def _remove_locked(path: Path, fd: int) -> None:
-    """Everything that we wrote, the lock last, then the directory unless it holds something of somebody else."""
+    """Remove what we wrote, the lock last, then the directory unless it holds foreign files."""
     try:
         _remove_documents(path)
         (path / LOCK_NAME).unlink(missing_ok=True)
@@ -156,6 +159,6 @@ def _remove_locked(path: Path, fd: int) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("%s stays behind: %s", path, error)
+        log.warning("%s was not removed: %s", path, error)
     finally:
         os.close(fd)

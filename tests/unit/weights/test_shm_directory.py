@@ -12,7 +12,7 @@ import pytest
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.shm import directory as rundir
-from streamrl.weights.shm.directory import LOCK_NAME, RunDirectory, clean_stale, document_directory, remove_run_dir
+from streamrl.weights.shm.directory import LOCK_NAME, RunDirectory, document_directory, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
 
 OWNER = """
@@ -61,19 +61,19 @@ def test_kill_9_of_the_learner_and_a_hub_that_notices_leave_nothing(owner, tmp_p
     assert not docs.exists()
 
 
-def test_the_janitor_touches_neither_living_owners_nor_other_runs(owner, tmp_path):
+def test_cleanup_touches_neither_living_owners_nor_other_runs(owner, tmp_path):
     docs = tmp_path / "docs"
 
-    assert not clean_stale(docs, "run-7")
+    assert not remove_run_dir(docs, "run-7")
     owner.kill()
     owner.wait(timeout=10)
     with pytest.raises(RunLockedError, match="belongs to run 'run-7'"):
-        clean_stale(docs, "run-8")
+        remove_run_dir(docs, "run-8")
     assert (docs / "w.1.2").exists()
 
-    assert clean_stale(docs, "run-7")
+    assert remove_run_dir(docs, "run-7")
     assert not docs.exists()
-    assert not clean_stale(docs, "run-7")
+    assert remove_run_dir(docs, "run-7")  # nothing is left of it
 
 
 def test_a_restarted_learner_takes_over_what_a_dead_one_left(owner, tmp_path):
