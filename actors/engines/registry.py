@@ -14,7 +14,7 @@ from streamrl.extension import resolve
 
 ENGINES: dict[str, EngineFactory] = {
     "native": NativeEngine.from_spec,
-    "vllm": VllmEngine.from_spec,
+    "vllm": VllmEngine,
     "scripted": ScriptedEngine.from_spec,
 }
 

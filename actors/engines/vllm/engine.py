@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,44 +50,36 @@ _PAUSES = {"continue": ("keep", False), "recompute": ("keep", True), "drain": ("
 
 
 class VllmEngine:
-    """One vLLM engine; arguments as in `EngineSpec`, and:
+    """One vLLM engine; `spec.options` are vLLM's own engine arguments, over our defaults.
 
-    Args:
-        tokenizer: for its end-of-sequence id only.
-        max_num_seqs: sequences that run at once; more wait here, so that none begins with an older version's prompt
-            cache.
-        arguments: vLLM's own engine arguments, over our defaults.
-        eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
+    Of more than max_num_seqs sequences the rest wait here, so that none begins with an older version's prompt cache.
+
     Raises:
         EngineError: vLLM is not installed, moved its names, or does not start with these arguments.
     """
 
     name = "vllm"
 
-    def __init__(
-        self, model_dir: str | Path, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
-        device: str = "cpu", dtype: torch.dtype = torch.float32, num_threads: int | None = None,
-        install_policy: str = "continue", arguments: Mapping[str, Any] | None = None,
-        eos_ids: Collection[int] | None = None,
-    ) -> None:
-        check_install_policy(install_policy)
-        self.max_num_seqs, self.max_tokens, self._policy = max_num_seqs, max_tokens, install_policy
+    def __init__(self, spec: EngineSpec) -> None:
+        check_install_policy(spec.install_policy)
+        self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
         with torch.device("meta"):
-            model = build_model(model_dir, dtype=dtype, device="meta")
+            model = build_model(spec.model_dir, dtype=spec.dtype, device="meta")
         self._expected = checkpoint_tensors(model)
-        self._eos_ids = sorted(end_of_sequence_ids(model, tokenizer) if eos_ids is None else eos_ids)
+        self._eos_ids = sorted(end_of_sequence_ids(model, spec.tokenizer))
         config = model.config.get_text_config()
         self._vocab_size: int = config.vocab_size
         # One more than asked for: to score tokens, vLLM must be allowed to sample one, which is thrown away.
-        self._context = min(max_tokens + 1, getattr(config, "max_position_embeddings", None) or max_tokens + 1)
-        given = engine_arguments(
-            max_num_seqs=max_num_seqs, max_tokens=self._context, device=device,
-            dtype=str(dtype).removeprefix("torch."), extra=arguments or {},
-            kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
+        longest = spec.max_tokens + 1
+        self._context = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+        arguments = engine_arguments(
+            max_num_seqs=spec.max_num_seqs, max_tokens=self._context, device=spec.device,
+            dtype=str(spec.dtype).removeprefix("torch."), extra=spec.options,
+            kv_bytes_per_token=kv_bytes_per_token(config, spec.dtype.itemsize),
         )
-        check_model(model.config, device)
-        group = EngineProcessGroup(model_dir)
-        self._core = Core(group, {**given, "model": group.folder}, device, num_threads)
+        check_model(model.config, spec.device)
+        group = EngineProcessGroup(spec.model_dir)
+        self._core = Core(group, {**arguments, "model": group.folder}, spec.device, spec.num_threads)
         try:
             self._core.start()
         except BaseException:
@@ -97,7 +88,7 @@ class VllmEngine:
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
         self._exchange = asyncio.Lock()  # an install or a restart
         self._open = asyncio.Event()  # set while sequences may begin
-        self._free = asyncio.Semaphore(max_num_seqs)
+        self._free = asyncio.Semaphore(spec.max_num_seqs)
         self._requests = RequestTracker(self._core, on_death=self._restart_soon)
         self._restart_task: asyncio.Task[None] | None = None
         self._death: EngineError | None = None
@@ -105,14 +96,6 @@ class VllmEngine:
         self._deaths_in_a_row = 0
         self._running = self._waiting = self._tokens = self._installs = self._restarts = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
-
-    @classmethod
-    def from_spec(cls, spec: EngineSpec) -> VllmEngine:
-        return cls(
-            spec.model_dir, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens,
-            device=spec.device, dtype=spec.dtype, num_threads=spec.num_threads, install_policy=spec.install_policy,
-            arguments=spec.options,
-        )
 
     # --- sequences ----------------------------------------------------------------------------------------------
 
@@ -281,9 +264,8 @@ class VllmEngine:
                     await self._core.load_tensors(*self._served)
                     self._open.set()
         except Exception as error:
-            self._death = (
-                error if isinstance(error, EngineError) else EngineError(f"vLLM cannot be restarted: {error!r}")
-            )
+            known = isinstance(error, EngineError)
+            self._death = error if known else EngineError(f"vLLM cannot be restarted: {error!r}")
             self._open.set()  # waiting requests get the error
             raise self._death from error
         finally:

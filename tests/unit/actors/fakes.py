@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Engine
 from actors.engines.native.weight_sets import checkpoint_tensors
-from actors.engines.scripted import ScriptedEngine
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer
 from actors.runtime import ActorRuntime
@@ -45,6 +44,7 @@ from streamrl.transport.session import Deliver, LinkClosed, Progress
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_digest, document_nbytes, make_layout, make_manifest
 from streamrl.weights.source import Fetched
+from tests.fakes.scripted_engine import ScriptedEngine
 
 torch.set_num_threads(1)
 DEADLINE_S = 20.0

@@ -14,13 +14,13 @@ from actors import runtime
 from actors.engines.base import EngineStats, GenerateRequest
 from actors.engines.native import engine as native
 from actors.engines.native.engine import NativeEngine
-from actors.engines.scripted import ScriptedEngine
 from actors.weights.installer import Installer, InstallState
 from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Manifest, ReturnReason, Sampling, VersionRef
 from streamrl.transport.session import LinkClosed
 from streamrl.weights.document import Superseded
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, Weights, actor, always, jump, lease, run, says, until
 from tests.unit.actors.test_probe import ProbedWeights
 from tests.unit.actors.test_worker import tiny_engine

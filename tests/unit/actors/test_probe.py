@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from actors.engines.scripted import ScriptedEngine
 from actors.weights.installer import Installer
 from actors.weights.probe import compare, probe_engine
 from actors.weights.updater import WeightUpdater
 from streamrl.messages import Installed, Probe
 from streamrl.messages.codec import pack_ids, pack_logprobs
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import V1, V2, V3, Weights, actor, always, lease, run, says, until
 from tests.unit.actors.test_worker import tiny_engine
 

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from actors import runtime
-from actors.engines.scripted import ScriptedEngine
 from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import EngineError
 from streamrl.transport.session import LinkClosed
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import DEADLINE_S, Actor, always, run, says, until
 
 pytestmark = pytest.mark.timeout(60)

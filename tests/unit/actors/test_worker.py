@@ -10,12 +10,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.native.engine import NativeEngine
-from actors.engines.scripted import ScriptedEngine
 from actors.env_executor import MAX_ABANDONED
 from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError
 from streamrl.messages import Limits, Outcome, Purpose, ReturnReason
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import (
     DEADLINE_S,
     TOKENIZER,

@@ -29,7 +29,7 @@ SIZES = (
     "rollout.max_prompt_tokens=64", "rollout.train.sampling.max_new_tokens=16", "rollout.num_responses_per_prompt=4",
     "actors.share_weights=false",
 )
-SCRIPTED = "actors.engine=scripted"
+SCRIPTED = "actors.engine=tests.fakes.scripted_engine:recording"
 V0 = VersionRef(1, 0)
 
 
@@ -73,7 +73,7 @@ def played(runtime: ActorRuntime, split: str = "train", *, times: int = 1) -> li
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), (SCRIPTED, "scripted")])
+@pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), ("actors.engine=scripted", "scripted")])
 def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
     with runtime_of(hub, welcome, word) as runtime:
         assert runtime.engine.name == name

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from actors.engines.base import VersionSpan
-from actors.engines.scripted import ScriptedEngine
 from streamrl.errors import EngineError
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.engines.tiny_models import V1, V2, request, run
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.engines.base import EngineSpec
 from actors.engines.vllm.engine import VllmEngine
 from learner.data.packing import make_layout
 from learner.model.policy import Policy, load_policy
@@ -68,7 +69,10 @@ class EngineHarness:
     def __init__(self, path: Path) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-tests", daemon=True).start()
-        self.engine = VllmEngine(path, character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS, num_threads=1)
+        self.engine = VllmEngine(EngineSpec(
+            model_dir=path, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
+            max_new_tokens=MAX_TOKENS, num_threads=1,
+        ))
 
     def run(self, work: Awaitable) -> Any:
         async def within() -> Any:
