@@ -38,19 +38,14 @@ def lag_for_ess(fit: DriftFit, *, ess_target: float = 0.5, num_effective_tokens:
     return (budget / fit.scale) ** (1.0 / fit.exponent) if fit.scale > 0.0 else math.inf
 
 
-def step_lag_bound(
-    bound: LagBound, target: float, *, smoothing: float | None = None, low: int = 1, high: int
-) -> LagBound:
+def step_lag_bound(bound: LagBound, target: float, *, low: int = 1, high: int) -> LagBound:
     """The lag bound one step closer to `target`, slowly enough not to chase its own delay.
 
-    `smoothed = clip((1 - b) smoothed + b target, low, high)` with `b <= 1/(2 value)`: the effect of a bound shows
-    `value` steps later, so the memory must be longer than that. A larger `smoothing` is reduced to this limit, which
-    is also the default. `value` moves by 1 when `smoothed` is a full unit away.
+    `smoothed = clip((1 - b) smoothed + b target, low, high)` with `b = 1/(2 value)`: the effect of a bound shows
+    `value` steps later, so the memory must be longer than that. `value` moves by 1 when `smoothed` is a full unit away.
     """
     require(1 <= low <= high, f"low={low} and high={high} must satisfy 1 <= low <= high")
-    require(smoothing is None or 0.0 < smoothing <= 1.0, f"smoothing={smoothing} must lie in (0, 1]")
-    limit = 1.0 / (2.0 * max(bound.value, 1))
-    rate = limit if smoothing is None else min(smoothing, limit)
+    rate = 1.0 / (2.0 * max(bound.value, 1))
     smoothed = min(float(high), max(float(low), (1.0 - rate) * bound.smoothed + rate * target))
     value = bound.value
     if smoothed - value >= 1.0:
@@ -60,24 +55,15 @@ def step_lag_bound(
     return LagBound(smoothed=smoothed, value=min(high, max(low, value)))
 
 
-def lr_scale(
-    ess: float, *, reference: float = 1.0, rule: str = "sqrt", floor: float = _LR_FLOOR, m2: float | None = None,
-    m2_target: float | None = None,
-) -> float:
-    """Factor on the learning rate in [floor, 1]: `sqrt(min(1, ess/reference))`, or linear, or 1 for rule "none".
+def lr_scale(ess: float, *, rule: str = "sqrt", floor: float = _LR_FLOOR) -> float:
+    """Factor on the learning rate in [floor, 1]: `sqrt(min(1, ess))`, or linear, or 1 for rule "none".
 
-    "sqrt" is for Adam-type optimizers, "linear" for SGD (VCPO, arXiv:2602.17616). With `m2` and `m2_target` it is also
-    multiplied by `min(1, sqrt(m2_target / m2))`.
+    "sqrt" is for Adam-type optimizers, "linear" for SGD (VCPO, arXiv:2602.17616).
     """
     require(rule in ("sqrt", "linear", "none"), f"rule={rule!r} must be one of sqrt, linear, none")
-    require(reference > 0.0, f"reference={reference} must be positive")
     require(0.0 <= floor <= 1.0, f"floor={floor} must lie in [0, 1]")
-    require((m2 is None) == (m2_target is None), f"m2={m2} and m2_target={m2_target} must be given together")
-    share = min(1.0, ess / reference)
-    scale = {"sqrt": math.sqrt(max(share, 0.0)), "linear": share, "none": 1.0}[rule]
-    if m2 is not None and m2_target is not None and m2 > m2_target:
-        scale *= math.sqrt(m2_target / m2)
-    return max(floor, scale)
+    share = min(1.0, ess)
+    return max(floor, {"sqrt": math.sqrt(max(share, 0.0)), "linear": share, "none": 1.0}[rule])
 
 
 @torch.no_grad()
@@ -177,10 +163,10 @@ def spread_budget(model: DriftModel, *, m2_target: float, fraction: float = 0.25
     if predict_m2(model, 0) > allowed:
         return 0
     low, high = 0, 1
-    while high < _LARGEST_LAG and predict_m2(model, high) <= allowed:
+    while predict_m2(model, high) <= allowed:
+        if high >= _LARGEST_LAG:
+            return _LARGEST_LAG
         low, high = high, 2 * high
-    if high >= _LARGEST_LAG and predict_m2(model, high) <= allowed:
-        return _LARGEST_LAG
     while high - low > 1:  # predict_m2 never decreases with lag
         middle = (low + high) // 2
         low, high = (middle, high) if predict_m2(model, middle) <= allowed else (low, middle)

@@ -114,11 +114,11 @@ def fit_drift(model: DriftModel) -> DriftFit:
     return DriftFit(floor=floor, scale=math.exp(intercept), exponent=exponent, standard_error=error)
 
 
-def predict_m2(model: DriftModel, lag: float, *, confidence: float = 1.0) -> float:
+def predict_m2(model: DriftModel, lag: float) -> float:
     """A pessimistic m2 at `lag`, never decreasing in it.
 
-    Inside the data the running maximum of the bins (each plus `confidence` standard errors), linear in between; outside
-    them the power law times `exp(confidence * standard_error)`, not above the first bin and not below the last.
+    Inside the data the running maximum of the bins (each plus its standard error), linear in between; outside them the
+    power law times `exp(standard_error)`, not above the first bin and not below the last.
     Raises:
         ValueError: negative lag, or a model without any token.
     """
@@ -127,13 +127,13 @@ def predict_m2(model: DriftModel, lag: float, *, confidence: float = 1.0) -> flo
     require(bool(rows), "the drift model holds no tokens: update it with a batch first")
     envelope, highest = [], 0.0
     for center, _, m2, error in rows:
-        highest = max(highest, m2 + confidence * error)
+        highest = max(highest, m2 + error)
         envelope.append((center, highest))
     (first, lowest), (last, _) = envelope[0], envelope[-1]
     if first <= lag <= last:
         return _interpolate(envelope, lag)
     fit = fit_drift(model)
-    outside = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(confidence * fit.standard_error)
+    outside = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(fit.standard_error)
     return min(lowest, outside) if lag < first else max(highest, outside)
 
 

@@ -122,7 +122,6 @@ def test_prediction_is_pessimistic_and_never_decreases():
     assert grid[0] == pytest.approx(0.002) and grid[12] == pytest.approx(0.111) == grid[24] == grid[32]
     assert grid[8] == pytest.approx((0.021 + 0.111) / 2)
     assert grid[199] > 0.111
-    assert alg.predict_m2(drift, 12, confidence=3.0) == pytest.approx(0.113)
 
 
 def test_prediction_beyond_the_data_follows_the_power_law():
