@@ -82,7 +82,7 @@ class CorrectionSpec:
     """One row of the correction table: which log-ratio, which weight, which rejection."""
 
     mode: str | None = None  # "decoupled": log-ratios are prox/mu; "bypass": pi/mu; None: no correction
-    surrogate: str | None = None  # the surrogate that the name promises, None = any
+    surrogate: str | None = None  # the only surrogate that it fits, None = any
     weight: str = "none"  # "none", "token", "sequence"
     cap: float = 2.0  # truncation of the weight
     reject: str = "none"  # "none", "sequence", "geometric", "k3"

@@ -151,7 +151,7 @@ def m2po(
 
 
 def behavior_penalty(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, tau: float = 1e-3) -> Tensor:
-    """`tau ell^2` per action token, [B, T], differentiable: pulls pi back toward mu where data are stale, for free."""
+    """`tau ell^2` per action token, [B, T], differentiable: a pull back to mu, without a further forward pass."""
     require(tau >= 0.0, f"tau={tau} must not be negative")
     return tau * differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask).square()
 
