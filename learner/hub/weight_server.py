@@ -132,12 +132,11 @@ class WeightServer:
         self.assets_digest = bytes(16)
         self.health = WeightHealthTable(self.root_of, settings.publish.probe_tolerance)
         self._settings = settings
-        self._path = ""
         self._published_at = 0.0
         self._transports = {
             name: load_transport(name, setting="publish.transports") for name in settings.publish.transports
         }
-        self._offers: list[Offer] | None = None
+        self._offers: list[Offer] = []
         self._roots: dict[VersionRef, bytes] = {}
         self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
@@ -150,44 +149,41 @@ class WeightServer:
 
     def publish(self, message: Publish, now: float) -> None:
         """A new version is complete on disk: serve it; old ones retire."""
+        if message.layout is not None:
+            self._prepare(message.layout, Path(message.assets_path).read_bytes())
+        manifest, layout, chunks = message.manifest, self.layout, self._chunks
+        assert chunks is not None and layout is not None, "the first Publish carries the layout"
         with self.socket.held():
-            if message.layout is not None:
-                self.layout = message.layout
-                self.assets = Path(message.assets_path).read_bytes()
-                self.assets_digest = xxhash.xxh3_128_digest(self.assets)
-                options = self._settings.publish
-                self._chunks = ChunkServer(
-                    pull_token=self.pull_token, assets=self.assets, keep_versions=options.num_keep_versions,
-                    max_chunk_bytes=self._settings.limits.chunk_bytes,
-                    bytes_per_s=float(options.max_bytes_per_s) or None, delta_max_ratio=options.delta_max_ratio,
-                )
-            assert self._chunks is not None and self.layout is not None, "the first Publish carries the layout"
-            self._chunks.add(
-                message.manifest, message.path, self.layout.bucket_bytes, word_bytes=word_bytes_of(self.layout)
-            )
-        self.socket.serve(self._chunks)
-        self.manifest, self._path, self._published_at = message.manifest, message.path, now
-        self._offers = None
-        self._roots[message.manifest.ref] = message.manifest.root
+            chunks.add(manifest, message.path, layout.bucket_bytes, word_bytes=word_bytes_of(layout))
+        self.socket.serve(chunks)
+        self.manifest, self._published_at = manifest, now
+        self._roots[manifest.ref] = manifest.root
         while len(self._roots) > NUM_KNOWN_ROOTS:
             self._roots.pop(next(iter(self._roots)))
+        published = Published(manifest, layout, message.path, self.endpoint, chunks.delta_parent(manifest.ref))
+        made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
+        self._offers = [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
+
+    def _prepare(self, layout: Layout, assets: bytes) -> None:
+        """The first version: what all versions share is known now."""
+        options = self._settings.publish
+        self.layout, self.assets, self.assets_digest = layout, assets, xxhash.xxh3_128_digest(assets)
+        self._chunks = ChunkServer(
+            pull_token=self.pull_token, assets=assets, keep_versions=options.num_keep_versions,
+            max_chunk_bytes=self._settings.limits.chunk_bytes, bytes_per_s=float(options.max_bytes_per_s) or None,
+            delta_max_ratio=options.delta_max_ratio,
+        )
 
     def root_of(self, ref: VersionRef) -> bytes | None:
         """The root published for this version; None if it is too old to be known."""
         return self._roots.get(ref)
 
     def offers(self) -> tuple[Offer, ...]:
-        """Transports of the current version, best first; an actor takes the first that it can prove."""
-        assert self.layout is not None and self.manifest is not None and self._chunks is not None
-        if self._offers is None:
-            parent = self._chunks.delta_parent(self.manifest.ref)
-            published = Published(self.manifest, self.layout, self._path, self.endpoint, parent)
-            made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
-            self._offers = [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
+        """Transports of the current version, best first; an actor takes the first that it can verify."""
+        assert self.manifest is not None and self._chunks is not None
+        parent = self._chunks.delta_parent(self.manifest.ref)  # None once the delta turned out too large
         return tuple(
-            msgspec.structs.replace(offer, parent=self._chunks.delta_parent(self.manifest.ref))
-            if offer.parent is not None else offer  # a delta may have been declined since
-            for offer in self._offers
+            offer if offer.parent is None else msgspec.structs.replace(offer, parent=parent) for offer in self._offers
         )
 
     def count_install(self, message: Installed, now: float) -> None:

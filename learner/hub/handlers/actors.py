@@ -66,7 +66,7 @@ class ActorHandler:
         if isinstance(message, Hello):
             self._hello(routing_id, message, now)
         elif actor is None:
-            self._send(routing_id, _stop(StopReason.NO_LINK, "say HELLO first", rejoin=True))
+            self._send(routing_id, _stop(StopReason.NO_LINK, "send HELLO first", rejoin=True))
         else:
             actor.heard_at = now
             self._dispatch(actor, message, frames[0], now)
@@ -230,8 +230,7 @@ class ActorHandler:
                 continue
             log.warning("actor %s has been silent for %.1f s: its %d leases are reissued",
                         actor.actor_id, now - actor.heard_at, len(effect.leases))
-            self._send(actor.routing_id, _stop(StopReason.EVICTED, "silent for too long", rejoin=True))
-            self._hub.connections.drop(actor.actor_id)
+            self._evict(actor, "silent for too long", now)
 
     def grant(self, now: float) -> None:
         """Grant leases round robin, a few at a time, until no actor can take more."""
@@ -246,7 +245,7 @@ class ActorHandler:
                 leases = ledger.grant(actor_id, now)
                 parts = [leases[at : at + LEASES_PER_MESSAGE] for at in range(0, len(leases), LEASES_PER_MESSAGE)]
                 if not all([self._send(actor.routing_id, Leases(tuple(part), ())) for part in parts]):
-                    # A lease that never arrived would be renewed by every heartbeat; the actor says HELLO again.
+                    # A lease that never arrived would be renewed by every heartbeat; the actor sends HELLO again.
                     ledger.evict(actor_id, now)
                     connections.drop(actor_id)
                 granted = granted or bool(leases)
@@ -279,9 +278,12 @@ class ActorHandler:
     def _strike(self, actor: Connection, detail: str, now: float) -> None:
         if actor.strike(now):
             self._hub.counters["num_evictions_for_strikes"] += 1
-            self._send(actor.routing_id, _stop(StopReason.EVICTED, f"three strikes, the last: {detail}", rejoin=True))
-            self._hub.ledger.evict(actor.actor_id, now)
-            self._hub.connections.drop(actor.actor_id)
+            self._evict(actor, f"three strikes, the last: {detail}", now)
+
+    def _evict(self, actor: Connection, detail: str, now: float) -> None:
+        self._send(actor.routing_id, _stop(StopReason.EVICTED, detail, rejoin=True))
+        self._hub.ledger.evict(actor.actor_id, now)
+        self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:
         return self._hub.send.to_actor(routing_id, message)

@@ -1,0 +1,44 @@
+"""`status.json`: what the live view reads, and how the run ended."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import pytest
+
+from learner.hub.server import HubServer
+from learner.hub_client.link import HubLink
+from learner.hub_client.settings import hub_settings
+from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_before_the_first_version_the_run_is_starting(tmp_path):
+    with LiveHub(tmp_path, config_of("trainer.num_steps=7")) as hub:
+        hub.link.refresh_status()  # one more turn of the loop: the first has written the file
+        status = json.loads((tmp_path / "status.json").read_text())
+
+    assert (status["state"], status["version"], status["total_steps"], status["actors"]) == ("starting", 0, 7, [])
+
+
+@pytest.mark.parametrize(("finished", "state"), [(True, "finished"), (False, "stopped")])
+def test_the_status_of_the_last_second_does_not_replace_the_final_one(tmp_path, finished, state):
+    with tempfile.TemporaryDirectory(prefix="hub-") as home:
+        server = HubServer(hub_settings(
+            config_of(), run_id="run", run_dir=tmp_path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
+            bind="tcp://127.0.0.1:0", rank_endpoint=f"ipc://{home}/ranks", shm_dir=tmp_path, vocab_size=VOCAB_SIZE,
+            restore_path=None,
+        ))
+        link = HubLink(
+            f"ipc://{home}/ranks", rank=0, world=1, version=0, check_hub=lambda: None, stop_requested=lambda: False,
+            stall_report_s=60, stall_fail_s=0,
+        )
+        link.shutdown("that was all", finished=finished)
+
+        server.run(lambda: False)  # the shutdown arrives in the iteration in which a status is due
+        server.close()
+        link.close()
+
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == state
