@@ -1,4 +1,4 @@
-"""The leases that an actor works on: progress of each, cancellation, and handing back what is of no use."""
+"""The leases that an actor works on: their progress, cancellation, and handing them back."""
 
 from __future__ import annotations
 

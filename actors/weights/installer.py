@@ -70,7 +70,7 @@ class Installer:
     ) -> None:
         self._engine, self._fetch, self._on_close = engine, fetch, on_close
         self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
-        # Threads of our own: rewards must not queue before weights. Two: an abandoned fetch takes a moment to end.
+        # A pool of its own: rewards must not queue before weights. Two threads: an abandoned fetch ends a moment later.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
         self._engine_turn = asyncio.Lock()
         self._fetching: _Fetch | None = None

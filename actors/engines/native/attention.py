@@ -1,9 +1,8 @@
-"""The attention that the model's layers call: running sequences over the slot cache, prompts over themselves.
+"""Attention of the model's layers: running sequences over the slot cache, prompts over themselves.
 
-A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts, end to
-end. Everything in a decoder layer but attention works token by token, so the layer's own code computes projections,
-norms and rotations, and any architecture that calls its attention through the interface works unchanged. The pass
-carries a `PassView` through the model, as the keyword `slot_view`; it knows which tokens belong together.
+A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts. All of
+a decoder layer but attention works token by token, so any architecture that calls its attention through transformers'
+interface works unchanged. A `PassView`, passed through the model as `slot_view`, knows which tokens belong together.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def slot_attention(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens that are read from their start, and the cache rows that get their keys and values (none: not kept)."""
+    """Tokens that are read from their start, and the cache rows that get their keys and values."""
 
     ids: Sequence[int]
     rows: Sequence[int] = ()
@@ -53,8 +52,8 @@ class PassView:
     """What attends to what in one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
 
     def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
-        """positions [n]: where the decode tokens go, which is how many are cached; span: cached places they look at."""
-        self.layers: dict[int, LayerShape] = {}  # what each layer that came by stores a token
+        """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
+        self.layers: dict[int, LayerShape] = {}  # what each layer stores per token
         self._cache, self._positions, self._span, self._prompts = cache, positions, span, prompts
         self._masks: dict[int | None, Tensor] = {}
         self._bands: dict[tuple[int, int], Tensor] = {}
@@ -119,7 +118,7 @@ class PassView:
         return self._masks[window]
 
     def _band(self, num_tokens: int, window: int) -> Tensor:
-        """[tokens, tokens], True where a token of a windowed layer may look."""
+        """[tokens, tokens], True where a token of a windowed layer attends."""
         if (num_tokens, window) not in self._bands:
             places = torch.arange(num_tokens, device=self._positions.device)
             ages = places[:, None] - places

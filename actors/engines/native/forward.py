@@ -25,8 +25,8 @@ class Forward:
         self._model = model.eval()
         self.device = next(iter(checkpoint_tensors(model).values())).device
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
-        # Only some positions' hidden states go through the output head; this hook picks them, so that whatever the
-        # model does to its logits afterwards (scaling, capping) still happens.
+        # Only the wanted positions go through the output head. A hook picks them, so that the model's own scaling or
+        # capping of logits still happens.
         self._wanted: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted)
         self.cache = self._probe(slots, max_tokens)

@@ -1,7 +1,7 @@
-"""Keys and values of the running sequences: one preallocated tensor a layer, one row a slot, never concatenated.
+"""Keys and values of the running sequences: one preallocated tensor a layer, one row a slot.
 
-Rows 0..n-1 belong to the n running sequences (compact), so a decode step reads a plain slice. What lies behind a row's
-length is left over from earlier sequences; the masks in `attention` keep it out of every result.
+Rows 0..n-1 belong to the n running sequences, so a decode step reads a plain slice. Values behind a row's length are
+left over from earlier sequences; the masks in `attention` keep them out of every result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores a token."""
+    """What one attention layer stores per token."""
 
     kv_heads: int
     key_dim: int

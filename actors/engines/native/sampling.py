@@ -1,11 +1,10 @@
-"""From logits to tokens and the log-probability with which each was really drawn.
+"""From logits to tokens, each with the log-probability that it was drawn with.
 
-A row's distribution is made in this order: divide by the temperature, keep the top-k, renormalize and keep the smallest
-prefix that holds top-p of the mass, drop what is below min-p times the largest, renormalize. The log-prob returned is
-that of this final distribution. Temperature 0 takes the largest logit, with log-prob 0.0.
+A row is processed in this order: divide by the temperature, keep the top-k, renormalize and keep the smallest prefix
+that holds top-p of the mass, drop what is below min-p times the largest, renormalize. Log-probs are of this final
+distribution. Temperature 0 takes the largest logit, with log-prob 0.0.
 
-The draw inverts the cumulative distribution at one uniform number, which is a hash of (seed, position). So it depends
-on the seed, the position and the distribution, and on nothing else in the batch.
+The draw inverts the cumulative distribution at a hash of (seed, position), so that it does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -89,11 +88,8 @@ def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
-    """One token a row.
+    """One token a row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1).
 
-    Args:
-        logits: [n, vocab], any float type.
-        uniforms: [n] float64 in [0, 1), from `uniforms`.
     Returns:
         tokens [n] int64 and their log-probs [n] float32 under the processed distribution; NaN where logits are.
     """
@@ -117,10 +113,8 @@ def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tens
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position): splitmix64 twice, 53 bits kept.
+    """One number in [0, 1) for each (seed, position), both [n] uint64: splitmix64 twice, 53 bits kept.
 
-    Args:
-        seeds, positions: [n] uint64.
     Source:
         Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (the finalizer).
     """

@@ -1,4 +1,4 @@
-"""Stop strings: has the text of the new tokens come to contain one of them?
+"""Stop strings: finds the first token after which the new text contains one.
 
 Tokens and text do not line up (a token may hold half a character, a stop string may span tokens, some decoders drop a
 leading space), so the tail is decoded again with every token and only what it adds is searched.
@@ -24,7 +24,7 @@ def decoder(tokenizer: Any) -> Decode:
 
 
 class StopMatcher:
-    """Fed one token at a time; says True at the first token after which the text contains a stop string."""
+    """Fed one token at a time; `feed` is True at the first token after which the text contains a stop string."""
 
     def __init__(self, stop: Sequence[str], decode: Decode) -> None:
         self._stop = tuple(stop)

@@ -73,7 +73,7 @@ class WeightSets:
         return staged
 
     def swap(self, staged: Staged) -> None:
-        """Exchange the sets: each tensor object stays, so tied weights stay tied; the old storage becomes the spare."""
+        """Exchange the storage of each tensor: tied weights stay tied, and the old storage becomes the spare."""
         old: Staged = {}
         for name, live in self._live.items():
             old[name] = live.data

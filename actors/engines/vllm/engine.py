@@ -125,12 +125,9 @@ class VllmEngine:
         return generation
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
-        """Log-probs of token_ids[start:] under the installed weights; at temperature 1, which is all vLLM gives.
+        """See `ScoresTokens.score`; at temperature 1 only. A request lost with the core is repeated once.
 
-        It has a place of its own among the sequences. If the core dies meanwhile, the next one is asked, once.
-
-        Raises:
-            EngineError: no weights yet, start < 1, another temperature or too many tokens; the core died again.
+        It does not wait for a place: vLLM has one sequence more than `generate` uses.
         """
         if self.installed is None:
             raise EngineError("score needs weights: install a version first")
@@ -173,12 +170,7 @@ class VllmEngine:
     # --- versions -----------------------------------------------------------------------------------------------
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
-        """See `Engine.install`. The document is staged beside the running model; loading pauses it.
-
-        Raises:
-            WeightsError: the document does not fit, or loading it failed; the old version goes on serving.
-            EngineError: the engine is closed or dead, or could not be brought back to the old version.
-        """
+        """See `Engine.install`. A failed load is undone: WeightsError; EngineError if the engine is dead from now on."""
         began = time.perf_counter()
         check_document(tensors, self._expected)
         async with self._exchange:

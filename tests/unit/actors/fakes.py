@@ -231,7 +231,7 @@ class FakeClient:
     def grants(self, *leases: Lease, revoked: tuple[tuple[int, int], ...] = ()) -> None:
         self.says(Leases(leases, revoked))
 
-    def beats(self, min_useful: VersionRef) -> None:
+    def heartbeat(self, min_useful: VersionRef) -> None:
         self.says(HubHeartbeat(1, min_useful.learner_epoch, min_useful.version, min_useful, ""))
 
     def returns(self) -> dict[int, ReturnReason]:

@@ -155,8 +155,8 @@ def test_only_training_groups_that_began_before_the_bound_are_handed_back():
             one.client.grants(lease(3))
             await until(lambda: engine.stats().running == 3)
             await one.announce(V3)
-            one.client.beats(V1)
-            one.client.beats(V2)
+            one.client.heartbeat(V1)
+            one.client.heartbeat(V2)
             await one.finished(1)
             assert one.client.returns() == {1: ReturnReason.STALE}
             await until(lambda: engine.stats().running == 2)
