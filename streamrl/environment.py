@@ -29,8 +29,7 @@ class Step:
     Args:
         reward: feeds the advantage; task units.
         score: only logged and used for evaluation; None is the reward.
-        done: True ends the episode; False continues it with `messages`.
-        messages: the environment's answer (ignored when done).
+        done: True ends the episode; False continues it with `messages`, the environment's answer.
         parts: named components of the reward, logged as `reward/<name>`.
     """
 

@@ -92,7 +92,7 @@ class Launcher:
         self._learner: Child | None = None
         self._actors: list[Child] = []
         self._endpoint: str | None = None
-        self._seen: float = 0.0
+        self._old_hub = 0
 
     def run(self) -> int:
         """Run until the learner ends; returns its exit status, or 130 after Ctrl-C."""
@@ -149,7 +149,7 @@ class Launcher:
         overrides = [*self._overrides, f"run.dir={self.run_dir}"]
         ranks = self.config.launch.num_learner_ranks
         torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
-        self._seen = self._hub_written_at()
+        self._old_hub = self._hub_written_at()  # a resumed run's directory holds the former hub's address
         return self._start("learner", [sys.executable, *torchrun, "-m", "learner", *overrides])
 
     def _start(self, name: str, command: list[str]) -> Child:
@@ -170,13 +170,13 @@ class Launcher:
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
         ])
 
-    def _hub_written_at(self) -> float:
+    def _hub_written_at(self) -> int:
         path = self.run_dir / "hub.json"
-        return path.stat().st_mtime_ns if path.exists() else 0.0
+        return path.stat().st_mtime_ns if path.exists() else 0
 
     def _look_for_hub(self) -> None:
         """Actors start as soon as the hub listens; they load their libraries while the learner loads its model."""
-        if self._hub_written_at() == self._seen:
+        if self._hub_written_at() == self._old_hub:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]

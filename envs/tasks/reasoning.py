@@ -104,8 +104,7 @@ class ReasoningTask(SingleTurnTask):
             raise TaskError(f"num_train and num_test must lie in 1..{STRIDE}, got {num_train} and {num_test}.")
         extract, standard_instruction = ANSWER_FORMATS[answer_format]
         self.name = PREFIX + dataset
-        self.num_train = num_train
-        self.num_test = num_test
+        self.num_train, self.num_test = num_train, num_test
         self.format_reward = format_reward
         self.instruction = standard_instruction if instruction is None else instruction
         self._extract = extract

@@ -76,14 +76,9 @@ class StringTask(SingleTurnTask):
                 f"{len(alphabet)} letters and at most {max_length} positions make too few strings to split into train "
                 "and test: use a larger alphabet or max_length."
             )
-        self.name = f"string.{operation}"
-        self.operation = operation
-        self.min_length = min_length
-        self.max_length = max_length
-        self.alphabet = alphabet
-        self.num_train = num_train
-        self.num_test = num_test
-        self.seed = seed
+        self.name, self.operation = f"string.{operation}", operation
+        self.min_length, self.max_length, self.alphabet = min_length, max_length, alphabet
+        self.num_train, self.num_test, self.seed = num_train, num_test, seed
 
     def record(self, split: str, index: int) -> Record:
         rng = random.Random(f"{self.seed}/{split}/{index}")

@@ -26,14 +26,10 @@ class Range:
 
     def __str__(self) -> str:
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
+        text = f"at least {low}" if self.gt is None else f"greater than {low}"
         if high is not None:
-            left, right = "[(" [self.ge is None], "])"[self.le is None]
-            words = f"in {left}{low}, {high}{right}"
-        elif self.gt is not None:
-            words = f"greater than {low}"
-        else:
-            words = f"at least {low}"
-        return f"must be {words}" + (f": {self.why}" if self.why else "")
+            text = f"in {'(' if self.ge is None else '['}{low}, {high}{')' if self.le is None else ']'}"
+        return f"must be {text}" + (f": {self.why}" if self.why else "")
 
 
 def ranged(default: T, *, gt: float | None = None, ge: float | None = None, lt: float | None = None,

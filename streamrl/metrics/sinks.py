@@ -79,9 +79,7 @@ class FanOut(Sink):
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl`: one object a step, flushed line by line, so that a killed run keeps all it had reached.
-
-    `config.json` lies beside it.
+    """`metrics.jsonl` with one object a step, flushed line by line for the case of a kill, and `config.json` beside it.
 
     Args:
         path: the file; its directory is made.

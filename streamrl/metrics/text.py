@@ -51,11 +51,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up in a terminal; the first column is left-aligned, the rest right."""
     cells = [[str(c).replace("|", "\\|") for c in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-    lines = ["| " + " | ".join(_align(c, w, i) for i, (c, w) in enumerate(zip(row, widths, strict=True))) + " |"
-             for row in cells]
+    layout = "| " + " | ".join(f"{{:{'<' if i == 0 else '>'}{width}}}" for i, width in enumerate(widths)) + " |"
+    lines = [layout.format(*row) for row in cells]
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)

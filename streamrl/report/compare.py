@@ -11,7 +11,7 @@ from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import series
 from streamrl.metrics.text import compact, duration, markdown_table
-from streamrl.report.plots import Curve, line_chart
+from streamrl.report.plots import line_chart
 from streamrl.report.report import charts, curves_of, page
 
 HEADER = ("run", "steps", "wall", "eval first", "eval last", "lag mean", "lag max", "trained tok/s", "generated tok/s",
@@ -51,9 +51,10 @@ def _row(record: RunRecord, label: str) -> list[str]:
 def _overlays(records: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
     def overlay(title: str, unit: str, key: str, *, smoothed: bool = False, dots: bool = False,
                 zero: bool = False) -> str:
-        curves: list[Curve] = []
-        for color, (record, label) in enumerate(zip(records, labels, strict=True)):
-            curves.append(curves_of(label, *series(record.rows, key), color, smoothed, dots)[-1])  # without raw data
+        curves = [
+            curves_of(label, *series(record.rows, key), color, smoothed, dots)[-1]  # without the raw data
+            for color, (record, label) in enumerate(zip(records, labels, strict=True))
+        ]
         return line_chart(title, curves, x_label="step", y_label=unit, from_zero=zero)
 
     return [

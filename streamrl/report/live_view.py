@@ -82,13 +82,12 @@ class ViewState:
 
     @property
     def wait_share(self) -> float | None:
-        """Share of recent time in which the learner waited for a batch."""
+        """Share of recent time that the learner waited for a batch."""
         recent = self.rows[-NUM_RECENT_STEPS:]
         step_s = sum(series(recent, "time/step_s")[1])
         return sum(series(recent, "time/wait_s")[1]) / step_s if step_s else None
 
     def render(self) -> RenderableType:
-        """The picture."""
         parts: list[RenderableType] = [self._progress(), self._numbers()]
         if self.actors:
             parts.append(self._actors())
@@ -102,13 +101,12 @@ class ViewState:
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
-        known = self.total_steps > 0
-        bar = ProgressBar(total=self.total_steps, completed=min(self.step, self.total_steps)) if known else ""
-        line.add_row(f"step {self.step}" + (f"/{self.total_steps}" if known else ""), bar,
-                     f"{duration(self.time_left_s)} left")
-        words = self.state + (f": waits for {self.waiting_for}" if self.waiting_for else "")
-        return Group(line, Text(words, style="yellow" if self.waiting_for else "green", no_wrap=True,
-                                overflow="ellipsis"))
+        total = self.total_steps
+        bar = ProgressBar(total=total, completed=min(self.step, total)) if total else ""
+        line.add_row(f"step {self.step}" + (f"/{total}" if total else ""), bar, f"{duration(self.time_left_s)} left")
+        status = self.state + (f": waits for {self.waiting_for}" if self.waiting_for else "")
+        style = "yellow" if self.waiting_for else "green"
+        return Group(line, Text(status, style=style, no_wrap=True, overflow="ellipsis"))
 
     def _numbers(self) -> RenderableType:
         rows = self.rows
@@ -146,13 +144,12 @@ class ViewState:
 
     def _actors(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2), header_style="dim")
-        for name, justify in (("actor", "left"), ("state", "left"), ("version", "right"), ("tokens/s", "right"),
-                              ("last message", "right")):
-            table.add_column(name, justify=justify, no_wrap=True)
+        for name in ("actor", "state", "version", "tokens/s", "last message"):
+            table.add_column(name, justify="left" if name in ("actor", "state") else "right", no_wrap=True)
         for actor_id, state, version, tokens_per_s, silent_s in self.actors[:NUM_ACTOR_ROWS]:
             style = "" if state == "running" else "yellow"
-            seen = f"{duration(silent_s)} ago"
-            table.add_row(actor_id, state, str(version), compact(tokens_per_s), seen, style=style)
+            cells = (actor_id, state, str(version), compact(tokens_per_s), f"{duration(silent_s)} ago")
+            table.add_row(*cells, style=style)
         hidden = len(self.actors) - NUM_ACTOR_ROWS
         if hidden > 0:
             table.add_row(f"and {hidden} more", style="dim")
@@ -200,11 +197,11 @@ class LiveView:
             self.print_news()
             return
         with Live(self.state.render(), console=self._console, auto_refresh=False) as live:
-            while not until.wait(poll_s):
+            ended = False
+            while not ended:
+                ended = until.wait(poll_s)
                 self.poll()
                 live.update(self.state.render(), refresh=True)
-            self.poll()
-            live.update(self.state.render(), refresh=True)
 
     def poll(self) -> list[Mapping[str, Any]]:
         """Read what is new into `state`; returns the new metrics rows."""

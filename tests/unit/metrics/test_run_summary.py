@@ -50,7 +50,7 @@ def test_trajectories_beyond_the_bound_are_violations(make_run):
     assert Summary.load(make_run(lag=4, bound=3) / "summary.json").num_lag_violations == 6 * 10
 
 
-def test_what_the_learner_knows_better_wins_over_the_lines(make_run):
+def test_a_field_given_by_name_wins_over_the_lines(make_run):
     rows = read_metrics(make_run() / "metrics.jsonl")
 
     s = summarize(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1, num_actor_restarts=7)

@@ -84,7 +84,7 @@ def test_a_directory_that_is_no_run_is_refused_by_name(tmp_path):
         write_report(tmp_path)
 
 
-def test_a_comparison_overlays_the_runs_under_the_overrides_that_tell_them_apart(make_run):
+def test_a_comparison_overlays_the_runs_labeled_by_the_overrides_that_differ(make_run):
     runs = [make_run(f"run-{eta}", lag=eta, overrides=["env.name=string.reverse", f"staleness.eta={eta}"])
             for eta in (1, 2, 3)]
 
@@ -103,7 +103,7 @@ def test_a_comparison_overlays_the_runs_under_the_overrides_that_tell_them_apart
     assert [row[rows[0].index("eval last")] for row in rows[2:]] == ["0.5"] * 3
 
 
-def test_runs_without_telling_overrides_go_by_their_directories(make_run, tmp_path):
+def test_runs_without_differing_overrides_are_labeled_by_directory(make_run, tmp_path):
     table = write_comparison([make_run("a"), make_run("b", finished=False)], tmp_path / "comparison.html")
 
     assert "| a " in table
