@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
 from actors.engines.native.weight_sets import checkpoint_tensors
+from learner.data.layout import make_layout as packed_layout
 from learner.mesh import Ranks
-from learner.model.attention import make_layout as packed_layout
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy

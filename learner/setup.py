@@ -26,6 +26,7 @@ from learner.model.build import load_networks
 from learner.model.optimizer import check_optimizer, make_schedule
 from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.model.policy import Policy
+from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
@@ -107,7 +108,10 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         max_new_tokens=answer_limit(config), ranks=ranks, reward_rules=reward_rules,
         filter_truncated=config.filter.truncated,
     )
-    networks = load_networks(config, model_dir, past, ranks, with_critic=objective.has_critic)
+    networks = load_networks(
+        config, model_dir, past, ranks, with_critic=objective.has_critic,
+        with_reference=needs_reference(config.kl, config.constraint),
+    )
     if rank_zero:
         remove_run_dir(documents, past.run_id)  # what a dead predecessor left
         shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")

@@ -121,8 +121,11 @@ class ShardReader:
                 self._parts.setdefault(key, []).append((file, Box(tuple(entry["offset"]), shape)))
                 self._whole[key] = tuple(entry["whole"])
 
-    def keys(self) -> set[str]:
-        return set(self._parts)
+    def keys(self, prefix: str = "") -> list[str]:
+        return [key for key in self._parts if key.startswith(prefix)]
+
+    def has(self, prefix: str) -> bool:
+        return bool(self.keys(prefix))
 
     def read_into(self, key: str, target: Tensor) -> None:
         """Fill this rank's part of `target`.
@@ -184,14 +187,14 @@ def read_training_tensors(
     Raises:
         CheckpointError: a tensor is missing or of another shape.
     """
-    keys = [key.removeprefix(prefix) for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118
+    keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
     persistent = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name in persistent:
             reader.read_into(f"{prefix}model/{name}", buffer)
     for name, parameter in module.named_parameters():
         reader.read_into(f"{prefix}model/{name}", parameter.detach())
-        states = sorted(key.split("/")[1] for key in keys if key.startswith("optim/") and key.split("/", 2)[2] == name)
+        states = sorted(key.split("/")[1] for key in keys if key.split("/", 2)[2] == name)
         optimizer.state.pop(parameter, None)
         for state in states:
             optimizer.state[parameter][state] = _state_like(reader, f"{prefix}optim/{state}/{name}", parameter)

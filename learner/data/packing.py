@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.data.layout import PackedLayout, make_layout
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
-from learner.model.attention import PackedLayout, make_layout
 from streamrl.errors import ConfigError
 
 

@@ -1,16 +1,14 @@
 """Causal attention over a packed row: sequences that lie end to end never see one another, and padding is bounded.
 
-The packed tokens [N] are gathered into a few right-padded blocks [sequences, length], one call of scaled dot-product
-attention each, and gathered back. With padding on the right a causal mask is all that is needed: no real query can look
-at a later key. Blocks are chosen so that each holds less than twice the attention area that its sequences need.
+The packed tokens [N] are gathered into the blocks of their layout, [sequences, length] with padding on the right, one
+call of scaled dot-product attention each, and gathered back. A causal mask is all that is needed: no real query can
+look at a later key.
 
 Legend: N packed tokens, H query heads, K key/value heads, D head size, L block length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,79 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from learner.data.layout import PackedLayout
+
 ATTENTION = "streamrl_packed"
 """Name under which transformers finds `packed_attention`. No mask function has that name, so models make no mask."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Sequences of similar length, padded to one."""
-
-    length: int  # L
-    sources: Tensor  # int64 [sequences * L]: the packed token in each slot; any token in padding slots
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLayout:
-    """How one packed row falls apart into blocks; made once per micro-batch, used in every layer.
-
-    Attributes:
-        lengths: tokens of each sequence, in packed order.
-        slots: int64 [N], where each packed token lies in the concatenated blocks; None if one block is the row itself.
-    """
-
-    lengths: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    slots: Tensor | None
-
-    @property
-    def padded_area(self) -> int:
-        """Query-key pairs computed, the sum of sequences * L^2 over blocks; the need is the sum of squared lengths."""
-        return sum(block.sources.numel() * block.length for block in self.blocks)
-
-    def to(self, device: torch.device) -> PackedLayout:
-        """The same layout on `device`."""
-        blocks = tuple(Block(block.length, block.sources.to(device)) for block in self.blocks)
-        return PackedLayout(self.lengths, blocks, None if self.slots is None else self.slots.to(device))
-
-
-def make_layout(lengths: Sequence[int]) -> PackedLayout:
-    """Sort sequences into blocks.
-
-    Longest first, a block takes the next sequence while its padded area stays below twice the need of its members.
-    """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    slots = torch.empty(starts[-1], dtype=torch.int64)
-    blocks: list[Block] = []
-    first_slot = 0
-    for members in _group_by_length(lengths):
-        width = lengths[members[0]]
-        begin = torch.tensor([starts[i] for i in members])[:, None]
-        size = torch.tensor([lengths[i] for i in members])[:, None]
-        offsets = torch.arange(width)[None, :]
-        real = offsets < size
-        sources = torch.where(real, begin + offsets, begin).flatten()
-        slots[sources[real.flatten()]] = first_slot + real.flatten().nonzero().squeeze(1)
-        blocks.append(Block(width, sources))
-        first_slot += sources.numel()
-    identity = len(blocks) == 1 and torch.equal(blocks[0].sources, torch.arange(starts[-1]))
-    return PackedLayout(tuple(lengths), tuple(blocks), None if identity else slots)
-
-
-def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    groups: list[list[int]] = []
-    need = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        square = lengths[index] ** 2
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] ** 2 < 2 * (need + square):
-            groups[-1].append(index)
-            need += square
-        else:
-            groups.append([index])
-            need = square
-    return groups
 
 
 def packed_attention(
@@ -119,13 +48,13 @@ def packed_attention(
     outputs = []
     for block in packing.blocks:
         padded = [
-            (t if packing.slots is None else t.index_select(0, block.sources))
+            (t if packing.block_index is None else t.index_select(0, block.sources))
             .unflatten(0, (-1, block.length)).transpose(1, 2)
             for t in tokens
         ]  # [sequences, heads, L, D]
         outputs.append(_attend(*padded, scaling=scaling, window=sliding_window).transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (joined if packing.slots is None else joined.index_select(0, packing.slots))[None], None
+    return (joined if packing.block_index is None else joined.index_select(0, packing.block_index))[None], None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None) -> Tensor:

@@ -33,16 +33,27 @@ class Networks:
     proximal: FrozenPolicy | None
 
 
-def load_networks(config: Config, model_dir: Path, past: ResumeState, ranks: Ranks, *, with_critic: bool) -> Networks:
+def load_networks(
+    config: Config, model_dir: Path, past: ResumeState, ranks: Ranks, *, with_critic: bool, with_reference: bool
+) -> Networks:
     """Every network as the starting model or the predecessor's checkpoint has it; a collective call."""
     dtype = compute_dtype(config.policy.dtype, ranks.device)
-    policy = _load(config, model_dir, dtype, ranks)
+
+    def load() -> Policy:
+        return load_policy(
+            model_dir, dtype=dtype, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
+            gradient_checkpointing=config.policy.gradient_checkpointing,
+        )
+
+    policy = load()
+    critic = build_critic(
+        config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
+        ranks=ranks,
+    ) if with_critic else None
     networks = Networks(
-        policy=policy,
-        optimizer=make_optimizer(policy, config.policy.optimizer),
-        critic=_make_critic(config, policy, model_dir, dtype, ranks) if with_critic else None,
-        reference=load_reference(config, model_dir, policy, ranks, dtype=dtype),
-        proximal=_make_proximal(config, model_dir, dtype, ranks),
+        policy, make_optimizer(policy, config.policy.optimizer), critic,
+        reference=load_reference(config, model_dir, policy, ranks, dtype=dtype) if with_reference else None,
+        proximal=FrozenPolicy(load(), name="ewma") if config.loss.anchor == "ewma" else None,
     )
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, networks.optimizer, ranks)
@@ -50,32 +61,13 @@ def load_networks(config: Config, model_dir: Path, past: ResumeState, ranks: Ran
     return networks
 
 
-def _load(config: Config, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Policy:
-    return load_policy(
-        model_dir, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens,
-        gradient_checkpointing=config.policy.gradient_checkpointing,
-    )
-
-
-def _make_critic(config: Config, policy: Policy, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> Critic:
-    return build_critic(
-        config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
-        ranks=ranks,
-    )
-
-
-def _make_proximal(config: Config, model_dir: Path, dtype: torch.dtype, ranks: Ranks) -> FrozenPolicy | None:
-    """The averaged policy that the loss is anchored at, if it is."""
-    return FrozenPolicy(_load(config, model_dir, dtype, ranks), name="ewma") if config.loss.anchor == "ewma" else None
-
-
 def _restore_beside(checkpoint: Checkpoint, networks: Networks, *, reference_moves: bool) -> None:
-    """The networks beside the policy; a run that gained one since the checkpoint starts it afresh, and says so."""
+    """The networks beside the policy; one that the run gained since the checkpoint starts from its own beginning."""
     critic, proximal, reference = networks.critic, networks.proximal, networks.reference
     if critic is not None and not critic.restore(checkpoint.shards()):
         log.warning("%s holds no critic: it starts untrained", checkpoint.path.name)
     if proximal is not None and not proximal.restore(checkpoint.shards()):
-        log.warning("%s holds no averaged policy: the average starts at the present one", checkpoint.path.name)
+        log.warning("%s holds no averaged policy: the average starts at the current one", checkpoint.path.name)
         proximal.sync(networks.policy)
     if reference is not None and reference_moves:
         reference.restore(checkpoint.shards())  # not in the checkpoint of a run that only now lets it move

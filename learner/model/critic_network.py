@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from learner.data.layout import PackedLayout
 from learner.mesh import Ranks
-from learner.model.attention import PackedLayout
 from learner.model.critic import Critic
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, decoder_layers, load_policy, shard
@@ -76,7 +76,7 @@ def build_critic(
     vocabulary = policy.vocab_size
     if of_actions and vocabulary > _LARGEST_ACTION_HEAD:
         raise ConfigError(
-            f"advantage.estimator={estimator!r} gives every word of the vocabulary a value; with {vocabulary} words "
+            f"advantage.estimator={estimator!r} gives every token of the vocabulary a value; with {vocabulary} tokens "
             f"(most {_LARGEST_ACTION_HEAD}) that head would be larger than the model: use retrace_v or vtrace."
         )
     if of_actions and config.kind is not CriticKind.head:

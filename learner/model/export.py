@@ -37,12 +37,10 @@ def export_model(policy: Policy, model_dir_source: Path | str, out_dir: Path | s
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, draft / path.name)
         policy.model.save_pretrained(draft, state_dict=weights)
+        old = out_dir.with_name(f"{out_dir.name}.old-{secrets.token_hex(4)}")
         if out_dir.exists():
-            old = out_dir.with_name(f"{out_dir.name}.old-{secrets.token_hex(4)}")
             os.replace(out_dir, old)
-            os.replace(draft, out_dir)
-            shutil.rmtree(old)
-        else:
-            os.replace(draft, out_dir)
+        os.replace(draft, out_dir)
+        shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
     return out_dir

@@ -15,16 +15,10 @@ from learner.model.optimizer import Schedule
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did.
+    """What one optimizer step did."""
 
-    Attributes:
-        grad_norm: global norm before clipping; nan or inf if the step was skipped.
-        skipped: True on all ranks if any gradient was not finite; weights and moments are untouched then.
-        lr: learning rate of the step.
-    """
-
-    grad_norm: float
-    skipped: bool
+    grad_norm: float  # global norm before clipping; nan or inf if the step was skipped
+    skipped: bool  # on all ranks if any gradient was not finite; weights and moments are untouched then
     lr: float
 
 
@@ -56,16 +50,13 @@ def optimizer_step(
 
 
 def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
-    """Euclidean norm over all gradients, each shard counted once; a collective call if any is sharded."""
-    sharded = sum_of_squares([g for g in gradients if isinstance(g, DTensor)])
-    whole = sum_of_squares([g for g in gradients if not isinstance(g, DTensor)])
+    """Euclidean norm over all gradients, each shard counted once; a collective call."""
+    sharded = _sum_of_squares([local_part(g) for g in gradients if isinstance(g, DTensor)])
+    whole = _sum_of_squares([g for g in gradients if not isinstance(g, DTensor)])
     return math.sqrt(ranks.sum_over_shards(sharded) + whole)
 
 
-def sum_of_squares(tensors: list[Tensor]) -> float:
-    """Sum of squares of the local parts, accumulated in float64 over tensors."""
-    parts = [local_part(t) for t in tensors]
-    parts = [p for p in parts if p.numel()]
-    if not parts:
-        return 0.0
-    return float(torch.stack(torch._foreach_norm(parts)).double().square().sum())
+def _sum_of_squares(tensors: list[Tensor]) -> float:
+    """Norms in the tensors' own precision, accumulated over tensors in float64."""
+    parts = [tensor for tensor in tensors if tensor.numel()]
+    return float(torch.stack(torch._foreach_norm(parts)).double().square().sum()) if parts else 0.0

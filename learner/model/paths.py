@@ -1,4 +1,4 @@
-"""The model that a run starts from: where it is, how many words it has, in which types it computes and travels."""
+"""The model that a run starts from: where it is, how large its vocabulary, in which types it computes and travels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"policy.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
+        raise ConfigError(f"policy.dtype={name} is not a torch dtype: use auto, float32 or bfloat16")
     return dtype
 
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from learner.data.layout import PackedLayout, make_layout
 from learner.mesh import Ranks
-from learner.model.attention import ATTENTION, PackedLayout, make_layout
+from learner.model.attention import ATTENTION
 from learner.model.logprob_head import inspect_tokens, score_tokens
 from streamrl.errors import ConfigError
 
@@ -28,17 +29,11 @@ _MOST_DIFFERENCE = 1e-3  # of a log-prob, in float32, between packed and plain s
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """What a scoring pass wants to see beside log-probs and entropies.
+    """What a scoring pass returns beside log-probs and entropies."""
 
-    Attributes:
-        state_index: int64 [K] packed positions whose hidden states are wanted.
-        square_sums: the sum of squared probabilities of every scored token's distribution.
-        all_logprobs: the whole distribution of every scored token; for small vocabularies.
-    """
-
-    state_index: Tensor
-    square_sums: bool = False
-    all_logprobs: bool = False
+    state_index: Tensor  # int64 [K] packed positions whose hidden states are wanted
+    square_sums: bool = False  # the sum of squared probabilities of every scored token's distribution
+    all_logprobs: bool = False  # the whole distribution of every scored token; for small vocabularies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +67,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor] | Inspected:
         """Log-prob of each target and entropy of the distribution it was drawn from; [M] each, nats, float32.
 
-        With `inspect` the answer is an `Inspected`: one pass, whoever asks (FSDP2 gathers weights for `forward` only).
+        With `inspect` the answer is an `Inspected`: it is one pass, as FSDP2 gathers weights for `forward` only.
         """
         hidden = self.model.get_decoder()(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
@@ -106,13 +101,8 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    model_dir: Path | str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    gradient_checkpointing: bool = False,
-    chunk_tokens: int = 1024,
-    ranks: Ranks | None = None,
+    model_dir: Path | str, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False,
+    chunk_tokens: int = 1024, ranks: Ranks | None = None,
 ) -> Policy:
     """A policy from a local checkpoint, ready to train.
 
@@ -122,13 +112,12 @@ def load_policy(
         model_dir: a Hugging Face checkpoint directory; nothing is fetched and no code of it is run.
         dtype: of the computation. Master weights, gradients and moments are float32; bfloat16 goes through FSDP2's
             mixed precision, so `ranks` must have a mesh.
-        device: where to compute when `ranks` is None; else the ranks' own device counts.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
     Raises:
         ConfigError: no such directory, or a model whose packed log-probs would not be its own.
     """
-    ranks = ranks or Ranks(device=torch.device(device))
+    ranks = ranks or Ranks()
     model = _read_model(Path(model_dir))
     policy = Policy(model, chunk_tokens=chunk_tokens).train()
     for module in policy.modules():
@@ -190,8 +179,7 @@ def _check_scoring(policy: Policy, where: str) -> None:
         if getattr(config, name, None):
             raise ConfigError(f"{where}: {name}={getattr(config, name)}, but packed scoring has no soft cap.")
     vocabulary = policy.output_layer.weight.shape[0]
-    rows = [torch.arange(7), torch.arange(5) * 3 + 1]
-    rows = [row.remainder(vocabulary) for row in rows]
+    rows = [row.remainder(vocabulary) for row in (torch.arange(7), torch.arange(5) * 3 + 1)]
     index, targets, expected, start = [], [], [], 0
     for row in rows:
         logits = policy.model(

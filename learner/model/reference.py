@@ -6,12 +6,8 @@
     anchor.blend(policy, decay=0.99)           w <- 0.99 w + 0.01 w_policy
 
 The copy is built by the same `load_policy` call as the policy, so FSDP2 shards both alike: `sync` and `blend` work on
-the local shards and talk to nobody. A copy that has moved away from its files must survive a restart:
-
-    save_checkpoint(..., also=reference.tensors())
-    reference.restore(checkpoint.shards())     False: the checkpoint has no such copy, nothing was changed
-
-The keys are `frozen/<name>/<parameter>`, so several copies with different names fit into one checkpoint.
+local shards without communication. A copy that has moved away from its files is saved with the checkpoint, under
+`frozen/<name>/<parameter>`.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
 from learner.mesh import Ranks, local_part
 from learner.model.policy import Policy, load_policy
-from learner.objective.kl_options import needs_reference
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
@@ -35,7 +30,7 @@ class FrozenPolicy:
     """Weights that only `sync`, `blend` and `restore` change.
 
     Args:
-        policy: a policy of its own, which nobody else uses; its gradients are switched off here.
+        policy: used by this copy alone; its gradients are switched off here.
         name: letters and digits; tells this copy from others in a checkpoint.
     """
 
@@ -43,23 +38,24 @@ class FrozenPolicy:
         self.name = name
         self._policy = policy.requires_grad_(False).eval()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._policy.vocab_size
-
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> Tensor:
-        """Log-prob of each scored token at its own temperature, [M], nats, float32, detached.
-
-        Every rank must call it for as many micro-batches as the others; an empty micro-batch gives an empty tensor.
-        """
+        """Log-prob of each scored token at its own temperature, [M], nats, float32, detached; a collective call."""
         logprobs, _ = self._policy(
             batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
         )
         reshard(self._policy)  # no backward pass will free the gathered root
         return logprobs
 
-    def check_alike(self, source: nn.Module) -> None:
+    def check_same_vocabulary(self, policy: Policy) -> None:
+        """Raise ConfigError unless `policy` has as many tokens."""
+        if self._policy.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"the {self.name} model has {self._policy.vocab_size} tokens and the policy has {policy.vocab_size}: "
+                "log-probs of the same tokens are compared, so both need one tokenizer."
+            )
+
+    def check_same_parameters(self, source: nn.Module) -> None:
         """Raise ConfigError unless `source` has the same parameters: found at the start, not at the first sync."""
         mine, theirs = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (self._policy, source))
         different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
@@ -78,11 +74,7 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def blend(self, source: nn.Module, *, decay: float) -> None:
-        """Exponential average: keep the share `decay` of the present weights, take the rest from `source`.
-
-        Raises:
-            ValueError: decay outside [0, 1].
-        """
+        """Exponential average: keep the share `decay` of the current weights, take the rest from `source`."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay={decay} must lie in [0, 1]")
         pairs = list(self._pairs(source))
@@ -100,7 +92,7 @@ class FrozenPolicy:
         Raises:
             CheckpointError: they belong to another model.
         """
-        if not any(key.startswith(f"frozen/{self.name}/") for key in shards.keys()):  # noqa: SIM118
+        if not shards.has(f"frozen/{self.name}/"):
             return False
         for key, parameter in self.tensors():
             shards.read_into(key, parameter)
@@ -118,9 +110,9 @@ class FrozenPolicy:
 
 
 def load_reference(
-    config: Config, start: Path | str, policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32
-) -> FrozenPolicy | None:
-    """The reference model that the settings ask for, or None if nothing would read it.
+    config: Config, start: Path, policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32
+) -> FrozenPolicy:
+    """The reference model of a KL term.
 
     Args:
         start: where the run's first weights are; the reference unless `reference.model_path` names another.
@@ -128,23 +120,15 @@ def load_reference(
     Raises:
         ConfigError: no such checkpoint, another vocabulary, or another architecture where it is to be synced.
     """
-    if not needs_reference(config.kl, config.constraint):
-        return None
     path = config.reference.model_path or start
     try:
-        model = load_policy(
-            path, dtype=dtype, device=ranks.device, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens
-        )
+        model = load_policy(path, dtype=dtype, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens)
+        reference = FrozenPolicy(model, name="reference")
+        reference.check_same_vocabulary(policy)
     except ConfigError as error:
         raise ConfigError(f"reference.model_path={path}: {error}") from error
-    reference = FrozenPolicy(model, name="reference")
-    if reference.vocab_size != policy.vocab_size:
-        raise ConfigError(
-            f"reference.model_path={path} has {reference.vocab_size} tokens and the policy has {policy.vocab_size}: "
-            "log-probs of the same tokens are compared, so both need one tokenizer."
-        )
     if config.reference.sync_every_steps:
-        reference.check_alike(policy)
+        reference.check_same_parameters(policy)
     return reference
 
 

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from learner.model.attention import make_layout
+from learner.data.layout import make_layout
 from learner.model.policy import Policy
 from streamrl.messages import Probe
 from streamrl.messages.codec import pack_ids, pack_logprobs
@@ -68,11 +68,11 @@ class Prober:
     @torch.no_grad()
     def _score(self) -> Tensor:
         ids = torch.tensor(self._ids, device=self._device)
-        num_read = len(self._ids) - 1  # the hidden state before a token predicts it
+        positions = torch.arange(len(self._ids) - 1, device=self._device)
         targets = ids[self._start :]
         logprobs, _ = self._policy(
-            ids[:-1], torch.arange(num_read, device=self._device), make_layout([num_read]).to(self._device),
-            torch.arange(self._start - 1, num_read, device=self._device), targets,
-            torch.ones(len(targets), device=self._device),
+            ids[:-1], positions, make_layout([len(positions)]).to(self._device),
+            positions[self._start - 1 :],  # the hidden state before a token predicts it
+            targets, torch.ones(len(targets), device=self._device),
         )
         return logprobs

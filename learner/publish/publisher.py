@@ -1,11 +1,11 @@
-"""The learner's side of the weight plane: gather, cast, digest, commit.
+"""The learner's side of weight transfer: gather, cast, digest, commit.
 
 One uninterrupted block between the optimizer step and the next forward. All ranks walk the tensors in layout order and
-gather them one at a time; rank 0 copies each into the document that is being written and everybody frees it at once.
-Inside the block rank 0 waits for nobody outside: whatever fails there (no room, a fenced run) is remembered, the
-gathers go on to the end, and only then it is raised. A rank that left early would leave the others in an all-gather.
+gather them one at a time; rank 0 copies each into the document that is being written, and every rank frees it at once.
+A rank that left the block early would leave the others in an all-gather, so a failure on rank 0 (no room, a newer
+learner) is remembered until the last gather is done, and rank 0 waits for no other process meanwhile.
 
-    PREPARED   tensors are gathered and written, nobody sees the document
+    PREPARED   tensors are gathered and written, the document is not visible
     STAGED     all digests known, the file has its final name; training may go on
     RETIRED    keep_versions newer ones exist
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -34,24 +35,21 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A staged version: what to announce, where it lies, its size in bytes, and how long the block took."""
+    """A staged version: what to announce, where it lies, its size, and how long the block took."""
 
     manifest: Manifest
     path: Path
     nbytes: int
     seconds: float
-    device_manifest: Manifest | None = None
-    """The same document in digest_kind 1, if the publisher makes one."""
+    device_manifest: Manifest | None  # the same document in digest_kind 1, if the publisher makes one
 
 
 def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
     """(checkpoint name, parameter) in module order; of tied copies only the first, wrappers' prefixes removed."""
-    named = []
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        named.append((name, parameter))
-    return named
+    return [
+        (reduce(lambda left, wrapper: left.replace(wrapper, ""), _WRAPPERS, name), parameter)
+        for name, parameter in model.named_parameters()
+    ]
 
 
 class Publisher:
@@ -62,12 +60,11 @@ class Publisher:
             appears twice is tied: its first name travels.
         wire_dtype: dtype of every tensor in the document.
         bucket_bytes: size of the units that are digested and moved.
-        shm: owner of the documents' directory; rank 0 needs it, the others leave it None.
-        rank: of this process among the learner's.
+        shm: owner of the documents' directory; rank 0 alone has it.
         fence: called right before the document becomes visible; raises if this learner no longer owns the run.
         slot_wait_s: longest that rank 0 waits for room, which is local work on this machine; then the version is
             skipped. The other ranks are in their first gather meanwhile, so it must be far below their time-out.
-        fold: also digest every tensor where it lies, for ways from GPU to GPU (digest_kind 1).
+        fold: also digest every tensor where it lies, for transports from GPU to GPU (digest_kind 1).
     """
 
     def __init__(
@@ -77,7 +74,10 @@ class Publisher:
     ) -> None:
         if rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
-        self._parameters = _without_ties(parameters)
+        first_names: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, parameter in parameters:
+            first_names.setdefault(id(parameter), (name, parameter))
+        self._parameters = list(first_names.values())
         self._wire_dtype, self._rank, self._shm = wire_dtype, rank, shm
         self._fence, self._fold = fence or (lambda: None), fold
         self._slot_wait_s = slot_wait_s
@@ -87,7 +87,7 @@ class Publisher:
         self.layout: Layout = make_layout(((name, dtype, p.shape) for name, p in self._parameters), bucket_bytes)
 
     def publish(self, ref: VersionRef) -> PublishedVersion | None:
-        """Stage the parameters as they are now under `ref`; a collective call. The result on rank 0, None elsewhere.
+        """Stage the current parameters under `ref`; a collective call. The result on rank 0, None elsewhere.
 
         Raises:
             WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
@@ -106,12 +106,12 @@ class Publisher:
                 self._gather_one(parameter, writing)
         if writing is None:
             return None
-        parent = self._last_staged
-        manifest, path = writing.finish(parent, self._fence)
+        manifest, path = writing.finish(self._last_staged, self._fence)
+        device_manifest = writing.device_manifest(self._last_staged)
         self._last_staged = ref
-        device_manifest = writing.device_manifest(parent)
-        seconds = time.monotonic() - started
-        return PublishedVersion(manifest, path, document_nbytes(self.layout), seconds, device_manifest)
+        return PublishedVersion(
+            manifest, path, document_nbytes(self.layout), time.monotonic() - started, device_manifest
+        )
 
     def _gather_one(self, parameter: torch.Tensor, writing: _Writing | None) -> None:
         """Its own function, so that the gathered tensor is freed before the next one is gathered."""
@@ -175,10 +175,3 @@ def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter
         nbytes = piece.numel() * wire_dtype.itemsize
         torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(piece)
         writer.filled(nbytes)
-
-
-def _without_ties(parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    first: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, parameter in parameters:
-        first.setdefault(id(parameter), (name, parameter))
-    return list(first.values())

@@ -1,9 +1,9 @@
-"""The learner scores with what it published, also where the wire is narrower than its own arithmetic.
+"""Scoring with the published weights, also where the wire is narrower than the learner's arithmetic.
 
-Actors sample from the weights of the document. Where the wire is bfloat16 and the learner computes in float32, its
-master weights differ from those by up to 2^-9 of their size; then every log-ratio at lag 0 would hold the rounding.
-So for the passes that score, the weights are rounded as the document was; gradients taken there move the exact masters
-(a straight-through step), or updates smaller than the rounding would be lost.
+Where the wire is bfloat16 and the learner computes in float32, actors sample from weights that differ from the masters
+by up to 2^-9 of their size, and every log-ratio at lag 0 would hold the rounding. So the weights are rounded for the
+passes that score; gradients taken there move the exact masters (a straight-through step), or updates smaller than the
+rounding would be lost.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.model.attention import make_layout
+from learner.data.layout import make_layout
 from learner.model.gradients import optimizer_step
 from learner.model.policy import load_policy
 from learner.model.optimizer import Schedule, make_optimizer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from learner.data.layout import make_layout
 from learner.data.packing import pack
-from learner.model.attention import make_layout
 from learner.model.policy import decoder_layers, load_policy
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, trajectory
@@ -91,21 +91,21 @@ def test_a_change_in_one_sequence_leaves_its_neighbors_bit_for_bit(checkpoints):
 def test_blocks_hold_every_token_once_and_less_than_twice_the_attention_area(lengths):
     layout = make_layout(lengths)
 
-    assert layout.padded_area < 2 * sum(n * n for n in lengths)
+    assert sum(block.sources.numel() * block.length for block in layout.blocks) < 2 * sum(n * n for n in lengths)
     sources = torch.cat([block.sources for block in layout.blocks])
-    slots = torch.arange(sum(lengths)) if layout.slots is None else layout.slots
-    assert torch.equal(sources[slots], torch.arange(sum(lengths)))
+    places = torch.arange(sum(lengths)) if layout.block_index is None else layout.block_index
+    assert torch.equal(sources[places], torch.arange(sum(lengths)))
     rows = torch.cat([torch.arange(s.numel()) // b.length for b in layout.blocks for s in [b.sources]])
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    for index, length in enumerate(lengths):  # consecutive slots of one padded row
-        mine = slots[sequence == index]
+    for index, length in enumerate(lengths):  # consecutive index of one padded row
+        mine = places[sequence == index]
         assert torch.equal(mine, torch.arange(int(mine[0]), int(mine[0]) + length))
         assert rows[mine].unique().numel() == 1
 
 
 def test_equal_lengths_need_no_copies_at_all():
-    assert make_layout([7, 7, 7]).slots is None
-    assert make_layout([7, 6, 7]).slots is not None
+    assert make_layout([7, 7, 7]).block_index is None
+    assert make_layout([7, 6, 7]).block_index is not None
 
 
 def test_a_model_that_scales_its_logits_is_refused_by_its_own_numbers(tmp_path):

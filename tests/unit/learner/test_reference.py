@@ -121,6 +121,6 @@ def test_a_model_of_another_shape_cannot_follow_the_policy(tmp_path, pair):
     policy, reference = pair
     other = FrozenPolicy(load_policy(tiny_checkpoint(tmp_path, "gpt2")), name="reference")
 
-    reference.check_alike(policy)
+    reference.check_same_parameters(policy)
     with pytest.raises(ConfigError, match="reference model cannot follow the policy"):
-        other.check_alike(policy)
+        other.check_same_parameters(policy)

@@ -16,6 +16,7 @@ from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy, load_reference, sync_if_due
+from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
@@ -81,7 +82,9 @@ def train(
     policy = load_policy(model_dir)
     rows = sampled_rows(policy)
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=first)
-    reference = load_reference(config, reference_of or model_dir, policy, ALONE)
+    reference = None
+    if needs_reference(config.kl, config.constraint):
+        reference = load_reference(config, reference_of or model_dir, policy, ALONE)
     regularizers = Regularizers(config.kl, config.constraint, config.loss, controls)
     objective = Objective(
         config.advantage, config.loss, max_new_tokens=16, max_lag=max_lag, ranks=ALONE, regularizers=regularizers
