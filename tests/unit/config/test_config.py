@@ -78,12 +78,12 @@ def test_the_lag_bound_is_derived_from_eta_and_window():
     assert max_lag(load_config([QUICK, "staleness.eta=3", "staleness.max_lag=3"])) == 3
 
 
-def test_an_experiment_wins_over_the_algorithm_and_words_win_over_both():
+def test_an_experiment_wins_over_the_algorithm_and_overrides_win_over_both():
     config = load_config([QUICK, "algorithm=dr_grpo", "loss.clip_high=0.5"])
     assert config.loss.avg_level == "seq-mean-token-sum-norm" and config.loss.clip_high == 0.5
 
 
-def test_a_config_survives_plain_values_and_local_words_win():
+def test_a_config_survives_its_plain_form_and_local_overrides_win():
     config = load_config([QUICK, "env.options.max_length=5"])
     again = from_plain(to_plain(config), ["actors.num_concurrent=3"])
     assert again.actors.num_concurrent == 3 and again.env == config.env

@@ -1,4 +1,4 @@
-"""Settings of the actor: from the WELCOME of a real hub to an engine and episodes that behave otherwise."""
+"""Settings of the actor: from the WELCOME of a real hub to an engine and episodes that behave differently."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
         assert runtime.engine.name == name
 
 
-def test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give(hub, welcome):
+def test_vllm_gets_the_arguments_that_are_set_and_refuses_reserved_ones(hub, welcome):
     """Both are said before any model is loaded; a real engine with real weights is tested with the engine itself."""
     words = ["actors.engine=vllm", "actors.device=cpu", "policy.tiny.num_heads=2"]
     with pytest.raises(EngineError, match="actors.vllm.max_model_len is not yours to set"):
@@ -107,7 +107,7 @@ def test_half_precision_halves_the_cache(hub, welcome):
     assert sizes[0] == 2 * sizes[1] > 0
 
 
-def test_the_engine_goes_where_it_is_told(hub, welcome):
+def test_the_engine_uses_the_device_that_is_set(hub, welcome):
     assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises((RuntimeError, AssertionError)), runtime_of(hub, welcome, "actors.device=cuda:99"):
         pass
@@ -161,7 +161,7 @@ def test_an_actor_asks_the_relay_that_is_set_before_the_learner(hub, welcome):
     asked.close(linger=0)
 
 
-def test_an_actor_goes_by_the_name_it_is_given(tmp_path):
+def test_an_actor_takes_the_id_that_is_set(tmp_path):
     names: list[str] = []
     with LiveHub(tmp_path, config_of(SCRIPTED, *SIZES)) as hub:
         hub.publish(0, tiny_model(tmp_path / "model"))

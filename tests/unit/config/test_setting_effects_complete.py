@@ -26,15 +26,15 @@ SIZES = f"{LEARNER}::test_a_tiny_model_has_the_sizes_that_are_set"
 WARM = f"{LEARNER}::test_warm_start_and_seed_change_the_weights_that_a_run_starts_from"
 LEAD = f"{LEDGER}::test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run"
 OTHER_TASK = f"{LEDGER}::test_another_task_or_another_option_of_it_gives_other_prompts"
-FILTERS = f"{LEDGER}::test_filters_drop_what_they_say"
+FILTERS = f"{LEDGER}::test_each_filter_drops_its_groups"
 READS = f"{ACTOR}::test_system_prompt_and_chat_template_change_what_the_model_reads"
 BROKEN = f"{ACTOR}::test_a_broken_environment_is_dropped_or_gets_the_floor"
-DIRECTORY = f"{LEARNER}::test_a_run_lives_where_its_name_its_root_or_its_directory_say"
+DIRECTORY = f"{LEARNER}::test_name_root_and_dir_choose_the_run_directory"
 DEVICE = f"{LEARNER}::test_the_learner_takes_the_device_and_the_threads_that_are_set"
 TRACKER = f"{LEARNER}::test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode"
 OWN_TRACKER = f"{LEARNER}::test_a_users_own_tracker_is_opened_with_its_options"
 EVALS = f"{HUB}::test_evaluations_are_requested_as_often_and_as_large_as_set"
-TRAVEL = f"{HUB}::test_weights_travel_in_the_type_and_the_units_that_are_set"
+TRAVEL = f"{HUB}::test_weights_are_sent_in_the_type_and_bucket_size_that_are_set"
 SCORES = "learner/objective/test_rewards.py"
 CREDIT, GUARDS = "learner/objective/test_advantages.py", "learner/objective/test_masks.py"
 CRITIC = "learner/test_critic.py::test_each_setting_of_the_critic_moves_its_values"
@@ -68,7 +68,7 @@ SHOWN_BY = {
     "run.seed": f"{LEDGER}::test_the_seed_of_the_run_decides_what_members_sample",
     "run.device": DEVICE,
     "run.num_threads": DEVICE,
-    "run.shutdown_s": f"{LAUNCH}::test_a_learner_that_will_not_stop_is_ended_by_force_after_the_time_set",
+    "run.shutdown_s": f"{LAUNCH}::test_a_learner_that_ignores_termination_is_killed_after_the_time_set",
     "data.shuffle": f"{LEDGER}::test_without_shuffling_prompts_come_in_order_and_the_seed_decides_the_shuffled_order",
     "data.apply_chat_template": READS,
     "data.system_prompt": READS,
@@ -91,18 +91,18 @@ SHOWN_BY = {
             "max_new_tokens": SPLIT_LIMITS, "stop": SPLIT_LIMITS, "ignore_eos": SPLIT_LIMITS,
         }.items()
     },
-    "rollout.group_policy": f"{LEDGER}::test_the_group_policy_says_which_members_are_leased_again",
+    "rollout.group_policy": f"{LEDGER}::test_the_group_policy_decides_which_members_are_leased_again",
     "rollout.num_min_members": f"{LEDGER}::test_a_partial_group_is_held_if_it_has_enough_members",
     "filter.zero_std": FILTERS,
     "filter.min_std": FILTERS,
     "filter.accuracy_range": FILTERS,
     "staleness.eta": LEAD,
-    "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_says_how_many_groups_may_overtake_an_unfinished_one",
+    "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_limits_how_many_groups_overtake_an_unfinished_one",
     "staleness.max_lag": f"{LEDGER}::test_max_lag_decides_whether_an_old_group_is_trained",
-    "staleness.mode": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
+    "staleness.mode": f"{LEDGER}::test_the_mode_decides_what_happens_to_an_old_group",
     "staleness.decay": f"{CONTROL}::test_the_decay_says_how_fast_old_tokens_lose_their_say",
     **{f"staleness.adaptive.{name}": f"{CONTROL}::{shown_by}" for name, shown_by in ADAPTIVE.items()},
-    "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_says_what_becomes_of_an_old_group",
+    "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_decides_what_happens_to_an_old_group",
     "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
     "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch",
     "advantage.baseline": f"{OBJECTIVE}::test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normalizer",
@@ -211,7 +211,7 @@ SHOWN_BY = {
         "learner/test_tiny_model.py::test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for"
     ),
     "policy.tiny.warm_start_lr": WARM,
-    "policy.tiny.cache_dir": f"{LEARNER}::test_made_models_are_kept_in_the_cache_and_taken_again",
+    "policy.tiny.cache_dir": f"{LEARNER}::test_made_models_are_cached_and_reused",
     "learner.max_tokens_per_device": f"{LEARNER}::test_the_token_budget_sets_how_many_passes_a_batch_takes",
     "learner.logprob_chunk_tokens": (
         "learner/test_logprob_head.py::test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made"
@@ -223,12 +223,12 @@ SHOWN_BY = {
     "actors.num_concurrent": (
         f"{ACTOR}::test_concurrency_is_the_engines_and_sets_how_many_groups_are_held"
     ),
-    "actors.device": f"{ACTOR}::test_the_engine_goes_where_it_is_told",
+    "actors.device": f"{ACTOR}::test_the_engine_uses_the_device_that_is_set",
     "actors.dtype": f"{ACTOR}::test_half_precision_halves_the_cache",
     "actors.num_threads": f"{ACTOR}::test_the_engine_computes_with_the_threads_that_are_set",
     "actors.on_install": f"{ACTOR}::test_on_install_chooses_the_engines_policy",
-    "actors.vllm": f"{ACTOR}::test_vllm_is_asked_for_what_is_set_and_refuses_what_is_not_ours_to_give",
-    "actors.actor_id": f"{ACTOR}::test_an_actor_goes_by_the_name_it_is_given",
+    "actors.vllm": f"{ACTOR}::test_vllm_gets_the_arguments_that_are_set_and_refuses_reserved_ones",
+    "actors.actor_id": f"{ACTOR}::test_an_actor_takes_the_id_that_is_set",
     "actors.give_up_after_s": "transport/test_session.py::test_it_gives_up_only_when_told_to",
     "actors.relay": f"{ACTOR}::test_an_actor_asks_the_relay_that_is_set_before_the_learner",
     "actors.share_weights": f"{ACTOR}::test_actors_of_one_host_pull_a_version_once_if_they_share",
@@ -237,7 +237,7 @@ SHOWN_BY = {
     "hub.weights_port": f"{HUB}::test_weights_are_served_at_the_port_that_is_set",
     "hub.advertise": f"{HUB}::test_weights_are_offered_at_the_advertised_host",
     "hub.heartbeat_s": (
-        f"{LEDGER}::test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub"
+        f"{LEDGER}::test_the_heartbeat_sets_the_interval_of_an_actor_and_its_deadline_for_the_hub"
     ),
     "hub.dead_after_s": f"{LEDGER}::test_a_silent_actor_is_dead_after_the_time_set",
     "hub.lease_ttl_s": f"{LEDGER}::test_a_lease_without_progress_expires_after_the_time_set",
@@ -267,9 +267,9 @@ SHOWN_BY = {
     "tracking.options": OWN_TRACKER,
     "tracking.wandb.enabled": TRACKER,
     "tracking.wandb.mode": TRACKER,
-    "launch.num_actors": f"{LAUNCH}::test_launch_starts_so_many_actors_and_tells_them_their_own_settings",
+    "launch.num_actors": f"{LAUNCH}::test_launch_starts_so_many_actors_and_passes_them_their_own_settings",
     "launch.num_learner_ranks": f"{LAUNCH}::test_launch_starts_so_many_learner_ranks",
-    "launch.num_max_restarts": f"{LAUNCH}::test_a_mortal_actor_is_restarted_as_often_as_set_then_given_up",
+    "launch.num_max_restarts": f"{LAUNCH}::test_a_crashing_actor_is_restarted_as_often_as_set",
 }
 
 

@@ -186,7 +186,7 @@ def published_layout(*words: str):
     ).layout
 
 
-def test_weights_travel_in_the_type_and_the_units_that_are_set():
+def test_weights_are_sent_in_the_type_and_bucket_size_that_are_set():
     words = ("publish.dtype=auto", "publish.dtype=float32", "publish.dtype=bfloat16", "publish.bucket_bytes=1024")
     auto, single, half, buckets = (published_layout(word) for word in words)
 

@@ -23,7 +23,7 @@ def started(here: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("num_actors", [1, 3])
-def test_launch_starts_so_many_actors_and_tells_them_their_own_settings(here, num_actors):
+def test_launch_starts_so_many_actors_and_passes_them_their_own_settings(here, num_actors):
     (here / "hub-please").write_text(str(num_actors))
 
     code = launch(here, f"launch.num_actors={num_actors}", "actors.transports=[zmq]", "actors.give_up_after_s=7")
@@ -36,7 +36,7 @@ def test_launch_starts_so_many_actors_and_tells_them_their_own_settings(here, nu
 
 
 @pytest.mark.parametrize("num_max", [0, 1])
-def test_a_mortal_actor_is_restarted_as_often_as_set_then_given_up(here, num_max):
+def test_a_crashing_actor_is_restarted_as_often_as_set(here, num_max):
     (here / "hub-please").write_text(str(NEVER))
     (here / "mortal").touch()
 
@@ -53,7 +53,7 @@ def test_launch_starts_so_many_learner_ranks(here, num_ranks):
     assert len(words) == num_ranks and all("staleness.eta=3" in line for line in words)
 
 
-def test_a_learner_that_will_not_stop_is_ended_by_force_after_the_time_set(here):
+def test_a_learner_that_ignores_termination_is_killed_after_the_time_set(here):
     (here / "stubborn").touch()
 
     assert launch(here, "run.shutdown_s=0.1") == EXIT_INTERRUPTED

@@ -79,7 +79,7 @@ def test_another_end_of_the_warm_start_is_another_model(tmp_path):
     assert made_model(tmp_path, "policy.tiny.warm_start_until=0.5") != made_model(tmp_path)
 
 
-def test_made_models_are_kept_in_the_cache_and_taken_again(tmp_path):
+def test_made_models_are_cached_and_reused(tmp_path):
     first, other = made_model(tmp_path / "a"), made_model(tmp_path / "b")
 
     assert first.parent == tmp_path / "a" and other.parent == tmp_path / "b"
@@ -251,7 +251,7 @@ def test_a_users_own_tracker_is_opened_with_its_options(monkeypatch, tmp_path):
     assert (run.run_id, run.run_dir, run.settings["options"]) == ("run-1", tmp_path, {"url": "there"})
 
 
-def test_a_run_lives_where_its_name_its_root_or_its_directory_say(tmp_path):
+def test_name_root_and_dir_choose_the_run_directory(tmp_path):
     def directory(*words: str):
         return choose_run_dir(config_of("run.root=runs", "run.name=first", *words))
 

@@ -1,4 +1,4 @@
-"""Settings of grouping, staleness, filters and leases: from the config to a ledger that behaves otherwise."""
+"""Settings of grouping, staleness, filters and leases: from the config to a ledger that behaves differently."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
 
 
 @pytest.mark.parametrize(("window", "trained"), [(0, None), (1, None), (2, [1, 2])])
-def test_the_window_says_how_many_groups_may_overtake_an_unfinished_one(window, trained):
+def test_the_window_limits_how_many_groups_overtake_an_unfinished_one(window, trained):
     ledger = ledger_of(f"staleness.num_lookahead_groups={window}")
     actor = joined(ledger)
     for lease in actor.ask()[1:]:
@@ -169,7 +169,7 @@ def test_on_stale_decides_whether_an_old_group_is_made_again():
         assert ((0, 1) in [lease.ref for lease in quick.ask()]) is (not dropped)
 
 
-def test_the_mode_says_what_becomes_of_an_old_group():
+def test_the_mode_decides_what_happens_to_an_old_group():
     late = {
         words: late_group(*words)[2]
         for words in (
@@ -219,7 +219,7 @@ def incomplete(*words: str, present: int = 2, now: float = 0.0) -> tuple[Ledger,
 
 
 @pytest.mark.parametrize(("policy", "members"), [("reissue_missing", (2, 3)), ("reissue_whole", (0, 1, 2, 3))])
-def test_the_group_policy_says_which_members_are_leased_again(policy, members):
+def test_the_group_policy_decides_which_members_are_leased_again(policy, members):
     _, actor, group_id = incomplete(f"rollout.group_policy={policy}")
 
     assert [lease.members for lease in actor.ask() if lease.group_id == group_id] == [members]
@@ -270,7 +270,7 @@ def test_a_group_is_dropped_after_so_many_failures(num_max):
         (["filter.accuracy_range=[0.1,0.7]"], (1.0, 0.0), 0),
     ],
 )
-def test_filters_drop_what_they_say(words, rewards, dropped):
+def test_each_filter_drops_its_groups(words, rewards, dropped):
     ledger = ledger_of(*words)
     actor = joined(ledger)
     actor.finish(actor.ask()[0], rewards=rewards)
@@ -307,7 +307,7 @@ def test_a_lease_without_progress_expires_after_the_time_set(ttl_s, revoked):
 @pytest.mark.parametrize(
     ("heartbeat_s", "num_beats", "silent_after_s"), [(1.0, 2, 3.0), (0.25, 10, 3.0), (4.0, 0, 12.0)]
 )
-def test_the_heartbeat_sets_how_often_an_actor_speaks_and_when_it_misses_the_hub(
+def test_the_heartbeat_sets_the_interval_of_an_actor_and_its_deadline_for_the_hub(
     heartbeat_s, num_beats, silent_after_s
 ):
     given = limits(config_of(f"hub.heartbeat_s={heartbeat_s}", "hub.dead_after_s=60"), VOCAB_SIZE)

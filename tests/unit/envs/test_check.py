@@ -47,7 +47,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("said", CASES)
-def test_a_broken_task_is_refused_and_told_why(said):
+def test_a_broken_task_is_refused_with_the_reason(said):
     with pytest.raises(TaskError) as caught:
         check_task(broken(**CASES[said]))
 
@@ -71,6 +71,6 @@ def test_async_environments_are_played_too():
         check_task(broken(env=lambda self: Waits()))
 
 
-def test_something_that_is_no_task_is_named_by_its_type():
+def test_an_object_that_is_not_a_task_is_named_by_its_type():
     with pytest.raises(TaskError, match="got a dict, not a task"):
         check_task({})

@@ -26,7 +26,7 @@ SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 2}
         ("knights_knaves", {"answer_format": "text"}),
     ],
 )
-def test_datasets_pass_the_start_up_check_and_pay_their_own_answers_in_full(name, options):
+def test_datasets_pass_the_start_up_check_and_reward_their_own_answers_in_full(name, options):
     task = load_task(f"reasoning_gym.{name}", options=options)
     check_task(task)
 
@@ -78,7 +78,7 @@ def test_the_instruction_follows_the_question_and_can_be_left_out():
     assert bare["prompt"] == bare["question"]
 
 
-def test_a_dataset_that_is_no_function_of_its_seed_is_caught_when_it_is_scored():
+def test_a_dataset_that_is_not_a_function_of_its_seed_is_detected_when_scored():
     task = ReasoningTask("gcd")
     record = {**task.record("train", 0), "question": "another question"}
 

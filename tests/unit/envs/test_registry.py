@@ -166,7 +166,7 @@ def test_a_broken_file_is_explained_by_its_own_line(write, text, said):
     assert said in str(caught.value)
 
 
-def test_a_missing_file_and_a_file_that_is_no_python_are_named(write):
+def test_a_missing_file_and_a_file_that_is_not_python_are_named(write):
     with pytest.raises(TaskError, match="there is no such file"):
         load_task("", path="nowhere/my_task.py")
     with pytest.raises(TaskError, match="must end in .py"):

@@ -21,7 +21,7 @@ words = st.text("abcdef", max_size=8)
 
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_each_operation_does_to_its_example_what_its_name_says(operation):
+def test_each_operation_transforms_its_example(operation):
     text, answer = EXAMPLES[operation]
 
     assert OPERATIONS[operation](text, ALPHABET) == answer

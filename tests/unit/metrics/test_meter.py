@@ -1,4 +1,4 @@
-"""The meter against the plain truth: all observations in one list."""
+"""The meter against a plain list of all observations."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def test_means_are_sums_over_counts_and_never_means_of_means():
     assert meter.flush(7) == {"step": 7, "policy/loss": 1.625}  # a mean of means would be 1.25
 
 
-def test_each_reduction_does_what_its_name_says():
+def test_each_reduction_computes_its_statistic():
     meter = Meter()
     for value in (3.0, 9.0, 4.0):
         meter.add("dropped/stale", value)
@@ -149,7 +149,7 @@ def test_ranks_merged_through_padded_float_lists_equal_one_meter_that_saw_everyt
         assert got[key] == pytest.approx(want[key], rel=1e-9), key
 
 
-def test_of_several_ranks_the_last_value_of_the_first_one_stands():
+def test_of_several_ranks_the_last_value_of_the_first_one_is_kept():
     first, second = Meter(), Meter()
     first.add("run/version", 5)
     second.add("run/version", 9)

@@ -58,7 +58,7 @@ def test_a_field_given_by_name_wins_over_the_lines(make_run):
     assert s.num_actor_restarts == 7
 
 
-def test_a_counter_that_began_again_at_zero_keeps_what_it_had_counted():
+def test_a_counter_that_restarted_at_zero_keeps_its_total():
     rows = [{"step": i, "hub/num_actor_restarts": n} for i, n in enumerate([1, 3, 3, 0, 2])]
 
     assert counter_total(rows, "hub/num_actor_restarts") == 5
@@ -76,7 +76,7 @@ def test_extras_may_not_hide_a_field():
         summarize([], run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=1, extra={"steps": 9})
 
 
-def test_a_file_that_is_no_summary_is_refused_by_name(tmp_path):
+def test_a_file_that_is_not_a_summary_is_refused_by_name(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text('{"run_id": "r"}')
     with pytest.raises(CheckpointError, match="lacks steps"):

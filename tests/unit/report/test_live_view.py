@@ -29,7 +29,7 @@ STATUS = {"run_id": "quick-003", "state": "training", "total_steps": 40, "max_la
           "actors": [["a0", "running", "0:9", 800.0, 0.2], ["a1", "syncing", "0:7", 0.0, 4.0]]}
 
 
-def test_the_picture_shows_progress_learning_lag_speed_and_actors():
+def test_the_display_shows_progress_learning_lag_speed_and_actors():
     state = ViewState()
     state.update(STATUS)
     for step in range(1, 11):
@@ -48,7 +48,7 @@ def test_the_picture_shows_progress_learning_lag_speed_and_actors():
     assert ["│", "a1", "syncing", "0:7", "0", "4.0s", "ago", "│"] in lines
 
 
-def test_before_the_first_step_the_picture_says_what_is_awaited():
+def test_before_the_first_step_the_display_names_what_the_run_waits_for():
     state = ViewState(run_id="r")
     state.update({**STATUS, "state": "waiting", "waiting_for": "the first actor", "actors": []})
 
@@ -58,7 +58,7 @@ def test_before_the_first_step_the_picture_says_what_is_awaited():
     assert "waiting: waits for the first actor" in text
 
 
-def test_a_resumed_run_forgets_the_steps_that_it_does_again():
+def test_a_resumed_run_drops_the_steps_that_it_repeats():
     state = ViewState()
     for step in (1, 2, 3, 4, 5, 3):
         state.update(row(step))
@@ -117,7 +117,7 @@ def test_without_a_terminal_each_new_step_is_one_plain_line(tmp_path, finished):
     assert "\x1b" not in out.getvalue()
 
 
-def test_after_a_resume_only_the_steps_done_again_are_news(tmp_path):
+def test_after_a_resume_only_the_repeated_steps_are_new(tmp_path):
     view = LiveView(tmp_path)
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlSink(path)) as sink:
@@ -132,7 +132,7 @@ def test_after_a_resume_only_the_steps_done_again_are_news(tmp_path):
     assert [r["step"] for r in view.state.rows] == [1, 2, 3]
 
 
-def test_on_a_terminal_the_last_picture_holds_the_last_step_and_log_line(tmp_path, finished):
+def test_on_a_terminal_the_last_frame_holds_the_last_step_and_log_line(tmp_path, finished):
     (tmp_path / "status.json").write_text(json.dumps(STATUS))
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(12)) + "\n")
     (tmp_path / "logs").mkdir()

@@ -79,7 +79,7 @@ def test_a_killed_run_has_a_report_too(make_run):
     assert "Lag" in outline.captions
 
 
-def test_a_directory_that_is_no_run_is_refused_by_name(tmp_path):
+def test_a_directory_that_is_not_a_run_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
         write_report(tmp_path)
 
