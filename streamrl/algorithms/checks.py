@@ -8,6 +8,8 @@ NaN would). Computation is in the widest input dtype, at least float32. Wrong sh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -36,21 +38,20 @@ def check_mask(mask: Tensor) -> None:
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
     """Raise `ValueError` unless every tensor has the shape of `mask`."""
-    check_mask(mask)
-    for name, tensor in tensors.items():
-        require(
-            tensor.shape == mask.shape,
-            f"{name} has shape {list(tensor.shape)} but mask has shape {list(mask.shape)}: both must be [B, T]",
-        )
+    _check_shape(mask, mask.shape, "both must be [B, T]", tensors)
 
 
 def check_rows(mask: Tensor, **tensors: Tensor) -> None:
     """Raise `ValueError` unless every tensor is [B], one entry per row of `mask`."""
+    _check_shape(mask, mask.shape[:1], "expected [B] and [B, T]", tensors)
+
+
+def _check_shape(mask: Tensor, shape: torch.Size, expected: str, tensors: Mapping[str, Tensor]) -> None:
     check_mask(mask)
     for name, tensor in tensors.items():
         require(
-            tensor.shape == mask.shape[:1],
-            f"{name} has shape {list(tensor.shape)} but mask has shape {list(mask.shape)}: expected [B] and [B, T]",
+            tensor.shape == shape,
+            f"{name} has shape {list(tensor.shape)} but mask has shape {list(mask.shape)}: {expected}",
         )
 
 

@@ -70,6 +70,12 @@ def sequence_stats(log_ratios: Tensor, mask: Tensor) -> SequenceStats:
 
 
 @torch.no_grad()
+def row_log_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """S of each row, [B], clamped to +-20 so that its exponential is finite."""
+    return sequence_stats(log_ratios, mask).log_sum.clamp(-LOG_BOUND, LOG_BOUND)
+
+
+@torch.no_grad()
 def effective_sample_size(weights: Tensor, keep: Tensor | None = None) -> Tensor:
     """`(sum w)^2 / (N sum w^2)` over the kept weights, a fraction in (0, 1]; 0-d, 0 if nothing is kept.
 

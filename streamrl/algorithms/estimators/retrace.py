@@ -1,4 +1,4 @@
-"""Retrace(lambda): off-policy returns whose first action carries no ratio.
+"""Retrace(lambda): off-policy returns whose first action carries no ratio. Arguments as in `returns` and `vtrace`.
 
 `c_t = lam min(1, rho_t)`; the token's own ratio never cuts its own error, the product starts at t + 1. With a true Q it
 converges to Q^pi for any behavior, without the bias of a rho_bar. Munos et al. 2016, arXiv:1606.02647.
@@ -19,14 +19,8 @@ __all__ = ["dueling_q", "retrace_q", "retrace_v"]
 
 @torch.no_grad()
 def retrace_v(
-    behavior_logprobs: Tensor,  # [B, T]
-    policy_logprobs: Tensor,  # [B, T]
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T]
-    mask: Tensor,  # bool [B, T]
-    *,
-    bootstrap_values: Tensor,  # [B]
-    gamma: float | Tensor = 1.0, lam: float = 1.0, target_rho_bar: float | None = None,
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, rewards: Tensor, values: Tensor, mask: Tensor, *,
+    bootstrap_values: Tensor, gamma: float | Tensor = 1.0, lam: float = 1.0, target_rho_bar: float | None = None,
 ) -> Returns:
     """Retrace with the state value as control variate, [B, T], detached; the surrogate supplies the own ratio.
 

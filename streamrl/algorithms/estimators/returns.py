@@ -1,8 +1,8 @@
 """Returns with a value function, on-policy or with clipped ratios, and the loss of the critic.
 
-Recursions run backwards over action tokens only. `values[:, t]` is V(s_t), *before* token t; the value after the last
-token is `bootstrap_values` [B]: 0 if the episode ended, V(s_{T+1}) if it was cut. All results are detached except
-`value_loss`.
+Tensors are [B, T]; recursions run backwards over action tokens only. `values[:, t]` is V(s_t), *before* token t; the
+value after the last token is `bootstrap_values` [B]: 0 if the episode ended, V(s_{T+1}) if it was cut. All results are
+detached except `value_loss`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ __all__ = ["clipped_is", "gae", "n_step", "td_lambda", "value_loss"]
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T]
-    mask: Tensor,  # bool [B, T]
-    *,
-    bootstrap_values: Tensor,  # [B]
-    gamma: float | Tensor = 1.0, lam: float = 1.0,
+    rewards: Tensor, values: Tensor, mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0,
+    lam: float = 1.0,
 ) -> Returns:
     """Generalized advantage estimation: `delta_t = r_t + gamma_t V_{t+1} - V_t`, `A_t = delta_t + gamma_t lam A_{t+1}`.
 

@@ -121,12 +121,10 @@ def vtrace_segments(
 
 @torch.no_grad()
 def vtrace_critic_free(
-    behavior_logprobs: Tensor,  # [B, T]
-    policy_logprobs: Tensor,  # [B, T]
+    behavior_logprobs: Tensor, policy_logprobs: Tensor,
     scores: Tensor,  # [B]
     baselines: Tensor,  # [B]
-    mask: Tensor,  # bool [B, T]
-    *, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, rho_bar_pg: float | None = None,
+    mask: Tensor, *, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, rho_bar_pg: float | None = None,
 ) -> Tensor:
     """V-trace advantages with a constant value, gamma 1 and one terminal score: a truncated suffix product.
 

@@ -48,10 +48,8 @@ def step_lag_bound(bound: LagBound, target: float, *, low: int = 1, high: int) -
     rate = 1.0 / (2.0 * max(bound.value, 1))
     smoothed = min(float(high), max(float(low), (1.0 - rate) * bound.smoothed + rate * target))
     value = bound.value
-    if smoothed - value >= 1.0:
-        value += 1
-    elif value - smoothed >= 1.0:
-        value -= 1
+    if abs(smoothed - value) >= 1.0:
+        value += 1 if smoothed > value else -1
     return LagBound(smoothed=smoothed, value=min(high, max(low, value)))
 
 

@@ -14,17 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import (
-    LOG_BOUND,
-    check_rows,
-    check_tokens,
-    float_dtype,
-    only,
-    read,
-    read_log_ratios,
-    require,
-)
-from streamrl.algorithms.estimators.ratios import sequence_stats
+from streamrl.algorithms.checks import check_rows, check_tokens, float_dtype, only, read, read_log_ratios, require
+from streamrl.algorithms.estimators.ratios import row_log_ratios, sequence_stats
 from streamrl.algorithms.types import Correction, CorrectionSpec
 
 __all__ = [
@@ -44,7 +35,7 @@ def tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0, floor: fl
 def seq_tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
     """Truncated trajectory ratio `min(exp(S), cap)` on every action token, [B, T]; S clamped to +-20."""
     require(cap > 0.0, f"cap={cap} must be positive")
-    return only(mask, _sequence_ratio(log_ratios, mask).clamp(max=cap)[:, None].expand(mask.shape))
+    return only(mask, row_log_ratios(log_ratios, mask).exp().clamp(max=cap)[:, None].expand(mask.shape))
 
 
 @torch.no_grad()
@@ -59,7 +50,7 @@ def mis_weights(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: flo
 def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
     """Keep rows with `low <= exp(S) <= high`; bool [B, T]."""
     _require_range(low, high)
-    ratio = _sequence_ratio(log_ratios, mask)
+    ratio = row_log_ratios(log_ratios, mask).exp()
     return mask & ((ratio >= low) & (ratio <= high))[:, None]
 
 
@@ -184,10 +175,6 @@ def _rejection(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> Tensor
         return geo_keep(log_ratios, mask, low=spec.low, high=spec.high)
     require(spec.reject == "k3", f"reject={spec.reject!r} must be one of none, sequence, geometric, k3")
     return k3_keep(log_ratios, mask, bound=spec.high)
-
-
-def _sequence_ratio(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    return sequence_stats(log_ratios, mask).log_sum.clamp(-LOG_BOUND, LOG_BOUND).exp()
 
 
 def _require_range(low: float, high: float) -> None:

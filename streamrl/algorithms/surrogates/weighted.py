@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import LOG_BOUND, check_tokens, only, read, require
-from streamrl.algorithms.estimators.ratios import sequence_stats, token_log_ratios
+from streamrl.algorithms.checks import check_tokens, only, read, require
+from streamrl.algorithms.estimators.ratios import row_log_ratios, token_log_ratios
 from streamrl.algorithms.types import TokenLoss
 
 __all__ = ["aipo", "cispo", "dppo_kl", "dppo_tv", "mis", "reinforce", "seq_tis", "tis", "topr", "vespo"]
@@ -176,5 +176,5 @@ def _weighted_loss(
 @torch.no_grad()
 def _row_log_ratio(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor) -> Tensor:
     """S of each row, clamped, on every token: [B, T]."""
-    stats = sequence_stats(token_log_ratios(behavior_logprobs, policy_logprobs, mask), mask)
-    return stats.log_sum.clamp(-LOG_BOUND, LOG_BOUND)[:, None].expand(mask.shape)
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    return row_log_ratios(log_ratios, mask)[:, None].expand(mask.shape)
