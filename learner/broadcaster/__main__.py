@@ -9,12 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
 import torch
 import zmq
 
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.settings import BroadcasterSettings
+from learner.hub.settings import HubSettings, read_settings
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import watch
 from streamrl.weights.gpu.broadcast import Broadcaster
@@ -23,23 +22,23 @@ from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.gpu.nccl import CupyNccl
 
 
-def serve(settings: BroadcasterSettings, home: str) -> int:
+def serve(settings: HubSettings, home: str) -> int:
     """Build what the settings ask for on the GPU, and serve."""
     parent_gone: list[bool] = []
     watch(lambda: parent_gone.append(True))
-    context = zmq.Context()
+    publish, context = settings.publish, zmq.Context()
     torch.cuda.set_device(torch.device(settings.device))
     broadcaster = slots = None
-    if "nccl" in settings.transports:
+    if "nccl" in publish.transports:
         broadcaster = Broadcaster(CupyNccl(settings.device), settings.device)
-    if "ipc" in settings.transports:
+    if "ipc" in publish.transports:
         slots = IpcBufferServer(
-            CudaMemory(settings.device), context, f"ipc://{home}/slots", slot_bytes=settings.slot_bytes,
-            deadline_s=settings.bucket_deadline_s,
+            CudaMemory(settings.device), context, f"ipc://{home}/slots", slot_bytes=publish.bucket_bytes,
+            deadline_s=publish.nccl_bucket_deadline_s,
         )
     service = BroadcasterService(
         context, settings.rank_endpoint, broadcaster=broadcaster, slots=slots,
-        init_deadline_s=settings.init_deadline_s, bucket_deadline_s=settings.bucket_deadline_s, pinned=True,
+        init_deadline_s=publish.nccl_init_deadline_s, bucket_deadline_s=publish.nccl_bucket_deadline_s, pinned=True,
     )
     return service.run(lambda: bool(parent_gone))
 
@@ -51,7 +50,7 @@ def main() -> int:
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # the hub decides
         signal.signal(number, signal.SIG_IGN)
-    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BroadcasterSettings)
+    settings = read_settings(Path(sys.argv[1]))
     with tempfile.TemporaryDirectory(prefix="streamrl-slots-") as home:
         try:
             return serve(settings, home)

@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
-from learner.hub.settings import BroadcasterSettings, HubSettings
+from learner.hub.settings import HubSettings, write_settings
 from streamrl.parent_watch import child_environment
 
 START_S = 300.0
@@ -22,7 +20,7 @@ class BroadcasterProcess:
 
     def __init__(self, settings: HubSettings) -> None:
         path = Path(settings.run_dir) / "broadcaster_settings.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(broadcaster_settings(settings)), indent=2))
+        write_settings(settings, path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "learner.broadcaster", str(path)], stdin=subprocess.PIPE, env=child_environment(),
             start_new_session=True, cwd=os.getcwd(),
@@ -35,16 +33,6 @@ class BroadcasterProcess:
     def kill(self) -> None:
         """Returns at once: a process that the GPU driver holds may take minutes to end, or never do."""
         self._process.kill()
-
-
-def broadcaster_settings(settings: HubSettings) -> BroadcasterSettings:
-    """The part of the hub's settings that its broadcaster reads."""
-    publish = settings.publish
-    return BroadcasterSettings(
-        rank_endpoint=settings.rank_endpoint, device=settings.device, transports=tuple(publish.transports),
-        slot_bytes=publish.bucket_bytes, init_deadline_s=publish.nccl_init_deadline_s,
-        bucket_deadline_s=publish.nccl_bucket_deadline_s,
-    )
 
 
 class BroadcasterWatch:

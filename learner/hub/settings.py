@@ -1,4 +1,4 @@
-"""What the learner passes to its hub at start-up, as one JSON file."""
+"""What the learner passes to its hub at start-up, and the hub to its broadcaster: one JSON file."""
 
 from __future__ import annotations
 
@@ -43,17 +43,6 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_path: str | None
     device: str
     """Of the learner's rank 0; the broadcaster uses the same."""
-
-
-class BroadcasterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the hub passes to its broadcaster process."""
-
-    rank_endpoint: str
-    device: str
-    transports: tuple[str, ...]
-    slot_bytes: int
-    init_deadline_s: float
-    bucket_deadline_s: float
 
 
 def write_settings(settings: HubSettings, path: Path) -> None:

@@ -21,7 +21,6 @@ from actors.runtime import ActorRuntime, build_runtime, weight_source
 from actors.weights.device import DeviceWeights
 from actors.worker import Worker
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.broadcaster_process import broadcaster_settings
 from learner.hub.settings import HubSettings
 from streamrl.messages import VersionRef, Welcome
 from streamrl.transport.client import HubClient
@@ -42,18 +41,19 @@ class BroadcasterThread:
     """A broadcaster as `python -m learner.broadcaster` builds it, in a thread and without a GPU; `kill` silences it."""
 
     def __init__(self, settings: HubSettings, folder: Path, library: FakeLibrary) -> None:
-        told, self._library = broadcaster_settings(settings), library
+        options, self._library = settings.publish, library
         self._context = zmq.Context()
-        self.broadcaster = Broadcaster(library, "cpu") if "nccl" in told.transports else None
+        self.broadcaster = Broadcaster(library, "cpu") if "nccl" in options.transports else None
         self.slots = None
-        if "ipc" in told.transports:
+        if "ipc" in options.transports:
             self.slots = IpcBufferServer(
                 FakeDeviceMemory(folder), self._context, f"ipc://{folder}/s{time.monotonic_ns()}",
-                slot_bytes=told.slot_bytes, deadline_s=told.bucket_deadline_s,
+                slot_bytes=options.bucket_bytes, deadline_s=options.nccl_bucket_deadline_s,
             )
         service = BroadcasterService(
-            self._context, told.rank_endpoint, broadcaster=self.broadcaster, slots=self.slots,
-            init_deadline_s=told.init_deadline_s, bucket_deadline_s=told.bucket_deadline_s, pinned=False,
+            self._context, settings.rank_endpoint, broadcaster=self.broadcaster, slots=self.slots,
+            init_deadline_s=options.nccl_init_deadline_s, bucket_deadline_s=options.nccl_bucket_deadline_s,
+            pinned=False,
         )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,), daemon=True)

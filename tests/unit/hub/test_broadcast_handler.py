@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.broadcaster_process import broadcaster_settings
 from learner.setup import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -110,8 +109,8 @@ def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness,
 def test_members_are_told_the_deadlines_that_are_set(harness):
     one = harness("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
     broadcaster, peer = one.broadcaster(), one.actor("a")
-    told = broadcaster_settings(broadcaster.settings)
-    assert (told.init_deadline_s, told.bucket_deadline_s, told.slot_bytes) == (7, 3, 512)
+    options = broadcaster.settings.publish
+    assert (options.nccl_init_deadline_s, options.nccl_bucket_deadline_s, options.bucket_bytes) == (7, 3, 512)
     one.candidates(1)
     one.publish()
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
