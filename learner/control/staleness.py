@@ -19,10 +19,9 @@ from typing import Any
 
 from learner.control.drift import DriftTracker
 from learner.objective.lag_policy import LagPolicy
-from streamrl import lag_rule
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
 from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
-from streamrl.config.rules import max_lag, soft_max_lag
+from streamrl.config.rules import lag_rule, soft_max_lag
 from streamrl.config.schema import AdaptiveRule, Config, EssRule, PublishWhen, StalenessMode
 from streamrl.metrics.meter import Meter
 
@@ -50,8 +49,8 @@ class StalenessControl:
         self._needs_m2 = config.loss.zscore_bound is not None
         self._publish_on_drift = config.publish.when is PublishWhen.drift
         self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
-        self._hard_max_lag, self._soft_max_lag = max_lag(config), soft_max_lag(config)
-        self._soft_slack = self._soft_max_lag - self._eta
+        self._rule = lag_rule(config)
+        self._soft_slack = soft_max_lag(config) - self._eta
         # The lag bound is steered as a number of at least 1; its distance to eta never changes.
         self._offset = max(self._soft_slack, 1 - self._adaptive.min_eta)
         self._bound = LagBound(float(self._eta + self._offset), self._eta + self._offset)
@@ -73,12 +72,12 @@ class StalenessControl:
     @property
     def max_lag(self) -> int:
         """The bound at which a group is refused."""
-        return lag_rule.moved_max_lag(self._hard_max_lag, self._eta, self.eta)
+        return self._rule.at_eta(self.eta).max_lag
 
     @property
     def soft_max_lag(self) -> int:
         """The lag beyond which tokens are masked or discounted, where the mode does so."""
-        return max(0, lag_rule.moved_max_lag(self._soft_max_lag, self._eta, self.eta))
+        return max(0, self.eta + self._soft_slack)
 
     @property
     def bounds(self) -> tuple[int, int] | None:

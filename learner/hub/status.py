@@ -27,7 +27,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
         "state": "starting" if manifest is None and state == "running" else state,
         "version": manifest.ref.version if manifest else 0,
         "total_steps": hub.settings.total_steps,
-        "max_lag": hub.ledger.max_lag,
+        "max_lag": hub.ledger.lag.rule.max_lag,
         "waiting_for": hub.waiting_for,
         "actors": [
             [actor.actor_id, actor.state, actor.version, round(actor.tokens_per_s, 1), round(now - actor.heard_at, 1)]

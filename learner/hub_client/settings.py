@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.settings import HubSettings
 from streamrl.config import schema
 from streamrl.config.load import to_plain
-from streamrl.config.rules import largest_eta, largest_max_lag, lookahead, max_lag
+from streamrl.config.rules import lag_rule, largest_eta, largest_max_lag
 from streamrl.messages import Limits, Lineage, Sampling
 from streamrl.messages.validate import GroupBounds
 
@@ -106,13 +106,13 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
 
 
 def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, int] | None = None) -> LedgerSettings:
-    eta, largest_lag = bounds or (config.staleness.eta, max_lag(config))
-    batch = config.rollout.num_prompts_per_step
+    lag = lag_rule(config)
+    if bounds is not None:
+        lag = replace(lag, eta=bounds[0], max_lag=bounds[1])
     steps = 0 if config.trainer.eval_only else config.trainer.num_steps
     return LedgerSettings(
-        groups_per_batch=batch, group_size=config.rollout.num_responses_per_prompt,
-        eta=eta, window=lookahead(config), max_lag=largest_lag,
-        num_groups_total=steps * batch, lease_ttl_s=config.hub.lease_ttl_s,
+        lag=lag, group_size=config.rollout.num_responses_per_prompt,
+        num_groups_total=steps * lag.groups_per_batch, lease_ttl_s=config.hub.lease_ttl_s,
         dead_after_s=config.hub.dead_after_s, max_attempts=config.hub.num_max_attempts,
         on_stale=config.staleness.on_stale.name, mode=config.staleness.mode.name,
         group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,

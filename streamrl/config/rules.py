@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from streamrl import lag_rule
 from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
 from streamrl.errors import ConfigError
+from streamrl.lag_rule import LagRule, lag_bound
 from streamrl.messages import TRANSPORTS
 
 
@@ -20,13 +20,19 @@ def lookahead(config: Config) -> int:
     return 0 if config.staleness.mode is StalenessMode.wait else config.rollout.num_prompts_per_step
 
 
-def max_lag(config: Config) -> int:
-    """The bound at which a group is refused at the start, in optimizer steps: the setting, or what grants allow."""
+def lag_rule(config: Config) -> LagRule:
+    """The lag rule that the run starts with; its bound is the setting, or what grants and window allow."""
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
-    if given is not None:
-        return given
-    return lag_rule.lag_bound(staleness.eta, lookahead(config), config.rollout.num_prompts_per_step)
+    numbers = {
+        "eta": staleness.eta, "window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step,
+    }
+    return LagRule(**numbers, max_lag=lag_bound(**numbers) if given is None else given)
+
+
+def max_lag(config: Config) -> int:
+    """The bound at which a group is refused at the start, in optimizer steps."""
+    return lag_rule(config).max_lag
 
 
 def soft_max_lag(config: Config) -> int:
@@ -44,7 +50,7 @@ def largest_eta(config: Config) -> int:
 
 def largest_max_lag(config: Config) -> int:
     """The largest bound that the run may ever have."""
-    return lag_rule.moved_max_lag(max_lag(config), config.staleness.eta, largest_eta(config))
+    return lag_rule(config).at_eta(largest_eta(config)).max_lag
 
 
 def check(config: Config) -> None:
@@ -125,7 +131,7 @@ def _check_staleness(config: Config) -> None:
     bound, mode = max_lag(config), config.staleness.mode
     name = "hard_max_lag" if mode is StalenessMode.reweight else "max_lag"
     _need(
-        bound >= lag_rule.least_max_lag(eta),
+        bound >= eta,
         f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
         f"would drop what admission allows; raise {name} or lower eta",
     )

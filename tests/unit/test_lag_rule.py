@@ -6,42 +6,62 @@ from itertools import product
 
 import pytest
 
-from streamrl import lag_rule
+from streamrl.lag_rule import LagRule, lag_bound, oldest_trainable
 
 CASES = list(product([1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 5, 8]))  # B, eta, W
 
 
-def latest_training(rank: int, window: int, groups_per_batch: int) -> int:
+def rule_of(groups_per_batch: int, eta: int, window: int) -> LagRule:
+    return LagRule(eta=eta, window=window, groups_per_batch=groups_per_batch, max_lag=99)
+
+
+def latest_training(rule: LagRule, rank: int) -> int:
     """The last version at which a group of this rank may be trained: all before it, and W later ones, came first."""
     num_before = rank
-    while lag_rule.may_overtake(num_before - rank + 1, window):
+    while rule.may_overtake(num_before - rank + 1):
         num_before += 1
-    return num_before // groups_per_batch
+    return num_before // rule.groups_per_batch
 
 
-@pytest.mark.parametrize(("groups_per_batch", "eta", "window"), CASES)
-def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(groups_per_batch, eta, window):
+@pytest.mark.parametrize("case", CASES)
+def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(case):
+    rule = rule_of(*case)
     lags = {
-        latest_training(rank, window, groups_per_batch) - installed
-        for installed in range(6) for rank in range(60) if lag_rule.may_grant(rank, installed, eta, groups_per_batch)
+        latest_training(rule, rank) - installed
+        for installed in range(6) for rank in range(60) if rule.may_grant(rank, installed)
     }
 
-    assert max(lags) == lag_rule.lag_bound(eta, window, groups_per_batch)
+    assert max(lags) == lag_bound(eta=rule.eta, window=rule.window, groups_per_batch=rule.groups_per_batch)
 
 
-@pytest.mark.parametrize(("groups_per_batch", "eta", "window"), CASES)
-def test_an_actor_with_the_newest_weights_may_take_every_group_that_capacity_allows(groups_per_batch, eta, window):
+@pytest.mark.parametrize("case", CASES)
+def test_an_actor_with_the_newest_weights_may_take_every_group_that_capacity_allows(case):
+    rule = rule_of(*case)
     for version in range(5):
-        capacity = lag_rule.capacity(eta, groups_per_batch, version * groups_per_batch)
-        granted = [lag_rule.may_grant(rank, version, eta, groups_per_batch) for rank in range(capacity + 1)]
-        assert granted == [True] * capacity + [False]
+        capacity = rule.capacity(version * rule.groups_per_batch)
+        assert [rule.may_grant(rank, version) for rank in range(capacity + 1)] == [True] * capacity + [False]
 
 
 def test_a_token_exactly_at_the_bound_may_be_trained():
-    assert lag_rule.oldest_trainable(10, 4) == 6
+    assert oldest_trainable(10, 4) == 6
 
 
 def test_a_bound_moves_with_the_lead_and_keeps_its_distance():
-    assert lag_rule.moved_max_lag(5, eta=2, new_eta=0) == 3
-    assert lag_rule.lag_bound(4, 9, 8) == lag_rule.moved_max_lag(lag_rule.lag_bound(1, 9, 8), 1, 4) == 6
-    assert lag_rule.least_max_lag(4) == lag_rule.lag_bound(4, window=0, groups_per_batch=8)
+    rule = LagRule(eta=2, window=9, groups_per_batch=8, max_lag=5)
+
+    assert rule.at_eta(0) == LagRule(eta=0, window=9, groups_per_batch=8, max_lag=3)
+    assert rule.at_eta(4).at_eta(2) == rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups_per_batch": 0}, "groups_per_batch=0 must be at least 1"), ({"window": -1}, "window=-1"),
+        ({"eta": -1}, "eta=-1"), ({"max_lag": 1}, "max_lag=1 is below 2, .*raise max_lag or lower eta"),
+    ],
+)
+def test_a_rule_that_contradicts_itself_is_refused_with_the_numbers(changes, words):
+    rule = LagRule(**{"eta": 2, "window": 0, "groups_per_batch": 8, "max_lag": 2} | changes)
+
+    with pytest.raises(ValueError, match=words):
+        rule.check()

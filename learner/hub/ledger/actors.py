@@ -126,7 +126,7 @@ class ActorTable:
         """A READY group becomes this actor's."""
         record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
         record.holder = ""
-        record.max_lag = max(record.max_lag, self._lifecycle.lag.max_lag)  # later lowering does not apply to it
+        record.max_lag = max(record.max_lag, self._lifecycle.lag.rule.max_lag)  # later lowering does not apply to it
         self._lifecycle.groups.move(record, GroupState.LEASED)
         actor.train.leases[record.group_id] = record.lease_to(actor.actor_id, attempt, members, now)
 

@@ -47,7 +47,7 @@ class BatchCutter:
         batch: list[GroupRecord] = []
         for record in self.consumable():
             batch.append(record)
-            if len(batch) == self.settings.groups_per_batch:
+            if len(batch) == self.lag.rule.groups_per_batch:
                 break
         else:
             return None  # all or nothing: a short batch would change the step's meaning
@@ -86,7 +86,7 @@ class BatchCutter:
             if record.state is GroupState.HELD:
                 if num_overtaken is not None:
                     num_overtaken += 1
-                    if not self.lag.may_overtake(num_overtaken):
+                    if not self.lag.rule.may_overtake(num_overtaken):
                         return
                 yield record
             elif record.state is not GroupState.IN_BATCH and num_overtaken is None:
@@ -113,7 +113,7 @@ class BatchCutter:
 
     def why_waiting(self, now: float) -> str:
         """See `Ledger.why_waiting`."""
-        have, needed = sum(1 for _ in self.consumable()), self.settings.groups_per_batch
+        have, needed = sum(1 for _ in self.consumable()), self.lag.rule.groups_per_batch
         if have >= needed:
             return "nothing: a batch can be cut"
         lead = f"{have} of {needed} groups are there; "
@@ -134,7 +134,7 @@ class BatchCutter:
             return f"{self.lag.num_free} more may be leased; {self._who()}"
         if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
             return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
-        return f"the lead of {self.lag.eta} batches is used up until the next optimizer step"
+        return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
 
     def _who(self) -> str:
         actors = sorted(self.actors.all(), key=lambda one: one.actor_id)

@@ -74,7 +74,7 @@ class Ledger:
         self.prompts = prompts
         self.counts: Counter[str] = Counter()
         self.versions = Versions(learner_epoch, version, lineage)
-        self.groups = GroupTable(num_trained=version * settings.groups_per_batch)
+        self.groups = GroupTable(num_trained=version * settings.lag.groups_per_batch)
         prompts.cursor = self.groups.next_id
         self.dedup = DedupTable(settings.dedupe_window)
         self.evals = EvalTable(settings.max_attempts)
@@ -304,10 +304,6 @@ class Ledger:
     def version(self) -> int:
         return self.versions.current
 
-    @property
-    def max_lag(self) -> int:
-        return self.lag.max_lag
-
     def counters(self) -> dict[str, float]:
         """Everything counted since the run began, and how many groups and leases there are now."""
         counts = {name: float(value) for name, value in {**dict.fromkeys(_ALWAYS, 0), **self.counts}.items()}
@@ -318,8 +314,8 @@ class Ledger:
             num_groups_held=float(self.groups.num(GroupState.HELD)),
             num_groups_in_batch=float(self.groups.num(GroupState.IN_BATCH)),
             num_actors=float(len(self.actors)),
-            eta=float(self.lag.eta),
-            max_lag=float(self.max_lag),
+            eta=float(self.lag.rule.eta),
+            max_lag=float(self.lag.rule.max_lag),
         )
         return counts
 

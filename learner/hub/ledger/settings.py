@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from streamrl import lag_rule
+from streamrl.lag_rule import LagRule
 from streamrl.messages.validate import GroupBounds
 
 OnStale = Literal["reissue", "drop"]
@@ -18,11 +18,8 @@ class LedgerSettings:
     """What the ledger's rules are set to.
 
     Args:
-        groups_per_batch: B, groups consumed by one batch, which is one optimizer step.
+        lag: the lag rule to start with; eta and max_lag may move while the hub runs.
         group_size: G, members of one group.
-        eta: allowed lead in batches; 0 is strictly synchronous.
-        window: W, how many later groups may overtake an unfinished one.
-        max_lag: hard bound on `version - token version` at the cut, in optimizer steps.
         mode: what becomes of a group beyond max_lag. "drop": it does not enter. "mask_old_tokens": it enters if each
             member has a token within it. "reweight": as "drop"; the learner discounts old tokens. "wait": there is
             none, because the cut waits for the oldest group that is not consumed; needs `window` 0.
@@ -36,11 +33,8 @@ class LedgerSettings:
         ValueError: a number is impossible or contradicts another.
     """
 
-    groups_per_batch: int
+    lag: LagRule
     group_size: int
-    eta: int
-    window: int
-    max_lag: int
     num_groups_total: int | None = None
     lease_ttl_s: float = 600.0
     dead_after_s: float = 3.0
@@ -54,17 +48,16 @@ class LedgerSettings:
     bounds: GroupBounds = field(default_factory=GroupBounds)
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_batch", "group_size", "max_attempts", "dedupe_window"):
+        for name in ("group_size", "max_attempts", "dedupe_window"):
             _need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("eta", "window", "max_lag", "group_deadline_s"):
-            _need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        _need(self.group_deadline_s >= 0, f"group_deadline_s={self.group_deadline_s} must not be negative")
         for name in ("lease_ttl_s", "dead_after_s"):
             _need(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         for name, choices in (("on_stale", OnStale), ("mode", Mode), ("group_policy", GroupPolicy)):
             value, known = getattr(self, name), get_args(choices)
             _need(value in known, f"{name}={value!r} must be one of {', '.join(known)}")
-        self.check_bounds(self.eta, self.max_lag)
-        _need(self.mode != "wait" or self.window == 0, f"window={self.window} must be 0 under mode='wait'")
+        self.lag.check()
+        _need(self.mode != "wait" or self.lag.window == 0, f"window={self.lag.window} must be 0 under mode='wait'")
         _need(
             self.dedupe_window <= 1 << 16,
             f"dedupe_window={self.dedupe_window} is above 65536: a sender's tables would not stay small; lower it",
@@ -74,16 +67,6 @@ class LedgerSettings:
         _need(
             self.group_policy != "accept_partial" or 1 <= self.min_members <= self.group_size,
             f"min_members={self.min_members} must be in 1..group_size={self.group_size}",
-        )
-
-    @staticmethod
-    def check_bounds(eta: int, max_lag: int) -> None:
-        """Raise ValueError for a pair that contradicts itself: grants would admit what the cut refuses."""
-        least = lag_rule.least_max_lag(eta)
-        _need(
-            eta >= 0 and max_lag >= least,
-            f"max_lag={max_lag} is below {least}, the lag that a lead of eta={eta} batches allows: raise max_lag or "
-            "lower eta",
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from learner.hub.ledger.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
 from learner.hub.ledger.settings import LedgerSettings
-from streamrl import lag_rule
+from streamrl.lag_rule import oldest_trainable
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 
@@ -74,11 +75,11 @@ def cut_lineage(lineage: Sequence[Lineage], version: int) -> tuple[Lineage, ...]
 
 
 class LagBounds:
-    """eta and max_lag as they are now, and every question of lead and age: the ledger's only door to `lag_rule`."""
+    """The lag rule as it is now, and every question of lead and age: the ledger's only door to `lag_rule`."""
 
     def __init__(self, settings: LedgerSettings, groups: GroupTable, versions: Versions) -> None:
-        self.eta, self.max_lag = settings.eta, settings.max_lag
-        self._settings = settings
+        self.rule = settings.lag
+        self._num_groups_total = settings.num_groups_total
         self._groups = groups
         self._versions = versions
         self._masks_old_tokens = settings.mode == "mask_old_tokens"
@@ -95,12 +96,13 @@ class LagBounds:
         Raises:
             ValueError: the pair contradicts itself; nothing is changed.
         """
-        self._settings.check_bounds(eta, max_lag)
+        moved = replace(self.rule, eta=eta, max_lag=max_lag)
+        moved.check()
         version = self._versions.current
-        if max_lag < self.max_lag:
-            self._lowered.append((self.max_lag, version + self.max_lag))
+        if max_lag < self.rule.max_lag:
+            self._lowered.append((self.rule.max_lag, version + self.rule.max_lag))
         self._lowered = [one for one in self._lowered if one[1] >= version]
-        self.eta, self.max_lag = eta, max_lag
+        self.rule = moved
         self.allow_drawn()
 
     def allow_drawn(self) -> None:
@@ -110,8 +112,7 @@ class LagBounds:
     @property
     def capacity(self) -> int:
         """Groups that may be drawn and not dropped, trained ones included."""
-        by_lead = lag_rule.capacity(self.eta, self._settings.groups_per_batch, self._groups.num_trained)
-        total = self._settings.num_groups_total
+        by_lead, total = self.rule.capacity(self._groups.num_trained), self._num_groups_total
         return by_lead if total is None else min(by_lead, total)
 
     @property
@@ -122,29 +123,24 @@ class LagBounds:
     def may_grant(self, rank: int, installed: int) -> bool:
         """Whether a group of this rank may go to an actor with this version installed."""
         # A version may be installed before its batch is reported as trained: until then it counts as the one before.
-        installed = min(installed, self._versions.current)
-        return lag_rule.may_grant(rank, installed, self.eta, self._settings.groups_per_batch)
-
-    def may_overtake(self, num_overtaken: int) -> bool:
-        """Whether so many later groups may pass the oldest open one."""
-        return lag_rule.may_overtake(num_overtaken, self._settings.window)
+        return self.rule.may_grant(rank, min(installed, self._versions.current))
 
     def of(self, record: GroupRecord) -> int:
         """The largest lag at which this group may be trained now."""
         # Judged by today's bound alone, lowering it would throw away work that was leased under a wider one.
-        return max(record.max_lag, self.max_lag)
+        return max(record.max_lag, self.rule.max_lag)
 
     def min_useful(self) -> VersionRef:
         """For the hub's heartbeat: a group that began with anything older can only be refused."""
         if self._masks_old_tokens:
             return VersionRef(0, 0)  # the young end of a sequence is of use, however old its beginning
         version = self._versions.current
-        widest = max([self.max_lag, *(bound for bound, until in self._lowered if until >= version)])
-        return self._versions.first_known(max(0, lag_rule.oldest_trainable(version, widest)))
+        widest = max([self.rule.max_lag, *(bound for bound, until in self._lowered if until >= version)])
+        return self._versions.first_known(max(0, oldest_trainable(version, widest)))
 
     def is_stale(self, record: GroupRecord, version: int, summary: MemberSummary | None = None) -> bool:
         """L2: a token of the group, or of one member, is too old to train; with masking, every token of a member."""
-        oldest = lag_rule.oldest_trainable(version, self.of(record))
+        oldest = oldest_trainable(version, self.of(record))
         for one in record.members.values() if summary is None else (summary,):
             fresh = [span.version >= oldest for span in one.spans]
             if not (any(fresh) if self._masks_old_tokens else fresh and all(fresh)):
@@ -155,7 +151,7 @@ class LagBounds:
         """A complete group as it would be trained at this version, or now."""
         version = self._versions.current if version is None else version
         bound = self.of(record)
-        oldest = lag_rule.oldest_trainable(version, bound) if self._masks_old_tokens else -1
+        oldest = oldest_trainable(version, bound) if self._masks_old_tokens else -1
         members = tuple(
             HeldMember(
                 index, one.num_tokens, one.num_action_tokens, one.reward, one.scores,

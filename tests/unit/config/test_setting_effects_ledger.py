@@ -192,7 +192,7 @@ def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
     ledger = build_ledger(settings)
     ledger.versions.published(VersionRef(1, 0))
 
-    assert (ledger.lag.eta, ledger.max_lag) == (5, 6)
+    assert (ledger.lag.rule.eta, ledger.lag.rule.max_lag) == (5, 6)
     assert len(joined(ledger).ask()) == 2 * (5 + 1)
 
 

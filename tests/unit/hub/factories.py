@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import hypothesis
 
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import AcceptResult, Ledger, LedgerSettings
 from learner.hub.ledger.prompts import PromptStream
+from streamrl.lag_rule import LagRule
 from streamrl.messages import (
     Ack,
     ActorHeartbeat,
@@ -38,8 +39,10 @@ BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
 
 
 def settings(**changes: object) -> LedgerSettings:
-    values = dict(groups_per_batch=2, group_size=2, eta=1, window=2, max_lag=2, bounds=BOUNDS)
-    return LedgerSettings(**{**values, **changes})  # type: ignore[arg-type]
+    """Small settings; the numbers of the lag rule are given by name too."""
+    values = {"groups_per_batch": 2, "group_size": 2, "eta": 1, "window": 2, "max_lag": 2, "bounds": BOUNDS, **changes}
+    lag = LagRule(**{field.name: values.pop(field.name) for field in fields(LagRule)})  # type: ignore[arg-type]
+    return LedgerSettings(lag=lag, **values)  # type: ignore[arg-type]
 
 
 def prompts() -> PromptStream:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
-from streamrl import lag_rule
+from streamrl.lag_rule import LagRule, lag_bound
 from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from streamrl.messages.codec import Decoder
 from tests.unit.hub.factories import FakeActor, ledger_arguments, restart
@@ -25,9 +25,9 @@ FAULTS = (
 )
 
 
-def lag_bound(settings: LedgerSettings, eta: int | None = None) -> int:
-    """What admission and the window allow, at this eta or at the settings' own."""
-    return lag_rule.lag_bound(settings.eta if eta is None else eta, settings.window, settings.groups_per_batch)
+def derived_bound(rule: LagRule, eta: int | None = None) -> int:
+    """What grants and window allow, at this eta or at the rule's own."""
+    return lag_bound(eta=rule.eta if eta is None else eta, window=rule.window, groups_per_batch=rule.groups_per_batch)
 
 
 def drop_some(group: HeldGroup) -> str | None:
@@ -88,7 +88,7 @@ class World:
         self.num_lags_at_the_bound = 0
         self.promised: dict[int, int] = {}  # group -> largest bound that was in force at one of its grants
         self.tight = False  # a bound was below what admission allows, so groups may outlive it
-        self._took_bounds(settings.eta, settings.max_lag)
+        self._took_bounds(settings.lag.eta, settings.lag.max_lag)
         self.frozen: dict[int, tuple[bytes, set[int], set[int]]] = {}
         self.saved = (0, self.ledger.freeze(0), set(), set())
         self.ledger.saved(0)
@@ -309,7 +309,7 @@ class World:
         self.batch = self.ledger.cut_batch(self.ledger.version)
         if self.batch is None:
             return False
-        assert len(self.batch) == self.settings.groups_per_batch
+        assert len(self.batch) == self.settings.lag.groups_per_batch
         for group in self.batch:
             self._check_age(group)
         return True
@@ -347,15 +347,15 @@ class World:
 
     def set_bounds(self, eta: int) -> None:
         """The controller moves the lead; max_lag keeps its distance to what admission allows."""
-        slack = self.settings.max_lag - lag_bound(self.settings)
-        max_lag = max(eta, lag_bound(self.settings, eta) + slack)
+        slack = self.settings.lag.max_lag - derived_bound(self.settings.lag)
+        max_lag = max(eta, derived_bound(self.settings.lag, eta) + slack)
         self.ledger.lag.set_bounds(eta, max_lag)
         self._took_bounds(eta, max_lag)
         self._publish_if_due()
 
     def _took_bounds(self, eta: int, max_lag: int) -> None:
         self.eta, self.max_lag = eta, max_lag
-        self.tight |= max_lag < lag_bound(self.settings, eta)
+        self.tight |= max_lag < derived_bound(self.settings.lag, eta)
         self.num_allowed = self._num_open()  # what was drawn under a wider lead drains, it is not thrown away
 
     def _num_open(self) -> int:
@@ -391,7 +391,7 @@ class World:
         self.trained_from = {key: before for key, before in self.trained_from.items() if before < version}
         self.valid = {ref for ref in self.valid if ref.version <= version} | {self.published}
         self.batch, self.frozen, self.drawn, self.accepted = None, {}, set(), {}
-        self._took_bounds(self.settings.eta, self.settings.max_lag)
+        self._took_bounds(self.settings.lag.eta, self.settings.lag.max_lag)
         for actor in self.actors.values():
             actor.linked = False
             actor.ledger = self.ledger
@@ -431,7 +431,7 @@ class World:
         for group_id in self.drawn:
             known = group_id in ledger.groups.live or group_id in ledger.groups.settled
             assert known or group_id < ledger.groups.done_below, f"group {group_id} was leased and then lost"
-        num_open, lead = self._num_open(), (self.eta + 1) * self.settings.groups_per_batch
+        num_open, lead = self._num_open(), (self.eta + 1) * self.settings.lag.groups_per_batch
         assert num_open <= max(lead, self.num_allowed), f"{num_open} open groups, the lead is {lead}"
         self.num_allowed = num_open
         self._check_window()
@@ -446,7 +446,7 @@ class World:
         for group_id, record in self.ledger.groups.live.items():
             if record.state in (GroupState.READY, GroupState.LEASED):
                 passed = sum(other > group_id for other in consumed)
-                assert passed <= self.settings.window, f"group {group_id} was overtaken by {passed} groups"
+                assert passed <= self.settings.lag.window, f"group {group_id} was overtaken by {passed} groups"
 
     def _check_forgotten(self, actor: SimActor, before: dict[int, Group], rejected: set[int]) -> None:
         """What left an outbox as DURABLE has its outcome in a published checkpoint."""

@@ -15,7 +15,7 @@ from learner.hub.ledger.groups import GroupRecord, GroupState
 from learner.hub.ledger.ledger import Ledger
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
-from tests.unit.hub.simulator import World, lag_bound
+from tests.unit.hub.simulator import World, derived_bound
 
 CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2, 5)]
 
@@ -45,7 +45,7 @@ class ForgetsThePromise(Ledger):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
-        self.lag.of = lambda record: self.max_lag
+        self.lag.of = lambda record: self.lag.rule.max_lag
 
 
 def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int)
         worst = max(worst, *world.head_lags, 0)
         num_trained += len(world.head_lags)
     assert num_trained > 20 * num_walks, f"only {num_trained} groups were trained in {num_walks} walks"
-    return worst, lag_bound(chosen)
+    return worst, derived_bound(chosen.lag)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{}".format(*case))
@@ -105,7 +105,7 @@ def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_w
     """
     num_stale = num_beyond = num_moves = 0
     chosen = settings(groups_per_batch=2, group_size=1, eta=1, window=window, mode=mode)
-    chosen = replace(chosen, max_lag=lag_bound(chosen))
+    chosen = replace(chosen, lag=replace(chosen.lag, max_lag=derived_bound(chosen.lag)))
     for number in range(num_walks):
         rng = Random(f"moving/{number}")
         world = World(chosen, kind=kind, publishes_late=number % 2 == 1)
@@ -176,7 +176,7 @@ def test_a_lead_that_contradicts_its_bound_changes_nothing():
 
     with pytest.raises(ValueError, match="max_lag=2 is below 3"):
         ledger.lag.set_bounds(3, 2)
-    assert (ledger.lag.eta, ledger.max_lag) == (1, 2)
+    assert (ledger.lag.rule.eta, ledger.lag.rule.max_lag) == (1, 2)
 
 
 # --- waiting instead of dropping --------------------------------------------------------------------------------------
