@@ -170,7 +170,7 @@ class VllmEngine:
     # --- versions -----------------------------------------------------------------------------------------------
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
-        """See `Engine.install`. A failed load is undone: WeightsError; EngineError if the engine is dead from now on."""
+        """See `Engine.install`. A failed load is undone: WeightsError; EngineError if the engine is dead now."""
         began = time.perf_counter()
         check_document(tensors, self._expected)
         async with self._exchange:
