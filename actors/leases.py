@@ -64,10 +64,10 @@ class RunningLeases:
         self, reason: ReturnReason, detail: str, which: Callable[[RunningLease], bool] = lambda running: True
     ) -> int:
         """Cancel and return those chosen; how many there were."""
-        chosen = [running for running in self._running.values() if which(running)]
-        for running in chosen:
-            self.cancel(running.lease.ref)
-            self._send(returned(running.lease, reason, detail))
+        chosen = [running.lease for running in self._running.values() if which(running)]
+        for lease in chosen:
+            self.cancel(lease.ref)
+            self._send(returned(lease, reason, detail))
         return len(chosen)
 
     def drop_useless(self, oldest: VersionRef) -> None:

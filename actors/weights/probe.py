@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from actors.engines.base import Engine, ExposesWeights, ScoresTokens
-from streamrl.messages import Probe, Probed, TensorSpec
+from streamrl.messages import Probe, Probed
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_ranges, tensor_offsets
@@ -77,8 +77,15 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
         if here.shape != there.shape:
             return f"{spec.name} has shape {list(here.shape)}, the document {list(there.shape)}"
         index = _first_index(here, there.to(here.device))
-        if index is not None:
-            return _described(spec, offset, index, document)
+        if index is None:
+            continue
+        place = offset + index * expected[spec.name].element_size()
+        ranges = bucket_ranges(document.layout)
+        bucket = next(i for i, (start, end) in enumerate(ranges) if start <= place < end)
+        return (
+            f"bucket {bucket} of {len(ranges)} is not what was published: "
+            f"{spec.name} differs from element {index} on"
+        )
     return None
 
 
@@ -88,13 +95,3 @@ def _first_index(here: torch.Tensor, there: torch.Tensor) -> int | None:
     if torch.equal(ours, theirs):
         return None
     return int((ours != theirs).nonzero()[0]) // here.element_size()
-
-
-def _described(spec: TensorSpec, offset: int, index: int, document: Document) -> str:
-    tensor = document.tensors()[spec.name]
-    place = offset + index * tensor.element_size()
-    bucket = next(i for i, (start, end) in enumerate(bucket_ranges(document.layout)) if start <= place < end)
-    return (
-        f"bucket {bucket} of {len(document.layout.bucket_bytes)} is not what was published: "
-        f"{spec.name} differs from element {index} on"
-    )

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,6 @@ class NativeEngine:
         model: a transformers causal LM (see `build_model`); the engine owns it from here on.
         tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
         prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
-        eos_ids: tokens that end a sequence; None takes them from the model and the tokenizer.
     """
 
     name = "native"
@@ -70,13 +69,13 @@ class NativeEngine:
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
-        prefill_tokens: int = 2048, eos_ids: Collection[int] | None = None,
+        prefill_tokens: int = 2048,
     ) -> None:
         check_install_policy(install_policy)
         _check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads
-        self._eos_ids = frozenset(eos_ids) if eos_ids is not None else end_of_sequence_ids(model, tokenizer)
+        self._eos_ids = end_of_sequence_ids(model, tokenizer)
         self._decode = decoder(tokenizer) if tokenizer is not None else None
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
         self._weights = WeightSets(model)
@@ -267,9 +266,7 @@ class NativeEngine:
 
 def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> None:
     if max_num_seqs < 1 or max_tokens < 2:
-        raise EngineError(
-            f"an engine needs max_num_seqs >= 1 and max_tokens >= 2, got {max_num_seqs} and {max_tokens}"
-        )
+        raise EngineError(f"an engine needs max_num_seqs >= 1, max_tokens >= 2, got {max_num_seqs} and {max_tokens}")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")

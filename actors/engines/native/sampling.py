@@ -34,7 +34,6 @@ class SamplingPlan:
             rows = [row for row, flag in enumerate(flags) if flag]
             return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
 
-        self.num_rows = len(samplings)
         self.greedy_rows = where([s.temperature == 0.0 for s in samplings])
         self.all_greedy = all(s.temperature == 0.0 for s in samplings)
         temperatures = [s.temperature if s.temperature > 0.0 else 1.0 for s in samplings]

@@ -53,16 +53,11 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
 
     def generation(self, finish: str) -> Generation:
-        return Generation(self.token_ids, self.logprobs, self.spans(), finish)
-
-    def spans(self) -> list[VersionSpan]:
-        """Every token in exactly one span; a version that sampled nothing here has none."""
+        """Every token is in exactly one span; a version that sampled nothing here has none."""
         ends = [start for _, start in self.marks[1:]] + [len(self.token_ids)]
-        return [
-            VersionSpan(ref, start, end)
-            for (ref, start), end in zip(self.marks, ends, strict=True)
-            if end > start
-        ]
+        marks = zip(self.marks, ends, strict=True)
+        spans = [VersionSpan(ref, start, end) for (ref, start), end in marks if end > start]
+        return Generation(self.token_ids, self.logprobs, spans, finish)
 
 
 @dataclass(slots=True)
@@ -107,8 +102,8 @@ class Scheduler:
             self._seat(sequence, row)
         positions = torch.from_numpy(self._cached[:n].copy())
         longest = int(positions.max()) + 1 if n else 0
-        prompts = [Prompt(prompt, [row for row in range(n, n + len(joined)) if self.running[row].prompt == prompt])
-                   for prompt in fresh]  # fmt: skip
+        rows = range(n, n + len(joined))
+        prompts = [Prompt(prompt, [row for row in rows if self.running[row].prompt == prompt]) for prompt in fresh]
         logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts)
         self._cached[:n] += 1
         self.steps_total += 1
@@ -182,12 +177,10 @@ class Scheduler:
             sequence.deliver(sequence.generation(finish))
             return
         self.nonfinite_total += 1
-        sequence.deliver(
-            EngineError(
-                f"weights {self.ref} gave a log-prob that is not finite after {len(sequence.token_ids)} new tokens "
-                f"on a prompt of {len(sequence.prompt)}; nothing was returned"
-            )
-        )
+        sequence.deliver(EngineError(
+            f"weights {self.ref} gave a log-prob that is not finite after {len(sequence.token_ids)} new tokens "
+            f"on a prompt of {len(sequence.prompt)}; nothing was returned"
+        ))
 
     def _remove(self, row: int) -> Sequence:
         """Take a sequence out; the last row moves into its place, so that rows stay compact."""
