@@ -283,7 +283,9 @@ def markdown_page() -> str:
         "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`.\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
         "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",
-        "end in `/*` are families: the last part comes from the task or the hub.",
+        "end in `/*` are families: the last part comes from the task or the hub.\n",
+        "Each line also goes to the trackers of `tracking.trackers`: `wandb`, or your own as `package.module:factory`,",
+        "a function that takes a `streamrl.metrics.sinks.TrackedRun` and returns a `Sink`.",
     ]
     for title, rows in SECTIONS.items():
         parts += [f"\n## {title}\n", "| key | unit | reduction | meaning |", "|---|---|---|---|"]
