@@ -151,8 +151,8 @@ class SharedReceiver:
 
 
 def _write(document: Document, path: Path) -> None:
-    slot = SpareFile(path.with_name(f"{path.name}.tmp"), document.nbytes)
-    writer = DocumentWriter(slot, path, document.manifest.ref, document.layout, lambda done: done.drop())
+    file = SpareFile(path.with_name(f"{path.name}.tmp"), document.nbytes)
+    writer = DocumentWriter(file, path, document.manifest.ref, document.layout, lambda done: done.drop())
     try:
         writer.append(document.view(0, document.nbytes))
         writer.commit()

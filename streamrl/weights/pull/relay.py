@@ -1,4 +1,4 @@
-"""A relay: fetches each version once from the learner and serves it to any number of actors.
+"""A relay, which fetches each version once from the learner and serves it to any number of actors.
 
     learner hub --ANNOUNCE--> relay            every actor stays linked to the hub itself: leases, groups, acks and
         ^                      |  ^            announcements never pass through here, so nothing about delivery depends
@@ -21,7 +21,7 @@ import zmq
 
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import Announce, Layout, Limits, Manifest, Offer, Welcome
+from streamrl.messages import Announce, Limits, Manifest, Offer, Welcome
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
@@ -40,11 +40,8 @@ EXIT_WRONG_RUN = 6
 
 
 class Relay:
-    """One link to the hub, one weight socket, one fetch at a time.
+    """One session with the hub at `learner`, one weight socket at `address` (port 0: any free), one fetch at a time.
 
-    Args:
-        learner: the hub, tcp://HOST:PORT.
-        address: where to listen, tcp://HOST:PORT; port 0 takes a free one.
     Raises:
         ConfigError: the address cannot be bound.
     """
@@ -57,13 +54,12 @@ class Relay:
         self.endpoint = bound_endpoint(router)
         self.socket = ChunkSocket(router)
         self.source = WeightSource(self._context)
-        self._coming = InFlightVersions(lambda: self.source.puller)
+        self._in_flight = InFlightVersions(lambda: self.source.puller)
         self._name = f"relay-{os.urandom(4).hex()}"
         self._client: HubClient | None = None
         self._chunks = self._empty_chunks(b"", Limits())
         self._assets: tuple[bytes, bytes] | None = None  # digest, bytes
         self._welcome: Welcome | None = None
-        self._layout: Layout | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._document: Document | None = None
         self._news = asyncio.Event()
@@ -72,15 +68,15 @@ class Relay:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
 
     async def run(self) -> int:
-        """Until the run is over (0), or `leave`; another run at the same address is joined anew."""
+        """Serve until the run is over (0) or `leave`; a new run at the same address is joined."""
         self.socket.start()
-        fetcher = asyncio.ensure_future(self._fetch_for_ever())
+        fetcher = asyncio.ensure_future(self._fetch_versions())
         try:
             while True:
-                gone = await self._live()
-                log.info("ends: %s", gone.detail)
-                if gone.exit_code != EXIT_WRONG_RUN or self._leaving:
-                    return gone.exit_code
+                closed = await self._run_session()
+                log.info("session closed: %s", closed.detail)
+                if closed.exit_code != EXIT_WRONG_RUN or self._leaving:
+                    return closed.exit_code
                 self._forget_the_run()
         finally:
             self._cancelled.set()
@@ -90,7 +86,7 @@ class Relay:
             self._context.destroy(linger=0)
 
     def leave(self, reason: str) -> None:
-        """SIGINT or SIGTERM: say goodbye to the hub and go; a second call goes at once."""
+        """Graceful shutdown on SIGINT or SIGTERM; a second call ends the session at once."""
         if self._client is None:
             return
         if self._leaving:
@@ -100,66 +96,66 @@ class Relay:
         log.info("leaving (%s): actors pull from the learner", reason)
         self._client.drain(reason, 1.0)
 
-    async def _live(self) -> LinkClosed:
-        """One incarnation: HELLO to the end."""
-        link = ActorSession(
+    async def _run_session(self) -> LinkClosed:
+        """One incarnation, from HELLO to its end."""
+        session = ActorSession(
             self._name, int.from_bytes(os.urandom(7), "little") + 1, engine="relay", slots=0,
             transports=tuple(self.source.factories), software=f"streamrl {__version__}", random_seed=os.getpid(),
         )
-        client = self._client = HubClient(self.learner, link)
+        client = self._client = HubClient(self.learner, session)
         client.start()
         try:
             while True:
                 event = await client.events.get()
                 if isinstance(event, LinkClosed):
                     return event
-                self._heard(event.event)
+                self._received(event.event)
         finally:
             client.close()
 
-    def _heard(self, event: object) -> None:
+    def _received(self, event: object) -> None:
         match event:
             case Welcome() as welcome:
                 log.info("joined run %s at %s, version %s", welcome.run_id, self.learner, welcome.version)
                 self._welcomed(welcome)
             case Announce() as announce:
                 self._newest = (announce.manifest, announce.offers)
-                self._coming.also(announce.manifest.ref)
+                self._in_flight.add(announce.manifest.ref)
                 self._news.set()
 
     def _welcomed(self, welcome: Welcome) -> None:
         self.source.pull_token, self.source.limits = welcome.pull_token, welcome.limits
-        self._layout, self._welcome = welcome.layout, welcome
+        self._welcome = welcome
         self._chunks = self._empty_chunks(welcome.pull_token, welcome.limits)
         if welcome.manifest is not None:
             self._newest = (welcome.manifest, welcome.offers)
         self._news.set()
 
     def _empty_chunks(self, pull_token: bytes, limits: Limits) -> RelayChunks:
-        chunks = RelayChunks(pull_token, limits, coming=self._coming)
+        chunks = RelayChunks(pull_token, limits, in_flight=self._in_flight)
         self.socket.serve(chunks)
         return chunks
 
     def _forget_the_run(self) -> None:
-        self._document = self._newest = self._layout = self._assets = self._welcome = None
+        self._document = self._newest = self._assets = self._welcome = None
         self._chunks = self._empty_chunks(b"", Limits())
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
-    async def _fetch_for_ever(self) -> None:
+    async def _fetch_versions(self) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
             self.source.puller = None
-            self._coming.begins(*([self._newest[0].ref] if self._newest is not None else []))
+            self._in_flight.begin(*([self._newest[0].ref] if self._newest is not None else []))
             try:
                 await self._fetch_news()
             except WeightsError as error:
-                # The hub announces again to whoever stays behind; until then actors are sent to it.
+                # The hub announces again to an actor that lags; until then actors are sent to it.
                 log.warning("%s", error)
-                self._coming.ends(failed=True)
+                self._in_flight.end(failed=True)
             else:
-                self._coming.ends(failed=False)
+                self._in_flight.end(failed=False)
 
     async def _fetch_news(self) -> None:
         loop, chunks, welcome = asyncio.get_running_loop(), self._chunks, self._welcome
@@ -168,9 +164,9 @@ class Relay:
         assets = await loop.run_in_executor(self._threads, self._fetch_assets, welcome)
         with self.socket.held():
             chunks.put_assets(assets)
-        if self._newest is None or self._layout is None:
+        if self._newest is None or self._welcome is None or self._welcome.layout is None:
             return
-        manifest, offers, layout = *self._newest, self._layout
+        manifest, offers, layout = *self._newest, self._welcome.layout
         if chunks.newest is not None and manifest.ref <= chunks.newest:
             return
         held = self._document
@@ -181,12 +177,10 @@ class Relay:
                 manifest, offers, layout, cancelled=self._cancelled, deadline_s=FETCH_DEADLINE_S
             ))
             document = fetched.document
-            log.info("version %s came by %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
+            log.info("version %s came over %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
         self._document = document
-        with self.socket.held():  # of another hub by now? then its WELCOME is news, and this document will be renamed
-            chunks.add_bytes(
-                manifest, document.view(0, document.nbytes), layout.bucket_bytes, word_bytes_of(layout)
-            )
+        with self.socket.held():  # if a new hub was joined meanwhile, its WELCOME is next and renames this document
+            chunks.add_bytes(manifest, document.view(0, document.nbytes), layout.bucket_bytes, word_bytes_of(layout))
 
     def _fetch_assets(self, welcome: Welcome) -> bytes:
         if self._assets is not None and self._assets[0] == welcome.assets_digest:
@@ -194,10 +188,9 @@ class Relay:
         endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
         if endpoint is None:
             raise WeightsError("the hub offers no zmq endpoint to fetch the model's files from")
-        data = self.source.fetch_assets(
-            endpoint, welcome.assets_nbytes, welcome.assets_digest, cancelled=self._cancelled
-        )
-        self._assets = (welcome.assets_digest, data)
+        nbytes, digest = welcome.assets_nbytes, welcome.assets_digest
+        data = self.source.fetch_assets(endpoint, nbytes, digest, cancelled=self._cancelled)
+        self._assets = (digest, data)
         return data
 
 
@@ -208,7 +201,7 @@ sends it once and not once an actor. Start it where the actors are; start them w
 
   python -m actors connect=tcp://HOST:PORT actors.relay=tcp://127.0.0.1:PORT
 
-They stay linked to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
+They stay connected to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
 
   --learner   the address that actors connect to (the hub)
   --bind      where to listen on this machine, tcp://127.0.0.1:0 if not given: a free port. Other machines come through
@@ -217,11 +210,7 @@ They stay linked to the learner and pull from it whenever the relay does not ans
 
 
 def relay(words: list[str]) -> int:
-    """`streamrl relay`: until the run is over or a signal comes; the exit status.
-
-    Raises:
-        ConfigError: an option is missing, unknown or no address, or the address is taken.
-    """
+    """`streamrl relay` until the run is over or a signal comes; the exit status. Raises ConfigError."""
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
@@ -231,35 +220,35 @@ def relay(words: list[str]) -> int:
 
 
 async def _run(learner: str, address: str) -> int:
-    one = Relay(learner, address)
+    running = Relay(learner, address)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, one.leave, signal.Signals(number).name)
-    print(f"relay for {learner} listens at {one.endpoint}: start actors with  actors.relay={one.endpoint}", flush=True)
-    return await one.run()
+        loop.add_signal_handler(number, running.leave, signal.Signals(number).name)
+    endpoint = running.endpoint
+    print(f"relay for {learner} listens at {endpoint}: start actors with  actors.relay={endpoint}", flush=True)
+    return await running.run()
 
 
 def read_words(words: list[str]) -> tuple[str, str]:
-    """(learner, address to bind) from `--learner X`, `--bind X` or `--learner=X`.
+    """(learner, address to bind) from `--learner X`, `--bind X` or `--learner=X`; ConfigError names a wrong word."""
+    def wrong(message: str) -> ConfigError:
+        return ConfigError(f"{message}\n\n{USAGE}")
 
-    Raises:
-        ConfigError: says which word is wrong, and how it should look.
-    """
     given = {"--learner": "", "--bind": "tcp://127.0.0.1:0"}
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while rest:
         name = rest.pop(0)
         if name not in given:
-            raise ConfigError(f"relay knows no option {name!r}\n\n{USAGE}")
+            raise wrong(f"relay knows no option {name!r}")
         if not rest:
-            raise ConfigError(f"{name} needs an address, tcp://HOST:PORT\n\n{USAGE}")
+            raise wrong(f"{name} needs an address, tcp://HOST:PORT")
         given[name] = rest.pop(0)
     for name, value in given.items():
         if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", value):
-            raise ConfigError(f"{name}={value or 'nothing'} is no address: give {name} tcp://HOST:PORT\n\n{USAGE}")
+            raise wrong(f"{name}={value or 'nothing'} is not a valid address: give {name} tcp://HOST:PORT")
     if not is_loopback(given["--bind"]):
-        raise ConfigError(
+        raise wrong(
             f"--bind={given['--bind']} is open to the network, where every PULL shows the run's token and this release "
-            f"neither encrypts nor authenticates: bind 127.0.0.1 and forward that port (ssh -L)\n\n{USAGE}"
+            f"neither encrypts nor authenticates: bind 127.0.0.1 and forward that port (ssh -L)"
         )
     return given["--learner"], given["--bind"]

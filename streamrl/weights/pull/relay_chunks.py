@@ -1,4 +1,4 @@
-"""What a relay answers: documents as a hub does, BUSY for what is really on its way, and soon GONE for the rest."""
+"""Answers of a relay: documents as a hub does, BUSY for what is being fetched, and soon GONE for the rest."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from streamrl.weights.pull.chunk_server import EMPTY, ChunkServer, reply
 KEEP_VERSIONS = 2
 DELTA_MAX_RATIO = 0.25
 WAIT_FOR_ANNOUNCE_S = 2.0
-"""An actor may hear of a version before we do; after so long without it, it is sent to the learner."""
+"""An announcement may reach an actor before the relay; after so long the actor is sent to the learner."""
 STALLED_S = 10.0
-"""A fetch to which the learner has said nothing for so long brings nothing: actors are sent to the learner."""
+"""A fetch without an answer of the learner for so long has stalled: actors are sent to the learner."""
 RETRY_S = 0.05
 MAX_ASKED = 64
-"""Things that are not here and were asked for, whose first PULL is remembered."""
+"""Missing versions whose first PULL is remembered."""
 
 
 class Puller(Protocol):
-    """What is looked at of a `streamrl.weights.pull.client.ZmqReceiver`."""
+    """The progress of a `streamrl.weights.pull.client.ZmqReceiver`."""
 
     waiting_since: float | None
     moved_bytes: int
 
 
 class InFlightVersions:
-    """What the relay is bringing, and whether it comes: told by the fetching side, asked by the socket's thread.
+    """The versions that a relay is fetching; set by the fetching side, read by the socket's thread.
 
     Args:
-        puller: the one that is at work, if bytes come through a socket at all.
+        puller: the receiver at work, if bytes come through a socket at all.
         clock: monotonic seconds, the puller's.
     """
 
@@ -41,21 +41,21 @@ class InFlightVersions:
         self._refs: frozenset[VersionRef] | None = None
         self._failed = False
 
-    def begins(self, *refs: VersionRef) -> None:
-        """A fetch of the model's files and these versions begins, or goes on to them."""
+    def begin(self, *refs: VersionRef) -> None:
+        """A fetch of the model's files and these versions begins."""
         self._refs = frozenset(refs)
 
-    def also(self, ref: VersionRef) -> None:
-        """This version was announced: it comes next, if anything comes."""
+    def add(self, ref: VersionRef) -> None:
+        """This version was announced during the fetch, and is fetched next."""
         if self._refs is not None:
             self._refs |= {ref}
 
-    def ends(self, *, failed: bool) -> None:
-        """What it brought is here, or it did not come."""
+    def end(self, *, failed: bool) -> None:
+        """The fetch is over."""
         self._refs, self._failed = None, failed
 
     def __call__(self, target: VersionRef | None) -> bool:
-        """Whether it is worth waiting for this version here; None asks for the model's files."""
+        """Whether this version is about to be here; None asks for the model's files."""
         refs, puller = self._refs, self._puller()
         if refs is None or (target is not None and target not in refs):
             return False
@@ -64,35 +64,35 @@ class InFlightVersions:
         since = puller.waiting_since
         if since is not None and self._clock() - since > STALLED_S:
             return False
-        # After a fetch that failed bytes are believed, and no intentions: the same way was closed a moment ago.
+        # After a failed fetch only bytes count: the same endpoint did not answer a moment ago.
         return not self._failed or puller.moved_bytes > 0
 
 
 class RelayChunks(ChunkServer):
-    """Answers BUSY for what is on its way here: the model's files, and versions newer than all that are held.
+    """Answers BUSY for what is being fetched: the model's files, and versions newer than all that are held.
 
     Args:
-        pull_token, limits: from the hub's WELCOME; b"" before it, then nothing is here and no token is wrong.
-        coming: whether this version (None: the model's files) is being fetched right now.
+        pull_token, limits: from the hub's WELCOME; b"" before it, when nothing is held and no token is wrong.
+        in_flight: whether this version (None: the model's files) is being fetched right now.
     """
 
     def __init__(
-        self, pull_token: bytes, limits: Limits, *, coming: Callable[[VersionRef | None], bool],
+        self, pull_token: bytes, limits: Limits, *, in_flight: Callable[[VersionRef | None], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             pull_token=pull_token, keep_versions=KEEP_VERSIONS, max_chunk_bytes=limits.chunk_bytes,
             delta_max_ratio=DELTA_MAX_RATIO,
         )
-        self._coming, self._clock = coming, clock
+        self._in_flight, self._clock = in_flight, clock
         self._first_asked: OrderedDict[VersionRef | None, float] = OrderedDict()
 
     def put_assets(self, assets: bytes) -> None:
-        """The model's files are here."""
+        """Serve the model's files."""
         self._assets = memoryview(assets)
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
-        """As a hub does; GONE for what did not come within `WAIT_FOR_ANNOUNCE_S` and is not coming."""
+        """As a hub does; GONE for what was not here within `WAIT_FOR_ANNOUNCE_S` and is not being fetched."""
         denied = self._token not in (b"", pull.pull_token)
         if denied or self._is_here(pull):
             return super().answer(pull)
@@ -100,7 +100,7 @@ class RelayChunks(ChunkServer):
         return reply(pull, status, retry_after_s=RETRY_S), EMPTY
 
     def _is_here(self, pull: Pull) -> bool:
-        """Or was here, and is retired."""
+        """Whether it is held, or was held and has retired."""
         if pull.mode == PullMode.ASSETS:
             return len(self._assets) > 0
         return self.newest is not None and pull.target <= self.newest
@@ -110,4 +110,4 @@ class RelayChunks(ChunkServer):
         first = self._first_asked.setdefault(what, now)
         if len(self._first_asked) > MAX_ASKED:
             self._first_asked.popitem(last=False)
-        return now - first < WAIT_FOR_ANNOUNCE_S or self._coming(what)
+        return now - first < WAIT_FOR_ANNOUNCE_S or self._in_flight(what)

@@ -1,9 +1,9 @@
 """Weights on one host: a document file in shared memory that readers map.
 
-The publisher fills a slot, `w.{epoch}.{version}.tmp`, and renames it to `w.{epoch}.{version}`: the rename is the
+The publisher fills a spare file, `w.{epoch}.{version}.tmp`, and renames it to `w.{epoch}.{version}`: the rename is the
 commit, and no byte changes after it. Old versions are unlinked; a reader that mapped one keeps it, because mappings
-survive unlinking. After each commit a thread leaves the machine to the readers for a moment, then unlinks what retired
-and makes the slot of the next document, so that shared memory holds `keep_versions` documents and one slot.
+survive unlinking. After each commit a thread leaves the machine to the readers for a moment, then unlinks retired
+versions and makes the next spare file, so shared memory holds `keep_versions` documents and one spare.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from streamrl.weights.transport import Transport
 log = logging.getLogger(__name__)
 
 _READERS_BYTES_PER_S = 1e9
-"""Housekeeping lets readers go first for as long as one at this rate takes; memory bandwidth is what both need."""
-_READERS_AT_MOST_S = 1.0
+"""The cleanup after a commit waits as long as a reader at this rate takes: both need the same memory bandwidth."""
+_READERS_MAX_S = 1.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShmPublisher:
-    """Owns the directory of a run's documents; lives in the learner's rank 0.
+    """The owner of a run's documents, in the learner's rank 0.
 
     Args:
         directory: usually `document_directory(run_id, run_folder)`; claimed here, removed by `close`.
         run_id: a directory of another run is refused.
         keep_versions: complete documents that stay; older ones are unlinked after each commit.
-        fallback: a directory on disk, used (loudly) for a document that shared memory has no room for.
+        fallback: a directory on disk, used with a warning for a document that shared memory has no room for.
     Raises:
         RunLockedError: another living publisher owns the directory.
     """
@@ -56,7 +56,7 @@ class ShmPublisher:
         self._fallback: RunDirectory | None = None
         self._kept: list[Path] = []
         self._spare: SpareFile | None = None
-        self._housekeeping: threading.Thread | None = None
+        self._cleanup_thread: threading.Thread | None = None
         self._hurry = threading.Event()
         self._closed = False
 
@@ -65,34 +65,33 @@ class ShmPublisher:
         return self._directory.path
 
     def begin(self, ref: VersionRef, layout: Layout, *, wait_s: float | None = None) -> DocumentWriter:
-        """Start the document of `ref`; nobody sees it before `DocumentWriter.commit`.
+        """Start the document of `ref`; no reader sees it before `DocumentWriter.commit`.
 
         Args:
-            wait_s: longest wait for the work after the last commit; None waits for its end.
+            wait_s: longest wait for the cleanup after the last commit; None waits for its end.
         Raises:
-            WeightsError: closed, the version exists, that work takes longer than `wait_s`, or there is no room here
-                nor in the fallback.
+            WeightsError: closed, the version exists, the cleanup takes longer than `wait_s`, or there is no room.
         """
         if self._closed:
             raise WeightsError(f"the publisher of {self.directory} is closed")
         if not self.settle(wait_s):
             raise WeightsError(
-                f"no slot for version {ref} after {wait_s:g} s: unlinking old versions and making room for the next "
-                "takes that long; look at the memory and the load of this machine"
+                f"no spare file for version {ref} after {wait_s:g} s: unlinking old versions and making room for the "
+                "next takes that long; look at the memory and the load of this machine"
             )
         nbytes = document_nbytes(layout)
         name = f"w.{ref.learner_epoch}.{ref.version}"
         if name in [path.name for path in self._kept]:
             raise WeightsError(f"version {ref} is published already: a document is never rewritten")
         try:
-            slot = self._slot(self.directory, name, nbytes)
+            file = self._spare_file(self.directory, name, nbytes)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            slot = self._fallback_slot(ref, name, nbytes, error)
-        return DocumentWriter(slot, slot.path.with_name(name), ref, layout, self._committed)
+            file = self._fallback_file(ref, name, nbytes, error)
+        return DocumentWriter(file, file.path.with_name(name), ref, layout, self._committed)
 
-    def _slot(self, directory: Path, name: str, nbytes: int) -> SpareFile:
+    def _spare_file(self, directory: Path, name: str, nbytes: int) -> SpareFile:
         spare, self._spare = self._spare, None
         path = directory / f"{name}.tmp"
         if spare is not None and spare.nbytes == nbytes and spare.path.parent == directory:
@@ -100,11 +99,11 @@ class ShmPublisher:
             return spare
         if spare is not None:
             spare.path.unlink(missing_ok=True)
-        slot = SpareFile(path, nbytes)
-        slot.populate()
-        return slot
+        file = SpareFile(path, nbytes)
+        file.populate()
+        return file
 
-    def _fallback_slot(self, ref: VersionRef, name: str, nbytes: int, reason: OSError) -> SpareFile:
+    def _fallback_file(self, ref: VersionRef, name: str, nbytes: int, reason: OSError) -> SpareFile:
         if self._fallback_path is None:
             raise WeightsError(f"no room for version {ref} ({nbytes} bytes): {reason}") from reason
         log.warning(
@@ -114,23 +113,23 @@ class ShmPublisher:
         if self._fallback is None:
             self._fallback = RunDirectory(self._fallback_path, self._run_id)
         try:
-            return self._slot(self._fallback.path, name, nbytes)
+            return self._spare_file(self._fallback.path, name, nbytes)
         except OSError as error:
             raise WeightsError(f"no room for version {ref} in {self._fallback.path} either: {error}") from error
 
-    def _committed(self, slot: SpareFile) -> None:
-        self._kept.append(slot.path)
+    def _committed(self, file: SpareFile) -> None:
+        self._kept.append(file.path)
         retired = [self._kept.pop(0) for _ in range(len(self._kept) - self._keep_versions)]
         self._hurry.clear()
-        self._housekeeping = threading.Thread(
-            target=self._cleanup, args=(retired, slot), name="documents", daemon=True
+        self._cleanup_thread = threading.Thread(
+            target=self._cleanup, args=(retired, file), name="documents", daemon=True
         )
-        self._housekeeping.start()
+        self._cleanup_thread.start()
 
-    def _cleanup(self, retired: list[Path], slot: SpareFile) -> None:
-        directory, nbytes = slot.path.parent, slot.nbytes
-        self._hurry.wait(min(nbytes / _READERS_BYTES_PER_S, _READERS_AT_MOST_S))
-        slot.drop()
+    def _cleanup(self, retired: list[Path], file: SpareFile) -> None:
+        directory, nbytes = file.path.parent, file.nbytes
+        self._hurry.wait(min(nbytes / _READERS_BYTES_PER_S, _READERS_MAX_S))
+        file.drop()
         for path in retired:
             path.unlink(missing_ok=True)
         if directory == self.directory:
@@ -138,20 +137,16 @@ class ShmPublisher:
                 self._spare = SpareFile(directory / SPARE_NAME, nbytes)
                 self._spare.populate()
             except OSError as error:
-                log.debug("no spare slot: %s", error)  # the next `begin` finds out, and says it loudly
+                log.debug("no spare file: %s", error)  # the next `begin` meets it, and warns
 
     def settle(self, wait_s: float | None = None) -> bool:
-        """Do the work after the last commit now, and wait for it; local work in memory, milliseconds.
-
-        Returns:
-            False if it goes on after `wait_s` seconds.
-        """
+        """Finish the cleanup after the last commit, milliseconds of work; False if it takes over `wait_s` seconds."""
         self._hurry.set()
-        if self._housekeeping is not None:
-            self._housekeeping.join(wait_s)
-            if self._housekeeping.is_alive():
+        if self._cleanup_thread is not None:
+            self._cleanup_thread.join(wait_s)
+            if self._cleanup_thread.is_alive():
                 return False
-            self._housekeeping = None
+            self._cleanup_thread = None
         return True
 
     def close(self) -> None:
@@ -171,7 +166,7 @@ class ShmPublisher:
 
 
 def shm_offer(path: str | Path) -> Offer:
-    """The offer of a published document, for an ANNOUNCE or a WELCOME."""
+    """The offer of a published document."""
     with open(path, "rb") as file:
         probe, _, nbytes = unpack_header(file.read(HEADER_BYTES))
     return Offer("shm", str(path), nbytes, probe)
@@ -188,9 +183,7 @@ class ShmReceiver:
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
     ) -> tuple[Document, float, float]:
-        """(verified document, transfer_s, verify_s); the mapping is held from before the check until the last tensor.
-
-        Nothing here waits for anybody, so `cancelled` and `deadline` are only looked at before the check.
+        """(verified document, transfer_s, verify_s); `cancelled` and `deadline` are read once, before the check.
 
         Raises:
             NotAvailable: no such file here, or another of that name (a container, another host, a retired version).

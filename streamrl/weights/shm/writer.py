@@ -1,8 +1,4 @@
-"""Writing one document: bytes go into a mapped slot and are digested while they are still in the cache.
-
-A *slot* is the file of a document that does not exist yet: its room is reserved, its pages are there and mapped. Making
-one costs more than filling it, so the publisher makes the next one while the learner trains (`ShmPublisher`).
-"""
+"""Writing one document: bytes go into a mapped spare file and are digested while they are still in the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +21,9 @@ _POPULATE_BYTES = 1 << 20
 
 
 class SpareFile:
-    """Room for one document of `nbytes` in a file nobody looks at.
+    """The file of a document that does not exist yet: room is reserved, pages are mapped.
+
+    Making one costs more than filling it, so the publisher makes the next one while the learner trains.
 
     Raises:
         OSError: ENOSPC or EFBIG when the room is not there; nothing is left behind.
@@ -44,18 +42,16 @@ class SpareFile:
             os.close(fd)
 
     def populate(self) -> None:
-        """Bring every page into memory now, in small steps that let other threads run. Only saves time later."""
+        """Allocate every page now, in small steps that let other threads run."""
         try:
             for start in range(0, len(self.mapping), _POPULATE_BYTES):
-                self.mapping.madvise(
-                    _MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(self.mapping) - start)
-                )  # fmt: skip
+                self.mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(self.mapping) - start))
                 time.sleep(0)
         except OSError:
-            pass  # an older kernel: the pages come when they are written
+            pass  # an older kernel allocates pages when they are written
 
     def drop(self) -> None:
-        """Unmap the file, as soon as nobody holds a view of it."""
+        """Unmap the file once its last view is gone."""
         self.mapping = mmap.mmap(-1, 1)
 
     def move(self, path: Path) -> None:
@@ -64,7 +60,7 @@ class SpareFile:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Real room, or ENOSPC: a mapping of room that is not there ends the process when it is written."""
+    """Allocate real room, or raise ENOSPC: writing to a mapping without room would kill the process."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -76,28 +72,28 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 class DocumentWriter:
-    """One document being written, in layout order, digested on the way.
+    """One document being written in layout order, and digested as it is.
 
     Args:
-        slot: of exactly the document's size; renamed to `path` by `commit`.
-        committed: told the path, after the rename, and given the slot to drop: unmapping takes a while.
+        file: of exactly the document's size; renamed to `path` by `commit`.
+        committed: called after the rename with the file, to be dropped: unmapping takes a while.
     """
 
     def __init__(
-        self, slot: SpareFile, path: Path, ref: VersionRef, layout: Layout, committed: Callable[[SpareFile], None]
+        self, file: SpareFile, path: Path, ref: VersionRef, layout: Layout, committed: Callable[[SpareFile], None]
     ) -> None:
         check_layout(layout)
-        assert slot.nbytes == document_nbytes(layout), (slot.nbytes, document_nbytes(layout))
-        self._slot: SpareFile | None = slot
+        assert file.nbytes == document_nbytes(layout), (file.nbytes, document_nbytes(layout))
+        self._file: SpareFile | None = file
         self._path, self._ref, self._committed = path, ref, committed
         self._bucket_bytes = layout.bucket_bytes
-        self._nbytes = slot.nbytes
-        self._body = memoryview(slot.mapping)[HEADER_BYTES:]
+        self._nbytes = file.nbytes
+        self._body = memoryview(file.mapping)[HEADER_BYTES:]
         self._digests: list[bytes] = []
         self._hasher = xxhash.xxh3_128()
         self._bucket_left = self._bucket_bytes[0]
         self._written = 0
-        slot.mapping[:HEADER_BYTES] = pack_header(os.urandom(PROBE_BYTES), ref, self._nbytes)
+        file.mapping[:HEADER_BYTES] = pack_header(os.urandom(PROBE_BYTES), ref, self._nbytes)
 
     def room(self, nbytes: int) -> memoryview:
         """The document's next bytes, to be filled in place; then call `filled(nbytes)`."""
@@ -106,7 +102,7 @@ class DocumentWriter:
         return self._body[self._written : total]
 
     def filled(self, nbytes: int) -> None:
-        """Digest what was put into the last `room`."""
+        """Digest the bytes that were put into `room`."""
         while nbytes:
             step = min(nbytes, self._bucket_left)
             self._hasher.update(self._body[self._written : self._written + step])
@@ -139,21 +135,21 @@ class DocumentWriter:
         return self._digests
 
     def commit(self) -> Path:
-        """Make the finished document visible under its final name; from here on nobody can write it."""
+        """Make the finished document visible under its final name; it never changes again."""
         self.digests()
-        assert self._slot is not None, f"version {self._ref} was committed or aborted before"
-        slot = self._slot
-        slot.move(self._path)
+        assert self._file is not None, f"version {self._ref} was committed or aborted before"
+        file = self._file
+        file.move(self._path)
         self._forget()
-        self._committed(slot)
+        self._committed(file)
         return self._path
 
     def abort(self) -> None:
-        """Forget the document; no effect after `commit`."""
-        if self._slot is not None:
-            self._slot.path.unlink(missing_ok=True)
+        """Discard the document; no effect after `commit`."""
+        if self._file is not None:
+            self._file.path.unlink(missing_ok=True)
             self._forget()
 
     def _forget(self) -> None:
-        self._slot = None
+        self._file = None
         self._body = memoryview(b"")

@@ -154,10 +154,10 @@ def test_a_publish_that_gets_no_slot_in_time_is_skipped_and_the_next_one_comes(s
     publisher.publish(VersionRef(1, 0))
     shm.settle()
     may_end = threading.Event()
-    shm._housekeeping = threading.Thread(target=may_end.wait)
-    shm._housekeeping.start()
+    shm._cleanup_thread = threading.Thread(target=may_end.wait)
+    shm._cleanup_thread.start()
 
-    with pytest.raises(WeightsError, match="version 1:1 was not published.*no slot for version 1:1 after 0.05 s"):
+    with pytest.raises(WeightsError, match="version 1:1 was not published.*no spare file for version 1:1 after 0.05 s"):
         publisher.publish(VersionRef(1, 1))
     may_end.set()
     later = publisher.publish(VersionRef(1, 2))

@@ -193,7 +193,7 @@ def test_the_same_weights_under_a_new_number_need_no_transfer_to_the_relay(tmp_p
 
 def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_nothing_comes():
     clock, coming = [0.0], [False]
-    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: coming[0], clock=lambda: clock[0])
+    chunks = RelayChunks(b"t" * 16, Limits(), in_flight=lambda what: coming[0], clock=lambda: clock[0])
 
     def status(token: bytes = b"t" * 16, mode: PullMode = PullMode.FULL) -> ChunkStatus:
         return chunks.answer(Pull(token, VersionRef(1, 5), mode, 0, 0, 10))[0].status
@@ -217,7 +217,7 @@ def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_noth
 
 def test_questions_for_several_things_that_do_not_come_are_all_answered_with_gone():
     clock = [0.0]
-    chunks = RelayChunks(b"t" * 16, Limits(), coming=lambda what: False, clock=lambda: clock[0])
+    chunks = RelayChunks(b"t" * 16, Limits(), in_flight=lambda what: False, clock=lambda: clock[0])
 
     def status(version: int) -> ChunkStatus:
         pull = Pull(b"t" * 16, VersionRef(1, version), PullMode.FULL, 0, 0, 10)
@@ -243,9 +243,9 @@ def test_only_what_is_fetched_or_comes_next_is_coming_and_only_while_the_learner
     coming = InFlightVersions(lambda: line[0], clock=lambda: clock[0])
     assert not coming(None) and not coming(v5)
 
-    coming.begins(v5)
+    coming.begin(v5)
     assert coming(None) and coming(v5) and not coming(v6)
-    coming.also(v6)
+    coming.add(v6)
     assert coming(v6)
     line[0] = Line(waiting_since=clock[0])
     clock[0] += STALLED_S
@@ -255,7 +255,7 @@ def test_only_what_is_fetched_or_comes_next_is_coming_and_only_while_the_learner
     line[0].waiting_since = None  # every byte is here, and is checked: that may take long
     assert coming(v5)
 
-    coming.ends(failed=False)
+    coming.end(failed=False)
     assert not coming(v5)
 
 
@@ -263,17 +263,17 @@ def test_after_a_fetch_that_failed_the_next_one_is_believed_once_bytes_arrive():
     """Or a learner whose weights cannot be reached would keep actors waiting at every announcement."""
     clock, line, v5 = [100.0], [None], VersionRef(1, 5)
     coming = InFlightVersions(lambda: line[0], clock=lambda: clock[0])
-    coming.begins(v5)
-    coming.ends(failed=True)
-    coming.begins(v5)
+    coming.begin(v5)
+    coming.end(failed=True)
+    coming.begin(v5)
     assert not coming(v5)
     line[0] = Line(waiting_since=clock[0])
     assert not coming(v5)
     line[0].moved_bytes = 1
     assert coming(v5)
-    coming.ends(failed=False)
+    coming.end(failed=False)
     line[0] = None
-    coming.begins(v5)
+    coming.begin(v5)
     assert coming(v5)
 
 
@@ -380,9 +380,9 @@ def test_the_relay_leaves_with_the_run(tmp_path, models):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--learner=nothing is no address"), (["--learner", "host:5"], "host:5 is no address"),
+        ([], "--learner=nothing is not a valid address"), (["--learner", "host:5"], "host:5 is not a valid address"),
         (["--learner"], "--learner needs an address"), (["--lerner", "tcp://h:5"], "no option '--lerner'"),
-        (["--learner", "tcp://h:5", "--bind", "5602"], "--bind=5602 is no address"),
+        (["--learner", "tcp://h:5", "--bind", "5602"], "--bind=5602 is not a valid address"),
         (["tcp://h:5"], "no option 'tcp://h:5'"),
         (["--learner", "tcp://h:5", "--bind", "tcp://0.0.0.0:5602"], "--bind=tcp://0.0.0.0:5602 is open"),
         (["--learner", "tcp://h:5", "--bind", "tcp://[::]:5602"], "--bind=tcp://[::]:5602 is open"),
