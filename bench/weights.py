@@ -3,7 +3,7 @@
 publish -> verified visible: the learner's `Publisher` gathers, digests and commits a document; every receiver process
 maps it, verifies all buckets and says so over a pipe. The clock runs in the publishing process, from the call of
 `publish` to the last receiver's word. Beside it, in the same run and with the same bytes: one copy of the document in
-memory and one digest of it, which nobody can do without. Between two rounds the publisher may finish what it does
+memory and one digest of it, which every transport needs. Between two rounds the publisher may finish what it does
 behind a commit (unlink the retired document, make room for the next), as it does while a learner trains.
 
 pull, delta, pause: see `weights_pull`, `weights_delta` and `weights_pause`, each a part of this benchmark.
@@ -34,7 +34,7 @@ import zmq
 from bench.record import exit_status, record, shared_arguments
 from bench.weights_delta import delta_lines
 from bench.weights_pause import pause_line
-from bench.weights_pull import CHUNK_BYTES, pull_rounds, serve_for_ever
+from bench.weights_pull import CHUNK_BYTES, pull_rounds, serve_forever
 from learner.publish.publisher import Publisher
 from streamrl.messages import Layout, Limits, Manifest, Offer, VersionRef
 from streamrl.weights.shm.directory import document_directory
@@ -62,7 +62,7 @@ def make_parameters(mib: int, seed: int) -> list[tuple[str, torch.nn.Parameter]]
 # --- receivers, each a process of its own ------------------------------------------------------------------------
 
 
-def receive_for_ever() -> None:
+def receive_forever() -> None:
     """The receiving process: a line of hex in (layout, then manifest and offer), a line out when all is verified."""
     layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout)
     source = WeightSource(zmq.Context())
@@ -152,10 +152,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.receiver:
-        receive_for_ever()
+        receive_forever()
         return 0
     if options.server:
-        serve_for_ever()
+        serve_forever()
         return 0
     if options.interrupt:
         return exit_status([interrupt_line(options.interrupt, options.seed)], options.check)

@@ -1,7 +1,7 @@
 """How fast is a verified pull, next to the same bytes through bare sockets? Part of `bench.weights`.
 
 The serving side is a process of its own, as the hub is. It answers PULLs out of a mapped document at one port, and at
-another sends slices of the very same document to whoever asks, without any check. The receiver takes turns: a verified
+another sends slices of the very same document to any receiver, without any check. The receiver takes turns: a verified
 pull, then bare messages, each copied into place.
 """
 
@@ -30,7 +30,7 @@ WARM_UP = 3
 """Rounds before the clock: until then every document is the first in its memory."""
 
 
-def serve_for_ever() -> None:
+def serve_forever() -> None:
     """The serving process: a line of hex in (path, manifest, layout), the two ports out; ends with its stdin."""
     line = bytes.fromhex(sys.stdin.readline())
     path, manifest, layout = msgspec.msgpack.decode(line, type=tuple[str, Manifest, Layout])

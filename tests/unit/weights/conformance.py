@@ -1,4 +1,4 @@
-"""What every way of moving weights must do, whatever it is made of: one suite, run against each transport.
+"""What every transport of weights must do: one suite, run against each of them.
 
 To plug a transport in, write a `Wire` (both of its ends, and hands that can hurt it) and a subclass of
 `TransportConformance` with a `wire` fixture; pytest then runs every test of this file against it:
@@ -68,7 +68,7 @@ class Wire(Protocol):
         ...
 
     def join(self) -> None:
-        """From now on `receive` is by somebody who has never received anything."""
+        """From now on `receive` is by a receiver that has never received anything."""
         ...
 
     def midway(self, action: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class Wire(Protocol):
         ...
 
     def die(self) -> None:
-        """The source is gone from one moment to the next, as after kill -9; no farewell."""
+        """The source ends at once, as after kill -9, without a shutdown message."""
         ...
 
     def close(self) -> None: ...
@@ -263,15 +263,15 @@ class TransportConformance:
         assert time.monotonic() - started < 2.0 + wire.patience_s
         assert bytes_of(first[2]) == first[1]
 
-    def test_a_version_that_nobody_published_is_not_made_up(self, wire, first):
+    def test_a_version_that_was_never_published_is_not_made_up(self, wire, first):
         digests = first[0].digests
         ref = VersionRef(1, 77)
         root = root_of(first[0].layout_digest, ref, first[0].digest_kind, digests)
-        nobody = msgspec.structs.replace(first[0], ref=ref, root=root)
+        unpublished = msgspec.structs.replace(first[0], ref=ref, root=root)
         wire.join()
 
         with pytest.raises(WeightsError):
-            wire.receive(nobody, deadline_s=0.5)
+            wire.receive(unpublished, deadline_s=0.5)
 
     def test_a_deadline_that_has_passed_is_kept(self, wire, first):
         manifest = wire.publish(VersionRef(1, 2), changed(first[1], 2))

@@ -62,7 +62,7 @@ def test_a_file_cut_or_flipped_at_random_bytes_is_refused(layout, publish, tmp_p
             Document.map_file(damaged, manifest, layout).verify()
 
 
-def test_a_document_that_nobody_verified_gives_no_tensors(layout, publish):
+def test_an_unverified_document_gives_no_tensors(layout, publish):
     manifest, path, _ = publish(layout, 1)
 
     with pytest.raises(WeightsError, match="not verified"):

@@ -1,4 +1,4 @@
-"""Actors of one host pull a version once between them, whoever of them dies, stops or lies."""
+"""Actors of one host pull a version once between them, whichever of them dies, stops or lies."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def child(tmp_path, python_env, root, layout):
 
 
 class Stuck:
-    """A hub that answers the first few PULLs and then keeps whoever asked waiting, until it is told to go on."""
+    """A hub that answers the first few PULLs and then keeps its pullers waiting, until it is told to go on."""
 
     def __init__(self, num_answers: int) -> None:
         self.num_answers, self.reached, self.open = num_answers, threading.Event(), False
@@ -245,7 +245,7 @@ def test_a_living_member_is_left_alone_by_the_janitor(hub, member, layout, root)
     assert all((path / MEMBERS).exists() for path in root.iterdir())
 
 
-def test_whoever_waits_can_be_superseded(hub, member, layout, root):
+def test_a_waiting_fetch_can_be_superseded(hub, member, layout, root):
     stuck = Stuck(3)
     _, manifest, offers, _ = hub(tamper=stuck)
     cancelled = threading.Event()
@@ -270,7 +270,7 @@ def test_without_room_everybody_pulls_for_himself(hub, member, layout, monkeypat
     assert [one.source for one in found] == [InstallSource.ZMQ] * 2
 
 
-def test_where_there_was_no_room_nobody_is_waited_for_again_and_one_warning_is_enough(
+def test_where_there_was_no_room_no_process_waits_again_and_one_warning_is_enough(
     hub, member, layout, monkeypatch, caplog,
 ):
     def full(*_):

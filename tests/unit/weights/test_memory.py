@@ -25,12 +25,12 @@ def test_memory_comes_back_only_when_the_last_tensor_is_gone():
     second = memory.take(1 << 20)
     second[:] = b"\1" * len(second)
 
-    assert address(second) != where and torch.all(tensor == 7.0)  # somebody still reads the first one
+    assert address(second) != where and torch.all(tensor == 7.0)  # the first one is still read
     del tensor
     assert address(memory.take(1 << 20)) == where
 
 
-def test_memory_that_nobody_refers_to_is_used_again_and_one_size_does_not_serve_another():
+def test_unreferenced_memory_is_used_again_and_one_size_does_not_serve_another():
     memory = DocumentMemory()
     where = address(memory.take(1 << 20))
 

@@ -111,7 +111,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_two_fsdp_ranks_publish_what_one_rank_would_and_a_failing_rank_0_blocks_nobody(tmp_path: Path, python_env):
+def test_two_fsdp_ranks_publish_what_one_rank_would_and_a_failing_rank_0_blocks_no_other(tmp_path: Path, python_env):
     script = Path(__file__).with_name("fsdp_publish.py")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",

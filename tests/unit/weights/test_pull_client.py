@@ -104,7 +104,7 @@ def test_a_wire_that_flips_bytes_and_cuts_the_connection_only_delays(publish, to
     server = ChunkServer(pull_token=token)
     server.add(manifest, path, layout.bucket_bytes)
     router = serve(server)
-    # A window of 400,000 bytes lies between the flip and the first cut: nobody can cut off what nobody has seen.
+    # A window of 400,000 bytes lies between the flip and the first cut: what has not arrived cannot be cut off.
     wire = faulty_wire(router.port, flip_at=(150_000,), cut_at=(700_000, 1_500_000))
     limits = Limits(chunk_bytes=100_000, pull_window=4, chunk_timeout_s=1.0)
 

@@ -1,4 +1,4 @@
-"""A relay between a real hub and real pullers: the hub sends each version once, whoever stands behind the relay."""
+"""A relay between a real hub and real pullers: the hub sends each version once, however many stand behind the relay."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
     monkeypatch.setattr(pull_plan.PullPlan, "MAX_SILENCES", 10**6)
     monkeypatch.setattr(relay_chunks, "WAIT_FOR_ANNOUNCE_S", 0.2)
     monkeypatch.setattr(relay_chunks, "STALLED_S", 0.5)
-    with LiveHub(tmp_path, config_of("hub.advertise=127.0.0.77")) as hub:  # nobody listens there: a port not forwarded
+    with LiveHub(tmp_path, config_of("hub.advertise=127.0.0.77")) as hub:  # no listener: a port not forwarded
         hub.publish(0, models[0])
         welcome = hub.connect().join()
         with relay_of(hub) as relay:
@@ -305,12 +305,12 @@ def test_only_actors_of_this_hub_are_served(tmp_path, models):
         hub.publish(0, models[0])
         welcome = hub.connect().join()
         with relay_of(hub) as relay:
-            friend, stranger = (puller(hub, welcome, relay.endpoint) for _ in range(2))
+            friend, outsider = (puller(hub, welcome, relay.endpoint) for _ in range(2))
             friend.fetch(welcome.manifest, welcome.offers, welcome.layout)
             before = relay.relay.socket.num_bytes_served
-            stranger.pull_token = b"x" * 16
+            outsider.pull_token = b"x" * 16
             with pytest.raises(WeightsError, match="token"):
-                stranger.fetch(welcome.manifest, welcome.offers, welcome.layout)
+                outsider.fetch(welcome.manifest, welcome.offers, welcome.layout)
             assert relay.relay.socket.num_bytes_served == before > 0
 
 

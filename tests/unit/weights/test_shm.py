@@ -91,7 +91,7 @@ def test_an_offer_that_leads_nowhere_is_passed_over(name, layout, publish):
         receive(msgspec.structs.replace(shm_offer(path), name=name), manifest, layout)
 
 
-def test_a_pipe_in_place_of_the_document_blocks_nobody(layout, publish, tmp_path):
+def test_a_pipe_in_place_of_the_document_blocks_no_reader(layout, publish, tmp_path):
     manifest, path, _ = publish(layout, 1)
     os.mkfifo(tmp_path / "pipe")
 

@@ -88,7 +88,7 @@ def test_a_restarted_learner_takes_over_what_a_dead_one_left(owner, tmp_path):
     assert not docs.exists()
 
 
-def test_a_strangers_file_survives_and_so_does_its_directory(tmp_path):
+def test_a_foreign_file_survives_and_so_does_its_directory(tmp_path):
     docs = tmp_path / "docs"
     owner = RunDirectory(docs, "run-7")
     (docs / "notes.txt").write_text("mine")
