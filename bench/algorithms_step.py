@@ -24,7 +24,7 @@ from learner.model.gradients import optimizer_step
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import PassOutputs
+from learner.objective.token_batch import PassOutputs
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.messages import PlanRow
 

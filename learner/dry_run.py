@@ -22,7 +22,7 @@ from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.scoring_pass import PassOutputs
+from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import find_estimator
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig

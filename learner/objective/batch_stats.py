@@ -25,19 +25,9 @@ from learner.objective.advantages import Advantages, RowAdvantages, discounts
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import TokenBatch
-from streamrl.algorithms import (
-    Estimator,
-    aggregation_weights,
-    group_advantages,
-    group_mean,
-    leave_one_out,
-    opob,
-    reward_to_go,
-    rho_bar_for_ess,
-    seq_tis_weights,
-    split_by_lag,
-    whiten,
-)
+from streamrl.algorithms import Estimator, aggregation_weights, reward_to_go, rho_bar_for_ess, seq_tis_weights, whiten
+from streamrl.algorithms.estimators.groups import group_advantages, group_mean, leave_one_out, opob
+from streamrl.algorithms.staleness.lag import split_by_lag
 from streamrl.algorithms.types import ClipBounds, Moments
 from streamrl.config.schema import AdvantageConfig, Discount
 from streamrl.errors import ContentError
@@ -67,12 +57,17 @@ class BatchStats:
     weights: Tensor
     head_lags: Tensor
 
-    def gather(self, mine: Tensor, ranks: Ranks) -> Tensor:
-        """Values [R] of every rank's trajectories as one float64 [P], the same on all ranks; a collective call."""
+    def gather(
+        self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks
+    ) -> Tensor:
+        """What is `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
+        mine = torch.zeros(len(self.places), dtype=torch.float64)
+        for tokens in observed:
+            mine[list(tokens.micro.trajectory_ids)] = measured(tokens).double().cpu()
         return exchange(self.places, mine, len(self.scores), ranks)
 
 
-def batch_stats(
+def of_plan(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks, *, avg_level: str, max_new_tokens: int,
     spread_budget: int | None = None, filter_truncated: bool = False,
 ) -> BatchStats:
@@ -154,15 +149,13 @@ def weighted_row_advantages(
     stats: BatchStats, advantage: AdvantageConfig, observed: Sequence[TokenBatch], ranks: Ranks
 ) -> RowAdvantages:
     """Advantages by a baseline that weighs siblings by their ratio to the current policy; a collective call."""
-    mine, norms = torch.zeros(len(stats.places)), torch.zeros(len(stats.places))
-    for tokens in observed:
-        rows = list(tokens.micro.trajectory_ids)
-        weights = seq_tis_weights(tokens.log_ratios, tokens.mask, cap=advantage.weight_cap)
-        mine[rows] = weights.amax(1).cpu()  # one number a row, on each of its tokens
-        if tokens.outputs.square_norms is not None:
-            norms[rows] = tokens.outputs.square_norms.float().cpu()
-    ratios, square_norms = stats.gather(mine, ranks), stats.gather(norms, ranks)
+    def ratio(tokens: TokenBatch) -> Tensor:
+        # The weight of a trajectory stands on each of its tokens.
+        return seq_tis_weights(tokens.log_ratios, tokens.mask, cap=advantage.weight_cap).amax(1)
+
+    ratios = stats.gather(observed, ratio, ranks)
     if advantage.baseline == "opob":
+        square_norms = stats.gather(observed, lambda tokens: tokens.scored("square_norms").float(), ranks)
         base = opob(stats.scores, stats.group_ids, ratios, square_norms)
     else:
         base = leave_one_out(stats.scores, stats.group_ids, weights=ratios, min_ess=advantage.min_ess)
@@ -184,18 +177,12 @@ def shaped_stats(
     stats: BatchStats, observed: Sequence[TokenBatch], regularizers: Regularizers, ranks: Ranks
 ) -> BatchStats:
     """The statistics with the KL of each whole trajectory off its score."""
-    penalties = torch.zeros(len(stats.places), dtype=torch.float64)
-    for tokens in observed:
-        penalties[list(tokens.micro.trajectory_ids)] = regularizers.row_penalties(tokens).cpu()
-    return replace(stats, scores=stats.scores - stats.gather(penalties, ranks))
+    return replace(stats, scores=stats.scores - stats.gather(observed, regularizers.row_penalties, ranks))
 
 
 def fitted_rho_bar(stats: BatchStats, observed: Sequence[TokenBatch], ranks: Ranks, *, target: float) -> float:
     """The truncation at which the batch's sequence weights reach that effective sample size."""
-    sums = torch.zeros(len(stats.places))
-    for tokens in observed:
-        sums[list(tokens.micro.trajectory_ids)] = tokens.log_ratios.sum(1).cpu()
-    gathered = stats.gather(sums, ranks)[:, None]
+    gathered = stats.gather(observed, lambda tokens: tokens.log_ratios.sum(1), ranks)[:, None]
     return rho_bar_for_ess(gathered, torch.ones_like(gathered, dtype=torch.bool), ess_target=target)
 
 

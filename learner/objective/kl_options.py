@@ -7,21 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from learner.objective.options import brings_no_ratio, need, one_of, unused
-from streamrl.algorithms import (
-    clip_high_update,
-    constraint_penalty,
-    entropy_coef_update,
-    find_surrogate,
-    kl_doubling,
-    kl_exponential,
-    kl_horizon,
-    kl_linear,
-    kl_log_integral,
-    kl_pid,
-    kl_schedule,
-    lagrangian_update,
-    pid_lagrangian_update,
-)
+from streamrl.algorithms import find_surrogate
+from streamrl.algorithms.controls import constraints
+from streamrl.algorithms.controls import kl_controllers as controllers
 from streamrl.algorithms.controls.kl import LOSS_KINDS
 from streamrl.algorithms.types import ConstraintState, KlState
 from streamrl.config.ranges import out_of_range
@@ -40,11 +28,15 @@ MODES = ("off", "reward_k1", "advantage", *LOSS_KINDS)
 FRESH_ONLY = ("k2", "k1+", "k3+")
 """Kinds of KL loss whose gradient is the reverse KL's only on samples of the policy itself."""
 CONTROLLERS: Mapping[str, Callable[..., KlState]] = {
-    "exponential": kl_exponential, "linear": kl_linear, "pid": kl_pid, "horizon": kl_horizon, "doubling": kl_doubling,
-    "log_integral": kl_log_integral,
+    "exponential": controllers.kl_exponential, "linear": controllers.kl_linear, "pid": controllers.kl_pid,
+    "horizon": controllers.kl_horizon, "doubling": controllers.kl_doubling,
+    "log_integral": controllers.kl_log_integral,
+}
+ENTROPY_RULES: Mapping[EntropyAdapt, Callable[..., float]] = {
+    EntropyAdapt.coef: controllers.entropy_coef_update, EntropyAdapt.clip_high: controllers.clip_high_update,
 }
 DUAL_METHODS: Mapping[ConstraintMethod, Callable[..., ConstraintState]] = {
-    ConstraintMethod.lagrangian: lagrangian_update, ConstraintMethod.pid: pid_lagrangian_update,
+    ConstraintMethod.lagrangian: constraints.lagrangian_update, ConstraintMethod.pid: constraints.pid_lagrangian_update,
 }
 _GIVEN = ("num_trajectories", "start", "sense", "frozen")  # what the learner itself passes to those functions
 
@@ -62,7 +54,7 @@ def controller_options(kl: KlConfig) -> dict[str, Any]:
     """Keyword arguments of the controller; ConfigError names the knobs it has."""
     if kl.controller == "constant":
         return _known("kl.options", kl.options, {}, "kl.controller=constant")
-    rule = kl_schedule if kl.controller == "schedule" else CONTROLLERS[kl.controller]
+    rule = controllers.kl_schedule if kl.controller == "schedule" else CONTROLLERS[kl.controller]
     return _known("kl.options", kl.options, _knobs(rule), f"kl.controller={kl.controller}")
 
 
@@ -75,7 +67,7 @@ def entropy_options(entropy: EntropyConfig) -> dict[str, float]:
 
 
 def _entropy_bounds(entropy: EntropyConfig) -> dict[str, float]:
-    usual = _knobs(entropy_coef_update if entropy.adapt is EntropyAdapt.coef else clip_high_update)
+    usual = _knobs(ENTROPY_RULES[entropy.adapt])
     return {
         "low": usual["low"] if entropy.low is None else entropy.low,
         "high": usual["high"] if entropy.high is None else entropy.high,
@@ -90,7 +82,7 @@ def constraint_limits(constraint: ConstraintConfig) -> dict[str, float]:
 
 def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
     """Keyword arguments of the method of constraints, with the penalty's weight filled in."""
-    knobs = _knobs(DUAL_METHODS.get(constraint.method, constraint_penalty))
+    knobs = _knobs(DUAL_METHODS.get(constraint.method, constraints.constraint_penalty))
     options = _known("constraint.options", constraint.options, knobs, f"constraint.method={constraint.method.name}")
     if constraint.method is ConstraintMethod.penalty:
         options.setdefault("weight", knobs["weight"])
@@ -144,7 +136,7 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
         need("horizon" in options, "kl.controller=horizon needs kl.options.horizon, in trajectories (e.g. 10000).")
         options = {**options, "num_trajectories": 1}
     if kl.controller == "schedule":
-        _accepted("kl.options", lambda: kl_schedule(0, start=coef, **options))
+        _accepted("kl.options", lambda: controllers.kl_schedule(0, start=coef, **options))
     elif kl.controller != "constant":
         rule = CONTROLLERS[kl.controller]
         _accepted("kl.options", lambda: rule(KlState(coef), 0.01, **options))
@@ -202,7 +194,7 @@ def _check_constraint(constraint: ConstraintConfig) -> None:
     options = method_options(constraint)
     rule = DUAL_METHODS.get(constraint.method)
     if rule is None:
-        _accepted("constraint.options", lambda: constraint_penalty(0.0, 1.0, **options))
+        _accepted("constraint.options", lambda: constraints.constraint_penalty(0.0, 1.0, **options))
         need(options["weight"] > 0.0, f"constraint.options.weight={options['weight']} must be positive.")
     else:
         _accepted("constraint.options", lambda: rule(ConstraintState(), 0.0, 1.0, **options))

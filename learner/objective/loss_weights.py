@@ -1,12 +1,11 @@
-"""The weights that move during a run: of the KL term, of the entropy bonus, of each constraint, and the upper clip.
+"""Weights that move during a run: of the KL term, the entropy bonus and each constraint, and the upper clip.
 
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    the objective reads  controls.kl_coef, .entropy_coef, .clip_high, .multipliers     all through one step
+    the objective reads  controls.kl_coef, .entropy_coef, .clip_high, .multipliers     constant within a step
     after finish()       controls.record(meter); controls.update(meter, version=...)   same totals: same on all ranks
     a checkpoint holds   controls.to_plain()                                           numbers only
 
-The rules are pure functions of `streamrl.algorithms`; this class keeps their states between steps. A step without a
-measurement (skipped, or without tokens) moves nothing.
+The rules are pure functions of `streamrl.algorithms`; this class keeps their states between steps.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class LossWeights:
     def entropy_coef(self) -> float:
         """Weight of the entropy bonus; with an adaptive one 0 while the last measured entropy is above the target."""
         adapts = self._entropy.adapt is EntropyAdapt.coef
-        rests = adapts and self._last.get("entropy", 0.0) > self._entropy_options["target"]
-        return 0.0 if rests else self._bonus
+        above = adapts and self._last.get("entropy", 0.0) > self._entropy_options["target"]
+        return 0.0 if above else self._bonus
 
     @property
     def clip_high(self) -> float:
@@ -77,18 +76,13 @@ class LossWeights:
         return {name: self._multiplier(name) for name in self._limits}
 
     def _multiplier(self, name: str) -> float:
-        error = self._error(name)
+        sign = 1.0 if SENSES[name] == "max" else -1.0
+        error = (self._last[name] - self._limits[name]) * sign if name in self._last else 0.0
         if self._constraint.method is ConstraintMethod.penalty:
             # The slope of weight * relu(e)^2 at the last mean: the gradient of constraint_penalty, micro-batch by
             # micro-batch, though none of them knows the mean.
             return 2.0 * self._method_options["weight"] * max(0.0, error)
         return 0.0 if self._constraint.one_sided and error <= 0.0 else self._duals[name].multiplier
-
-    def _error(self, name: str) -> float:
-        """How far the last measurement violates the limit; 0 before the first."""
-        if name not in self._last:
-            return 0.0
-        return (self._last[name] - self._limits[name]) * (1.0 if SENSES[name] == "max" else -1.0)
 
     def record(self, meter: Meter) -> None:
         """Log the weights that this step used; call it before `update`."""
@@ -102,51 +96,41 @@ class LossWeights:
             meter.add(f"constraint/{name}", multiplier)
 
     def update(self, meter: Meter, *, version: int, frozen: bool = False) -> None:
-        """Move all weights by this step's global means.
+        """Move all weights by this step's global means; what was not measured moves nothing.
 
         Args:
             meter: of the whole step, the same on every rank; read for kl/value, entropy/mean, policy/num_trajectories.
             version: optimizer steps done by now.
             frozen: hold the multipliers of constraints: what the data says of them is too stale (low ESS).
         """
-        for name, key in MEASURED.items():
-            value = meter.value(key)
-            if value is not None:
-                self._last[name] = value
-        if meter.value(MEASURED["kl"]) is not None:
-            self._move_kl(self._last["kl"], int(meter.value("policy/num_trajectories") or 0))
-        if meter.value(MEASURED["entropy"]) is not None:
-            self._move_entropy(self._last["entropy"])
-        for name in self._duals:
-            if meter.value(MEASURED[name]) is not None:
-                self._move_dual(name, frozen)
-        self._follow_schedule(version)
-
-    def _move_kl(self, value: float, num_trajectories: int) -> None:
-        rule = CONTROLLERS.get(self._kl.controller)
-        if rule is not None and self._kl.mode != "off":
+        values = {name: meter.value(key) for name, key in MEASURED.items()}
+        measured = {name: value for name, value in values.items() if value is not None}
+        self._last |= measured
+        if "kl" in measured and self._kl_moves:
             options = dict(self._kl_options)
             if self._kl.controller == "horizon":
-                options["num_trajectories"] = num_trajectories
-            self._kl_state = rule(self._kl_state, value, **options)
+                options["num_trajectories"] = int(meter.value("policy/num_trajectories") or 0)
+            self._kl_state = CONTROLLERS[self._kl.controller](self._kl_state, measured["kl"], **options)
+        if "entropy" in measured and self._entropy.adapt is EntropyAdapt.coef:
+            self._bonus = entropy_coef_update(self._bonus, measured["entropy"], **self._entropy_options)
+        elif "entropy" in measured and self._entropy.adapt is EntropyAdapt.clip_high:
+            self._clip_high = clip_high_update(self._clip_high, measured["entropy"], **self._entropy_options)
+        rule = DUAL_METHODS.get(self._constraint.method)
+        for name, dual in self._duals.items():
+            if rule is not None and name in measured:
+                self._duals[name] = rule(
+                    dual, measured[name], self._limits[name], sense=SENSES[name], frozen=frozen, **self._method_options
+                )
+        self._follow_schedule(version)
+
+    @property
+    def _kl_moves(self) -> bool:
+        """A controller moves the weight of the KL term by what was measured."""
+        return self._kl.controller in CONTROLLERS and self._kl.mode != "off"
 
     def _follow_schedule(self, version: int) -> None:
         if self._kl.controller == "schedule" and self._kl.mode != "off":
             self._kl_state = KlState(kl_schedule(version, start=starting_coef(self._kl), **self._kl_options))
-
-    def _move_entropy(self, value: float) -> None:
-        if self._entropy.adapt is EntropyAdapt.coef:
-            self._bonus = entropy_coef_update(self._bonus, value, **self._entropy_options)
-        elif self._entropy.adapt is EntropyAdapt.clip_high:
-            self._clip_high = clip_high_update(self._clip_high, value, **self._entropy_options)
-
-    def _move_dual(self, name: str, frozen: bool) -> None:
-        rule = DUAL_METHODS.get(self._constraint.method)
-        if rule is not None:
-            self._duals[name] = rule(
-                self._duals[name], self._last[name], self._limits[name], sense=SENSES[name], frozen=frozen,
-                **self._method_options,
-            )
 
     def to_plain(self) -> dict[str, Any]:
         """All states as JSON holds them."""
@@ -156,8 +140,8 @@ class LossWeights:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `to_plain()`. What no controller moves keeps its setting: a resumed run may change it."""
-        if self._kl.controller in CONTROLLERS and self._kl.mode != "off":
+        """Continue from `to_plain()`. What no controller moves keeps its setting: a resumed run may change it."""
+        if self._kl_moves:
             self._kl_state = KlState(**state["kl"])
         if self._entropy.adapt is EntropyAdapt.coef:
             self._bonus = float(state["entropy_coef"])

@@ -24,28 +24,15 @@ from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from learner.model.critic import Targets
+from learner.objective import batch_stats
 from learner.objective.advantages import Advantages, RowAdvantages, token_advantages
-from learner.objective.batch_stats import (
-    BatchStats,
-    MicroBatchKey,
-    batch_stats,
-    fitted_bounds,
-    fitted_rho_bar,
-    return_moments,
-    row_advantages,
-    shaped_moments,
-    shaped_stats,
-    weighted_row_advantages,
-    whitened,
-)
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import TokenMasks, token_masks
 from learner.objective.options import WEIGHTED_BASELINES, anchor_of, check_settings, surrogate_options
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.objective.scoring_pass import POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs
 from learner.objective.statistics import RATIO_CAP, LossTerms, add_plan, add_trajectories, measure, measure_traces
-from learner.objective.token_batch import EWMA, TokenBatch
+from learner.objective.token_batch import EWMA, POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
 from streamrl.algorithms import aggregate, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.types import ClipBounds, TokenLoss
 from streamrl.config.schema import AdvantageConfig, LossConfig
@@ -88,12 +75,12 @@ class Objective:
         self._max_new_tokens, self._lag_policy = max_new_tokens, LagPolicy()
         self._regularizers = regularizers or Regularizers.of_loss(loss)
         self._reward_rules, self._filter_truncated = reward_rules, filter_truncated
-        self._stats: BatchStats | None = None
+        self._stats: batch_stats.BatchStats | None = None
         self._rows: RowAdvantages | None = None
         self._bounds: ClipBounds | None = None
         self._rho_bar: float | None = None
-        self._outputs: dict[MicroBatchKey, tuple[MicroBatch, PassOutputs]] = {}
-        self._advantages: dict[MicroBatchKey, Advantages] = {}
+        self._outputs: dict[batch_stats.MicroBatchKey, tuple[MicroBatch, PassOutputs]] = {}
+        self._advantages: dict[batch_stats.MicroBatchKey, Advantages] = {}
         self._version = 0
         self._meter = Meter()
         self.ranks = ranks
@@ -150,13 +137,13 @@ class Objective:
         add_trajectories(self._meter, trajectories)
         if self._reward_rules is not None:
             trajectories, plan = self._reward_rules.apply(trajectories, plan, self.ranks)
-        self._stats = batch_stats(
+        self._stats = batch_stats.of_plan(
             trajectories, plan, self.ranks, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
             spread_budget=self._lag_policy.spread_budget, filter_truncated=self._filter_truncated,
         )
-        self._rows = row_advantages(
+        self._rows = batch_stats.row_advantages(
             self._stats, self._advantage, self._estimator,
-            lambda: return_moments(trajectories, self._advantage, self.ranks),
+            lambda: batch_stats.return_moments(trajectories, self._advantage, self.ranks),
         )
         return list(trajectories)
 
@@ -175,22 +162,23 @@ class Objective:
         advantage, estimator, regularizers, ranks = self._advantage, self._estimator, self._regularizers, self.ranks
         observed = [self._tokens(batch, outputs.policy) for batch, outputs in self._outputs.values()]
         if regularizers.shapes_rewards:
-            self._stats = shaped_stats(self._stats, observed, regularizers, ranks)
-            self._rows = row_advantages(
+            self._stats = batch_stats.shaped_stats(self._stats, observed, regularizers, ranks)
+            self._rows = batch_stats.row_advantages(
                 self._stats, advantage, estimator,
-                lambda: shaped_moments(advantage, estimator, observed, regularizers, ranks),
+                lambda: batch_stats.shaped_moments(advantage, estimator, observed, regularizers, ranks),
             )
         if advantage.baseline in WEIGHTED_BASELINES:
-            self._rows = weighted_row_advantages(self._stats, advantage, observed, ranks)
-        if advantage.rho_bar_ess_target is not None:
-            self._rho_bar = fitted_rho_bar(self._stats, observed, ranks, target=advantage.rho_bar_ess_target)
+            self._rows = batch_stats.weighted_row_advantages(self._stats, advantage, observed, ranks)
+        target = advantage.rho_bar_ess_target
+        if target is not None:
+            self._rho_bar = batch_stats.fitted_rho_bar(self._stats, observed, ranks, target=target)
             self._meter.add("control/rho_bar", self._rho_bar)
         self._advantages = {tokens.micro.trajectory_ids: self._estimated(tokens) for tokens in observed}
         if advantage.whiten == "batch":
-            self._advantages = whitened(self._advantages, observed, ranks)
+            self._advantages = batch_stats.whitened(self._advantages, observed, ranks)
         if self._surrogate.fit is not None:
             trusted = [self._trusted(tokens) for tokens in observed]
-            self._bounds = fitted_bounds(self._surrogate.fit, trusted, ranks, self._options)
+            self._bounds = batch_stats.fitted_bounds(self._surrogate.fit, trusted, ranks, self._options)
 
     def outputs(self, batch: MicroBatch) -> PassOutputs:
         """What the scoring pass saw of this micro-batch; nothing if there was none."""
@@ -237,7 +225,7 @@ class Objective:
         lag_weights = self._lag_policy.weights(tokens.lags, tokens.mask)
         if lag_weights is not None:
             losses = losses * lag_weights
-        losses = self._regularizers.added_to(losses, tokens)
+        losses = self._regularizers.regularized(losses, tokens)
         return LossTerms(advantages, masks, lag_weights, surrogate.clipped, losses)
 
     def _tokens(self, batch: MicroBatch, policy: Tensor | None, entropy: Tensor | None = None) -> TokenBatch:

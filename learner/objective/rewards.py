@@ -1,10 +1,10 @@
-"""From what the task paid to what is trained on: several components made one reward, and a price on running long.
+"""The reward that is trained on: several components combined into one, and a penalty on running long.
 
     combined = reward | weighted sum | Tchebycheff | rank or hypervolume bonus in the group | GDPO
     trained  = combined + scale * overlong penalty
 
 Both happen before any baseline looks at the scores. A trajectory's reward changes on its last action token, so that
-estimators with a critic see the same. Metrics of rewards keep to what the task paid.
+estimators with a critic see the same. Metrics of rewards report the task's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
+from learner.objective.batch_stats import exchange
 from streamrl.algorithms import (
     domination_count,
     gdpo_advantages,
@@ -29,6 +30,7 @@ from streamrl.algorithms import (
     tchebycheff,
     weighted_sum,
 )
+from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from streamrl.messages import PlanRow
@@ -49,12 +51,9 @@ class RewardRules:
         _check(objectives, overlong)
         self._objectives, self._overlong, self._max_tokens = objectives, overlong, max_tokens
         self._names = sorted(objectives.components)
+        self._signs = {name: 1.0 if weight >= 0 else -1.0 for name, weight in objectives.components.items()}
         self._cache_tokens = math.ceil(overlong.cache_ratio * max_tokens)
         self._ideal: dict[str, float] = {}
-
-    @property
-    def changes_nothing(self) -> bool:
-        return self._objectives.combine == "reward" and not self._cache_tokens
 
     def apply(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks
@@ -64,21 +63,20 @@ class RewardRules:
         Raises:
             ContentError: a trajectory lacks a component.
         """
-        if self.changes_nothing:
+        if self._objectives.combine == "reward" and not self._cache_tokens:
             return list(trajectories), list(plan)
         place_of = {(row.group_id, row.index): i for i, row in enumerate(plan)}
-        places = [place_of[row.group_id, row.index] for row in trajectories]
+        places = torch.tensor([place_of[row.group_id, row.index] for row in trajectories], dtype=torch.int64)
         scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
         if self._objectives.combine != "reward":
-            scores = self._combine(self._components(trajectories, places, len(plan), ranks), plan)
+            scores = self._combine(exchange(places, self._components(trajectories), len(plan), ranks), plan)
         if self._cache_tokens:
             counts = torch.tensor([row.num_action_tokens for row in plan])
-            price = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
-            scores = scores + self._overlong.scale * price.double()
-        paid = scores.tolist()
+            penalty = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
+            scores = scores + self._overlong.scale * penalty.double()
         return (
-            [_repaid(row, paid[place]) for row, place in zip(trajectories, places, strict=True)],
-            [msgspec.structs.replace(row, reward=value) for row, value in zip(plan, paid, strict=True)],
+            [_with_reward(row, value) for row, value in zip(trajectories, scores[places].tolist(), strict=True)],
+            [msgspec.structs.replace(row, reward=value) for row, value in zip(plan, scores.tolist(), strict=True)],
         )
 
     def state(self) -> dict[str, Any]:
@@ -87,24 +85,18 @@ class RewardRules:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._ideal = {name: float(value) for name, value in state.get("ideal", {}).items()}
 
-    def _components(
-        self, trajectories: Sequence[Trajectory], places: Sequence[int], num_rows: int, ranks: Ranks
-    ) -> Tensor:
-        """float64 [P, K], larger is better: components with a negative weight change their sign."""
-        flat: list[float] = []
-        for row, place in zip(trajectories, places, strict=True):
+    def _components(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """float64 [R, K], larger is better: components with a negative weight change their sign."""
+        found = torch.zeros(len(trajectories), len(self._names), dtype=torch.float64)
+        for place, row in enumerate(trajectories):
             missing = [name for name in self._names if name not in row.scores]
             if missing:
                 raise ContentError(
                     "scores", f"group {row.group_id} member {row.index} has no score {missing}, only "
                     f"{sorted(row.scores)}: let the task report it, or leave it out of objectives.components"
                 )
-            flat += [float(place), *(self._sign(name) * row.scores[name] for name in self._names)]
-        whole = torch.zeros(num_rows, len(self._names), dtype=torch.float64)
-        for part in ranks.gather(flat):
-            rows = torch.tensor(part, dtype=torch.float64).view(-1, 1 + len(self._names))
-            whole[rows[:, 0].long()] = rows[:, 1:]
-        return whole
+            found[place] = self._oriented(row.scores)
+        return found
 
     def _combine(self, components: Tensor, plan: Sequence[PlanRow]) -> Tensor:
         """float64 [P]."""
@@ -124,9 +116,7 @@ class RewardRules:
             if settings.combine == "pareto":
                 bonus[members] = -domination_count(components[members]).double()
             else:
-                reference = torch.tensor(
-                    [self._sign(name) * settings.reference_point[name] for name in self._names], dtype=torch.float64
-                )
+                reference = self._oriented(settings.reference_point)
                 bonus[members] = hypervolume_contributions(components[members], reference).double()
         return scores + settings.bonus * bonus
 
@@ -134,18 +124,16 @@ class RewardRules:
         """The given ideal, or the best seen in the run so far."""
         for name, best in zip(self._names, components.amax(0).tolist(), strict=True):
             self._ideal[name] = max(self._ideal.get(name, best), best)
-        given = self._objectives.ideal
-        return torch.tensor(
-            [self._sign(name) * given[name] if name in given else self._ideal[name] for name in self._names],
-            dtype=torch.float64,
-        )
+        given = {name: self._signs[name] * value for name, value in self._objectives.ideal.items()}
+        return torch.tensor([given.get(name, self._ideal[name]) for name in self._names], dtype=torch.float64)
 
-    def _sign(self, name: str) -> float:
-        return 1.0 if self._objectives.components[name] >= 0 else -1.0
+    def _oriented(self, values: Mapping[str, float]) -> Tensor:
+        """float64 [K], with the sign that makes larger better."""
+        return torch.tensor([self._signs[name] * values[name] for name in self._names], dtype=torch.float64)
 
 
-def _repaid(row: Trajectory, reward: float) -> Trajectory:
-    """The trajectory with another total reward; the difference falls on its last action token."""
+def _with_reward(row: Trajectory, reward: float) -> Trajectory:
+    """The trajectory with this total reward; the difference falls on its last action token."""
     actions = np.flatnonzero(row.mask)
     rewards = row.rewards.copy()
     if len(actions):
@@ -154,6 +142,8 @@ def _repaid(row: Trajectory, reward: float) -> Trajectory:
 
 
 def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
+    for message in out_of_range(overlong, "overlong."):
+        raise ConfigError(message)
     method, names = objectives.combine, sorted(objectives.components)
     if method not in METHODS:
         raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")
@@ -174,5 +164,3 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
         raise ConfigError(f"objectives.ideal and objectives.reference_point name {unknown}, which are no components.")
     if overlong.scale != OverlongConfig().scale and not overlong.cache_ratio:
         raise ConfigError(f"overlong.scale={overlong.scale} does nothing without overlong.cache_ratio.")
-    if not 0.0 <= overlong.cache_ratio <= 1.0:
-        raise ConfigError(f"overlong.cache_ratio={overlong.cache_ratio} must lie between 0 (off) and 1.")

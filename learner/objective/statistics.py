@@ -40,68 +40,59 @@ class LossTerms:
 @torch.no_grad()
 def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int, cap: float = RATIO_CAP) -> None:
     """Add one micro-batch to `meter`."""
-    groups = {**_ratio_sums(tokens, terms.masks.keep, cap), **_loss_sums(tokens, terms)}
-    names = list(groups)
-    sums = dict(zip(names, torch.stack([groups[name].double() for name in names]).tolist(), strict=True))
-    num_tokens, kept = sums["tokens"], sums["kept"]
-    for key in ("ratio/mean_token", "ess/kept_fraction", "ratio/share_truncated", "ratio/share_at_bound", "drift/m2",
-                "drift/k1", "drift/k3", "policy/loss", "policy/clip_fraction", "entropy/mean",
-                *(f"keep/{cause}" for cause in terms.masks.removed)):
-        count = kept if key == "ratio/mean_token" else num_tokens
-        meter.add(key, sums[key] / max(count, 1.0), count)
-    if "lag/weight" in sums:
-        meter.add("lag/weight", sums["lag/weight"] / max(1.0, num_tokens), num_tokens)
-    meter.add("ratio/mean_sequence", sums["sequence"] / max(sums["rows"], 1.0), sums["rows"])
-    meter.add("drift/mismatch", sums["mismatch"] / max(sums["lag0"], 1.0), sums["lag0"])
-    meter.add("ratio/max", sums["ratio/max"])
-    meter.add_moments("ess/token", kept, sums["ratio/mean_token"], sums["token_squares"])
-    meter.add_moments("ess/sequence", sums["rows"], sums["sequence"], sums["sequence_squares"])
-    meter.add_moments("ess/sequence_clipped", sums["rows"], sums["clipped_sequence"], sums["clipped_sequence_squares"])
-    meter.add("advantage/mean", sums["advantage"] / max(num_tokens, 1.0), num_tokens)
-    meter.add_moments("advantage/std", num_tokens, sums["advantage"], sums["advantage_squares"])
-    for sign in ("positive", "negative"):
-        meter.add(f"clip/{sign}", sums[f"clip/{sign}"] / max(sums[sign], 1.0), sums[sign])
+    sums = _sums(tokens, terms, cap)
+    values = iter(torch.stack([x.double() for parts in sums.values() for x in parts]).tolist())
+    for key, parts in sums.items():
+        match [next(values) for _ in parts]:
+            case [largest]:
+                meter.add(key, largest)
+            case [total, count]:
+                meter.add(key, total / max(count, 1.0), count)
+            case moments:
+                meter.add_moments(key, *moments)
     removed = terms.masks.removed
     _add_lags(meter, tokens, tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask, version)
 
 
-def _ratio_sums(tokens: TokenBatch, keep: Tensor, cap: float) -> dict[str, Tensor]:
-    """Sums over kept tokens and rows (the ratios) and over all action tokens (the drift)."""
-    mask, log_ratios = tokens.mask, tokens.log_ratios
-    wide = log_ratios.double()
-    ratio = wide.exp() * mask
-    weight = ratio * keep
-    rows = keep.any(1)
+def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[Tensor, ...]]:
+    """Metric -> (largest,), (sum, count) or (count, sum, sum of squares).
+
+    Ratios are summed over kept tokens and rows, the drift over all action tokens.
+    """
+    mask, keep, log_ratios, entropy = tokens.mask, terms.masks.keep, tokens.log_ratios, tokens.entropy
+    assert entropy is not None, "statistics are those of the loss, not of the scoring pass"
+    wide, advantages, clipped = log_ratios.double(), terms.advantages.double(), terms.clipped
+    ratio, square = wide.exp() * mask, wide.square()
+    weight, rows = ratio * keep, keep.any(1)
     sequence = (wide * keep).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp() * rows
-    clipped = sequence.clamp(max=RATIO_CAP)  # the controllers compare steps: one cap, whatever the surrogate's
-    square = wide.square()
+    truncated = sequence.clamp(max=RATIO_CAP)  # controllers compare steps: one cap, whatever the surrogate's
+    num_tokens, num_kept, num_rows = mask.sum(), keep.sum(), rows.sum()
     at_lag_0 = mask & (tokens.lags == 0)
-    return {
-        "tokens": mask.sum(), "kept": keep.sum(), "rows": rows.sum(), "lag0": at_lag_0.sum(),
-        "ess/kept_fraction": keep.sum(),
-        "ratio/mean_token": weight.sum(), "token_squares": weight.square().sum(), "ratio/max": ratio.max(),
-        "sequence": sequence.sum(), "sequence_squares": sequence.square().sum(),
-        "clipped_sequence": clipped.sum(), "clipped_sequence_squares": clipped.square().sum(),
-        "ratio/share_truncated": (ratio > cap).sum(), "ratio/share_at_bound": (log_ratios.abs() >= LOG_BOUND).sum(),
-        "drift/m2": square.sum(), "mismatch": (square * at_lag_0).sum(), "drift/k1": -wide.sum(),
+    per_token = {
+        "ess/kept_fraction": num_kept, "ratio/share_truncated": (ratio > cap).sum(),
+        "ratio/share_at_bound": (log_ratios.abs() >= LOG_BOUND).sum(), "drift/m2": square.sum(),
+        "drift/k1": -wide.sum(),
         # expm1 keeps the digits that exp(log_ratios) - 1 loses for fresh data
         "drift/k3": (torch.expm1(wide) - log_ratios).sum(),
-    }
-
-
-def _loss_sums(tokens: TokenBatch, terms: LossTerms) -> dict[str, Tensor]:
-    assert tokens.entropy is not None
-    advantages, lag_weights = terms.advantages.double(), terms.lag_weights
-    positive, negative = tokens.mask & (advantages > 0), tokens.mask & (advantages < 0)
-    return {
+        "policy/loss": (terms.losses.double() * keep).sum(), "policy/clip_fraction": clipped.sum(),
+        "entropy/mean": entropy.double().sum(), "advantage/mean": advantages.sum(),
         **{f"keep/{cause}": dropped.sum() for cause, dropped in terms.masks.removed.items()},
-        **({} if lag_weights is None else {"lag/weight": lag_weights.sum()}),
-        "policy/loss": (terms.losses.double() * terms.masks.keep).sum(),
-        "policy/clip_fraction": terms.clipped.sum(), "entropy/mean": tokens.entropy.double().sum(),
-        "advantage": advantages.sum(), "advantage_squares": advantages.square().sum(),
-        "positive": positive.sum(), "negative": negative.sum(),
-        "clip/positive": (terms.clipped & positive).sum(), "clip/negative": (terms.clipped & negative).sum(),
     }
+    if terms.lag_weights is not None:
+        per_token["lag/weight"] = terms.lag_weights.sum()
+    sums = {
+        **{key: (total, num_tokens) for key, total in per_token.items()},
+        "ratio/max": (ratio.max(),),
+        "ratio/mean_token": (weight.sum(), num_kept), "ratio/mean_sequence": (sequence.sum(), num_rows),
+        "drift/mismatch": ((square * at_lag_0).sum(), at_lag_0.sum()),
+        "ess/token": (num_kept, weight.sum(), weight.square().sum()),
+        "ess/sequence": (num_rows, sequence.sum(), sequence.square().sum()),
+        "ess/sequence_clipped": (num_rows, truncated.sum(), truncated.square().sum()),
+        "advantage/std": (num_tokens, advantages.sum(), advantages.square().sum()),
+    }
+    for sign, chosen in (("positive", mask & (advantages > 0)), ("negative", mask & (advantages < 0))):
+        sums[f"clip/{sign}"] = (clipped & chosen).sum(), chosen.sum()
+    return sums
 
 
 def _add_lags(meter: Meter, tokens: TokenBatch, fresh: Tensor, version: int) -> None:

@@ -14,10 +14,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
-from learner.objective.scoring_pass import PassOutputs
 from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
 
 EWMA = "ewma"
+POLICY, VALUES, REFERENCE, PROXIMAL, SQUARE_NORMS = "policy", "values", "reference", "proximal", "square_norms"
+"""What a scoring pass can be asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassOutputs:
+    """What the networks gave for one micro-batch before the update; [S, A] and detached, None where not asked for."""
+
+    policy: Tensor | None = None  # log-probs
+    reference: Tensor | None = None  # log-probs
+    proximal: Tensor | None = None  # log-probs
+    values: Tensor | None = None  # V(s_t), before token t
+    bootstrap: Tensor | None = None  # [S] V(s_T+1) of truncated trajectories, 0 of finished ones
+    action_values: Tensor | None = None  # Q(s_t, a_t), from a critic of action values
+    square_norms: Tensor | None = None  # [S] squared norm of the gradient of the trajectory's log-prob in the logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,3 +84,9 @@ class TokenBatch:
     def behavior(self) -> Tensor:
         """Log-probs as the actors recorded them, [S, A]."""
         return self.micro.behavior_logprobs
+
+    def scored(self, name: str) -> Tensor:
+        """An output of the scoring pass that some part of the loss cannot do without."""
+        found = getattr(self.outputs, name)
+        assert found is not None, f"the loss reads {name!r} of the scoring pass: run score_batch() before it"
+        return found

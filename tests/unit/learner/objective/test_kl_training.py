@@ -20,7 +20,8 @@ from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.scoring_pass import PassOutputs, score_batch
+from learner.objective.scoring_pass import score_batch
+from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import kl_estimate
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import AdvantageConfig, OptimizerConfig

@@ -18,7 +18,8 @@ from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import CAUSES, token_masks
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import PassOutputs, score_batch
+from learner.objective.scoring_pass import score_batch
+from learner.objective.token_batch import PassOutputs
 from learner.run import Run
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat

@@ -14,7 +14,7 @@ from learner.data.packing import pack
 from learner.mesh import Ranks
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import PassOutputs
+from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import SURROGATES
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError

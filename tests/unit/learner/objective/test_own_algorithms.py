@@ -9,7 +9,7 @@ from learner.data.packing import pack
 from learner.dry_run import run_dry
 from learner.mesh import Ranks
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import PassOutputs
+from learner.objective.token_batch import PassOutputs
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError

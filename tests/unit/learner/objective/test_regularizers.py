@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from learner.objective.regularizers import RegularizerTerms, kl_advantages, measure_kl, regularized_losses, row_kl
+from learner.objective.regularizers import Regularizers
+from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import kl_loss, lagrangian_loss, log_ratios
+from streamrl.config.schema import ConstraintConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
 
 VOCAB = 6
+TIS = LossConfig(surrogate="tis")
 
 
 @pytest.fixture
@@ -44,20 +49,31 @@ def reverse_kl(policy, reference):
     return (policy.exp() * (policy - reference)).sum()
 
 
-def regularized(losses, behavior, policy, entropy, reference, mask, terms):
-    ratios = log_ratios(behavior, policy, mask)
-    return regularized_losses(losses, behavior, policy, ratios, entropy, reference, mask, terms)
+def tokens_of(behavior, policy, entropy, reference, mask) -> SimpleNamespace:
+    outputs = PassOutputs(policy=policy.detach(), reference=reference)
+    return SimpleNamespace(
+        behavior=behavior, policy=policy, entropy=entropy, mask=mask, outputs=outputs,
+        log_ratios=log_ratios(behavior, policy, mask), scored=lambda name: getattr(outputs, name),
+    )
 
 
-def with_terms(terms: RegularizerTerms):
+def regularizers(mode="off", kl=0.0, *, cap=2.0, entropy=0.0, loss=TIS, limit_kl=(0, None), limit_entropy=(0, None)):
+    """With these weights; a constraint is (multiplier, limit)."""
+    multipliers = {"kl": limit_kl[0], "entropy": limit_entropy[0]}
+    controls = SimpleNamespace(kl_coef=kl, entropy_coef=entropy, multipliers=multipliers)
+    constraint = ConstraintConfig(kl_limit=limit_kl[1], entropy_min=limit_entropy[1])
+    return Regularizers(KlConfig(mode=mode, cap=cap), constraint, loss, controls)
+
+
+def with_terms(terms: Regularizers):
     def losses(behavior, policy, entropy, reference, mask):
-        return regularized(torch.zeros_like(policy), behavior, policy, entropy, reference, mask, terms)
+        return terms.regularized(torch.zeros_like(policy), tokens_of(behavior, policy, entropy, reference, mask))
 
     return losses
 
 
 def test_a_kl_constraint_moves_with_the_gradient_of_the_reverse_kl_times_its_multiplier(world):
-    terms = RegularizerTerms(kl_cap=100.0, multipliers={"kl": 0.7}, limits={"kl": 0.1})
+    terms = regularizers(cap=100.0, limit_kl=(0.7, 0.1))
 
     expected = gradient_of(world, lambda p, r: lagrangian_loss(reverse_kl(p, r), 0.1, 0.7))
     assert float(expected.norm()) > 0.01
@@ -65,7 +81,7 @@ def test_a_kl_constraint_moves_with_the_gradient_of_the_reverse_kl_times_its_mul
 
 
 def test_an_entropy_constraint_raises_the_entropy(world):
-    terms = RegularizerTerms(multipliers={"entropy": 0.7}, limits={"entropy": 2.0})
+    terms = regularizers(limit_entropy=(0.7, 2.0))
 
     def value(policy, _):
         return lagrangian_loss(-(policy.exp() * policy).sum(), 2.0, 0.7, sense="min")
@@ -77,8 +93,8 @@ def test_the_mean_of_a_constraint_over_tokens_is_its_lagrangian(world):
     logits, mu, reference = world
     policy = logits.log_softmax(0)[None]
     entropy, mask = torch.full_like(policy, 1.5), torch.ones(1, VOCAB, dtype=torch.bool)
-    terms = RegularizerTerms(multipliers={"kl": 0.7, "entropy": 0.3}, limits={"kl": 0.1, "entropy": 2.0})
-    losses = regularized(torch.zeros_like(policy), mu[None], policy, entropy, reference[None], mask, terms)
+    terms = regularizers(limit_kl=(0.7, 0.1), limit_entropy=(0.3, 2.0))
+    losses = with_terms(terms)(mu[None], policy, entropy, reference[None], mask)
 
     expected = lagrangian_loss(reverse_kl(policy, reference), 0.1, 0.7) + lagrangian_loss(1.5, 2.0, 0.3, sense="min")
     torch.testing.assert_close((mu.exp() * losses).sum(), expected)
@@ -86,12 +102,14 @@ def test_the_mean_of_a_constraint_over_tokens_is_its_lagrangian(world):
 
 def test_kl_in_the_advantages_has_the_gradient_of_the_reverse_kl_with_the_surrogates_ratio(world):
     def surrogate(behavior, policy, entropy, reference, mask):
-        none, ratios = torch.zeros_like(policy), log_ratios(behavior, policy, mask)
-        return -(policy - behavior).exp() * kl_advantages(none, ratios, policy, reference, mask, coef=0.7)
+        tokens = tokens_of(behavior, policy, entropy, reference, mask)
+        shaped = regularizers("advantage", 0.7).shaped_advantages(torch.zeros_like(policy), tokens)
+        return -(policy - behavior).exp() * shaped
 
     def without_ratio(behavior, policy, entropy, reference, mask):
-        none, ratios = torch.zeros_like(policy), log_ratios(behavior, policy, mask)
-        return -policy * kl_advantages(none, ratios, policy, reference, mask, coef=0.7, own_cap=100.0)
+        tokens = tokens_of(behavior, policy, entropy, reference, mask)
+        own = regularizers("advantage", 0.7, cap=100.0, loss=LossConfig(surrogate="reinforce"))
+        return -policy * own.shaped_advantages(torch.zeros_like(policy), tokens)
 
     expected = gradient_of(world, lambda p, r: 0.7 * reverse_kl(p, r))
     torch.testing.assert_close(expected_gradient(world, surrogate), expected)
@@ -101,8 +119,8 @@ def test_kl_in_the_advantages_has_the_gradient_of_the_reverse_kl_with_the_surrog
 def test_the_own_weight_of_kl_advantages_is_capped():
     behavior, policy, reference = torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.tensor([[-2.0]])
     mask = torch.ones(1, 1, dtype=torch.bool)
-    ratios = log_ratios(behavior, policy, mask)
-    shaped = kl_advantages(torch.ones(1, 1), ratios, policy, reference, mask, coef=0.5, own_cap=2.0)
+    own = regularizers("advantage", 0.5, cap=2.0, loss=LossConfig(surrogate="reinforce"))
+    shaped = own.shaped_advantages(torch.ones(1, 1), tokens_of(behavior, policy, None, reference, mask))
 
     assert shaped.tolist() == [[1 - 0.5 * 2.0 * 1.0]]
 
@@ -114,13 +132,13 @@ def test_terms_of_the_loss_add_up_and_a_kl_in_the_reward_adds_nothing_here(world
     entropy, losses = torch.full_like(policy, 1.5), torch.rand_like(policy)
 
     def added(terms):
-        return regularized(losses, behavior, policy, entropy, anchor, mask, terms) - losses
+        return terms.regularized(losses, tokens_of(behavior, policy, entropy, anchor, mask)) - losses
 
     torch.testing.assert_close(
-        added(RegularizerTerms("k2_is", kl=0.5, kl_cap=1.1, entropy=0.1)),
+        added(regularizers("k2_is", 0.5, cap=1.1, entropy=0.1)),
         0.5 * kl_loss(behavior, policy, anchor, mask, kind="k2_is", cap=1.1) - 0.15,
     )
-    assert not added(RegularizerTerms("reward_k1", kl=0.5)).any() and not added(RegularizerTerms("k2_is")).any()
+    assert not added(regularizers("reward_k1", 0.5)).any() and not added(regularizers("k2_is")).any()
 
 
 def test_the_kl_of_a_row_is_the_log_ratio_of_its_whole_trajectory():
@@ -128,12 +146,13 @@ def test_the_kl_of_a_row_is_the_log_ratio_of_its_whole_trajectory():
     reference = torch.tensor([[-1.5, -2.5, 0.0], [-1.0, -1.0, 0.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
 
-    assert row_kl(policy, reference, mask).tolist() == [1.0, -1.0]
+    tokens = tokens_of(policy, policy, None, reference, mask)
+    assert regularizers("reward_k1", 0.5).row_penalties(tokens).tolist() == [0.5, -0.5]
 
 
 def measured(policy, reference, behavior=None) -> dict:
     behavior, mask, meter = policy if behavior is None else behavior, torch.ones_like(policy, dtype=torch.bool), Meter()
-    measure_kl(meter, log_ratios(behavior, policy, mask), policy, reference, mask)
+    regularizers().measure(meter, tokens_of(behavior, policy, None, reference, mask), mask)
     return meter.flush(0)
 
 
