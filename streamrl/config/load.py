@@ -75,11 +75,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that name no setting.
-
-    Raises:
-        ConfigError: naming the nearest valid key.
-    """
+    """Raise ConfigError, with the nearest valid key, for the first override that names no setting."""
     keys = set(setting_names())
     for override in overrides:
         if override.startswith("-"):

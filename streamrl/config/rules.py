@@ -24,10 +24,9 @@ def lag_rule(config: Config) -> LagRule:
     """The lag rule that the run starts with; its bound is the setting, or what grants and window allow."""
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
-    numbers = {
-        "eta": staleness.eta, "window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step,
-    }
-    return LagRule(**numbers, max_lag=lag_bound(**numbers) if given is None else given)
+    eta, window, batch = staleness.eta, lookahead(config), config.rollout.num_prompts_per_step
+    bound = lag_bound(eta, window, batch) if given is None else given
+    return LagRule(eta=eta, window=window, groups_per_batch=batch, max_lag=bound)
 
 
 def max_lag(config: Config) -> int:
@@ -54,11 +53,7 @@ def largest_max_lag(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot work.
-
-    Raises:
-        ConfigError: naming the setting, its value and what to do.
-    """
+    """Raise ConfigError, with the setting, its value and the remedy, for the first rule that is broken."""
     _check_ranges(config)
     _check_staleness(config)
     _check_sizes(config)
