@@ -18,14 +18,10 @@ from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason, ReturnReason
 from streamrl.messages.validate import MemberSummary, check_group
 
-HOPELESS = {
-    ReturnReason.TOO_LONG: "too_long",
-    ReturnReason.PROMPT_INVALID: "prompt_invalid",
-    ReturnReason.POISON: "poison",
-}
-"""Handed back for a fault of the prompt: no other actor could do better, so the group is dropped at once."""
+# Handed back for a fault of the prompt: no other actor could do better, so the group is dropped at once.
+HOPELESS = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON)
+# Handed back for a reason that has nothing to do with the group: no failure is counted.
 BLAMELESS = (ReturnReason.DRAIN, ReturnReason.NO_SLOT)
-"""Handed back for a reason that says nothing about the group: no failure is counted."""
 
 Summaries = tuple[MemberSummary, ...]
 
@@ -231,13 +227,13 @@ class Acceptance:
 
     def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
         """RETURNED without members. From an attempt that is no longer current it changes nothing."""
-        reason = group.reason
-        self.counts[f"num_returned_{reason.name.lower()}"] += 1
+        reason = group.reason.name.lower()
+        self.counts[f"num_returned_{reason}"] += 1
         if not record.is_with(actor.actor_id, group.attempt):
             return
         self.actors.detach(record, revoke=False)
-        if reason in HOPELESS:
-            self.lifecycle.drop(record, HOPELESS[reason])
+        if group.reason in HOPELESS:
+            self.lifecycle.drop(record, reason)
         else:
             self.lifecycle.retry(record, now, failed=_is_failure(group))
 

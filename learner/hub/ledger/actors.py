@@ -14,8 +14,7 @@ from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import Versions
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
 
-LOST_AFTER = 3
-"""A lease that no heartbeat has named for so many times `dead_after_s` since it was granted never arrived."""
+LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbeat has named by then never arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class Actor:
     actor_id: str
     incarnation: int
     heard_at: float
-    survived_restart: bool
-    """It was in this run before this start of the learner, so it may hold leases that no table knows."""
+    survived_restart: bool  # it was in the run before this learner started, so it may hold leases that no table knows
     state: str = "JOINING"
     installed: VersionRef | None = None
     train: Credit = field(default_factory=Credit)
@@ -80,14 +78,10 @@ class Actor:
 
 
 class ActorTable:
-    """The linked actors, and the two-sided link between a lease and its actor.
-
-    Args:
-        restored: this ledger came from a checkpoint.
-    """
+    """The linked actors, and the two-sided link between a lease and its actor."""
 
     def __init__(self, lifecycle: GroupLifecycle, evals: EvalTable, *, restored: bool) -> None:
-        self.restored = restored
+        self.restored = restored  # this ledger came from a checkpoint
         self._settings, self._counts = lifecycle.settings, lifecycle.counts
         self._grace_until: float | None = None
         self._lifecycle = lifecycle

@@ -31,8 +31,8 @@ class BatchCutter:
     lag: LagBounds
     lifecycle: GroupLifecycle
     counts: Counter[str]
+    # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
-    """(version it trains at, groups) of each batch that was cut, oldest first."""
 
     def cut(self, version: int) -> list[HeldGroup] | None:
         """See `Ledger.cut_batch`."""

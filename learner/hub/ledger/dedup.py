@@ -16,10 +16,9 @@ from msgspec import Struct
 from learner.hub.ledger.groups import Delivery
 from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
 
-MAX_FENCED = 64
-"""Fenced incarnations remembered for each actor."""
+MAX_FENCED = 64  # incarnations remembered for each actor
+# Senders without a link that are remembered. Forgetting one is safe, because (group, member) is the authority.
 MAX_DEPARTED = 4096
-"""Senders without a link that are remembered; forgetting one is safe, because (group, member) is the authority."""
 FORGET_AFTER_SAVES = 2
 _MAX_RANGES = 256
 _MAX_REJECTED = 64

@@ -14,8 +14,7 @@ from learner.hub.ledger.groups import GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, MemberStatus
 from streamrl.messages.validate import MemberSummary
 
-MAX_FINISHED = 8
-"""Finished evaluations whose result can still be asked for."""
+MAX_FINISHED = 8  # ended evaluations whose result can still be asked for
 
 
 @dataclass(frozen=True, slots=True)

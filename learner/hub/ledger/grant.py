@@ -20,8 +20,7 @@ from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 
-MAX_EVAL_LEASES = 64
-"""Evaluation leases of one grant, so that one actor does not get a whole evaluation."""
+MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
 
 
 @dataclass

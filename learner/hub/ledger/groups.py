@@ -59,10 +59,8 @@ class OpenLease(Struct):
     members: tuple[int, ...]
     granted_at: float
     renewed_at: float
-    orphan: bool = False
-    """Its actor came back without it; kept until that actor's re-sends are in."""
-    seen: bool = False
-    """A heartbeat of its actor has named it, so it did arrive."""
+    orphan: bool = False  # its actor came back without it; kept until that actor's re-sends are in
+    seen: bool = False  # a heartbeat of its actor has named it, so it did arrive
 
 
 class GroupRecord(Struct, array_like=True):
@@ -78,12 +76,10 @@ class GroupRecord(Struct, array_like=True):
     members: dict[int, MemberSummary] = {}
     frames: list[bytes] = []
     deliveries: list[Delivery] = []
-    holder: str = ""
-    """After a restart: the actor that had this lease, which has a grace period to come back with it."""
+    holder: str = ""  # after a restart: the actor that had this lease and may come back with it
     lease: OpenLease | None = None
     first_granted_at: float | None = None
-    max_lag: int = 0
-    """The largest bound that was in force when one of its leases was granted: what its actors were promised."""
+    max_lag: int = 0  # the largest bound in force when one of its leases was granted: what its actors were promised
 
     def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
         self.lease = OpenLease(attempt, actor_id, members, now, now)
@@ -102,18 +98,14 @@ class GroupRecord(Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class HeldMember:
-    """A trainable trajectory, seen from the version it is judged at.
-
-    `head_lag` is over the tokens that may be trained, in optimizer steps; `num_action_tokens` counts all, because a
-    token that is masked for its age stays in the denominator.
-    """
+    """A trainable trajectory, seen from the version it is judged at."""
 
     index: int
     num_tokens: int
-    num_action_tokens: int
+    num_action_tokens: int  # all of them: a token that is masked for its age stays in the denominator
     reward: float
     scores: dict[str, float]
-    head_lag: int
+    head_lag: int  # over the tokens that may be trained, in optimizer steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +116,7 @@ class HeldGroup:
     version: int
     members: tuple[HeldMember, ...]
     frames: tuple[bytes, ...]
-    max_lag: int = 0
-    """The bound that this group was judged by."""
+    max_lag: int = 0  # the bound that this group was judged by
 
     @property
     def num_tokens(self) -> int:
