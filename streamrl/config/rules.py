@@ -25,7 +25,7 @@ def lag_rule(config: Config) -> LagRule:
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
     eta, window, batch = staleness.eta, lookahead(config), config.rollout.num_prompts_per_step
-    bound = lag_bound(eta, window, batch) if given is None else given
+    bound = lag_bound(eta=eta, window=window, groups_per_batch=batch) if given is None else given
     return LagRule(eta=eta, window=window, groups_per_batch=batch, max_lag=bound)
 
 
