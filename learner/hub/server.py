@@ -57,7 +57,6 @@ class HubServer:
         weights = WeightServer(self._zmq, settings, host)
         self._rank_socket = self._zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._rank_socket.setsockopt(zmq.LINGER, 1000)
         self._rank_socket.bind(settings.rank_endpoint)
         counters = Counter(num_actor_restarts=0, tokens_generated=0)
         send = Outbound(self._actor_socket, self._rank_socket, counters)
