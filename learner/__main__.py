@@ -46,18 +46,18 @@ def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
     chosen = choose_run_dir(config) if ranks.rank == 0 else None
     if config.run.dir is not None:
         return Path(config.run.dir)
-    number = int(ranks.maximum(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0))
-    return numbered_run_dir(config, number)
+    number = ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)
+    return numbered_run_dir(config, int(number))
 
 
 def learn(config: Config, words: list[str]) -> int:
-    """Set up, train, leave everything in order."""
+    """Set up, train, finish, and clean up."""
     from learner.finish import finish
     from learner.loop import train
     from learner.setup import build_run, start_ranks, tear_down
     from learner.stop_flag import StopFlag
 
-    stop = StopFlag(patience_s=2 * config.run.shutdown_s)
+    stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config)
     run_dir = agreed_run_dir(config, ranks)
     run = build_run(config, run_dir, stop, ranks)

@@ -1,4 +1,4 @@
-"""The end of a run, reached or interrupted: last evaluation, checkpoint, word to the actors, summary and report."""
+"""The end of a run, reached or interrupted: checkpoint, export, last evaluation, shutdown message, summary, report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ log = logging.getLogger("streamrl.learner")
 
 
 def finish(run: Run, *, completed: bool) -> None:
-    """Collective over the ranks.
-
-    Args:
-        completed: the steps are done: evaluate, and send the actors home. Otherwise they wait for a successor.
-    """
+    """Collective over the ranks; unless the run is `completed`, actors wait for a resumed learner."""
     run.save()
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:

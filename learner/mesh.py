@@ -19,7 +19,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -61,12 +60,8 @@ class Mesh:
         return cls(replicate, world // rest, context, tensor)
 
     @property
-    def sizes(self) -> Coordinates:
-        return Coordinates(self.replicate, self.shard, self.context, self.tensor)
-
-    @property
     def world(self) -> int:
-        return prod(self.sizes)
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def dp_size(self) -> int:
@@ -79,11 +74,9 @@ class Mesh:
         return tuple(rank // (self.context * self.tensor) for rank in range(self.world))
 
     def coordinates(self, rank: int) -> Coordinates:
-        places = []
-        for size in reversed(self.sizes):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return Coordinates(*reversed(places))
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        return Coordinates(*divmod(rank, self.shard), context, tensor)
 
     def is_first_of_share(self, rank: int) -> bool:
         """One rank of those with the same data: its statistics count."""
@@ -114,7 +107,7 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
-        """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (torchrun sets them).
+        """Join the process group that torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
         Args:
             device: auto, cpu or cuda; cuda takes device number LOCAL_RANK.
@@ -128,11 +121,9 @@ class Ranks:
         sharded = where.type == "cuda" if sharded is None else sharded
         if mesh.world == 1 and not sharded:
             return cls(rank, mesh, where)
-        backend, timeout = "nccl" if where.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-        if mesh.world == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if mesh.world == 1 else {}
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
         # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
         return cls(rank, mesh, where, init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",)))
 
@@ -150,7 +141,7 @@ class Ranks:
         return self.mesh.dp_ranks[self.rank]
 
     def close(self) -> None:
-        """Leave the process group. Safe to call alone and twice."""
+        """Leave the process group, if there is one."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 

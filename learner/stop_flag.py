@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and a vanished launcher, as a flag that the loop looks at; a second Ctrl-C ends it at once."""
+"""Stop requests as a flag that the loop reads: SIGINT, SIGTERM, the launcher's exit; a second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from streamrl.parent_watch import watch
 
 log = logging.getLogger("streamrl.learner")
 
-EXIT_IMPATIENT = 130
+EXIT_INTERRUPTED = 130
 
 
 class StopFlag:
-    """True once somebody asked this process to stop.
+    """True once a stop was requested; after the launcher's exit the process may take `grace_s` for a graceful one."""
 
-    Args:
-        patience_s: how long after the launcher vanished the process may take for its orderly end.
-    """
-
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, grace_s: float) -> None:
         self.reason: str | None = None
-        self._patience_s = patience_s
+        self._grace_s = grace_s
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._received)
         watch(self._parent_gone)
@@ -34,15 +30,15 @@ class StopFlag:
     def _received(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if self.reason is not None and number == signal.SIGINT:
-            os._exit(EXIT_IMPATIENT)
+            os._exit(EXIT_INTERRUPTED)
         if self.reason is None:
             log.info("%s: finishing this step, saving, then stopping (again Ctrl-C: at once)", name)
             self.reason = name
 
     def _parent_gone(self) -> None:
         if self.reason is None:
-            log.warning("the launcher is gone: saving, then stopping")
-            self.reason = "the launcher is gone"
-        timer = threading.Timer(self._patience_s, os._exit, (1,))
+            self.reason = "the launcher exited"
+            log.warning("%s: saving, then stopping", self.reason)
+        timer = threading.Timer(self._grace_s, os._exit, (1,))
         timer.daemon = True
         timer.start()

@@ -80,9 +80,9 @@ def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Ite
 
 
 def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """A block that only this rank holds cannot be told apart from the other ranks' in the files."""
-    split = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-    if split and value.dim() and not isinstance(value, DTensor):
+    """In the files, a block that only this rank holds would be taken for the whole."""
+    sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    if sharded and value.dim() and not isinstance(value, DTensor):
         raise CheckpointError(
             f"the optimizer's {state!r} is not sharded as its parameter: it can be saved by one learner rank only"
         )
@@ -105,11 +105,7 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class ShardReader:
-    """Reads blocks out of the files of all ranks that wrote a checkpoint.
-
-    Args:
-        paths: the files by the rank that wrote them.
-    """
+    """Blocks out of the files of all ranks that wrote a checkpoint, given by rank."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files = [safe_open(path, framework="pt") for path in paths]
@@ -170,7 +166,7 @@ class ShardReader:
 
 
 def restore(reader: ShardReader, policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Weights, moments and generators as they were; into any sharding."""
+    """Weights, moments and generators, into any sharding."""
     read_training_tensors(reader, policy, optimizer)
     generators = reader.generator_states(rank)
     torch.set_rng_state(generators["rng/cpu"])

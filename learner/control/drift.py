@@ -1,4 +1,4 @@
-"""What every batch tells about staleness for free: drift by lag, and how drift becomes a loss of effective samples.
+"""Drift by lag, measured on every batch, and how drift becomes a loss of effective samples.
 
 The numbers come from the step's global totals, so all ranks hold the same tracker. See `algorithms.staleness.drift`.
 """
@@ -11,21 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from streamrl.algorithms import (
-    fit_drift,
-    lag_for_ess,
-    oscillation,
-    predict_ess,
-    predict_m2,
-    spread_budget,
-    update_drift,
-)
+from streamrl.algorithms import fit_drift, lag_for_ess, oscillation, predict_m2, spread_budget, update_drift
 from streamrl.algorithms.types import DriftBins, DriftFit, DriftModel
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 4096)
 """Bin k holds lags from EDGES[k] to EDGES[k + 1] - 1."""
 LEAST_ESS = 0.05
-"""Below this an ESS says "collapsed" and no longer how far: it enters the calibration as this."""
+"""Below this an ESS no longer tells how far it has collapsed: it enters the calibration as this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +71,6 @@ class DriftTracker:
     def m2_table(self, largest_lag: int) -> tuple[float, ...]:
         """`m2_at` of lag 0 to `largest_lag`; empty without data."""
         return tuple(self.m2_at(lag) for lag in range(largest_lag + 1)) if self.model is not None else ()
-
-    def ess_at(self, lag: float) -> float:
-        """Predicted effective sample size of a trajectory at `lag`."""
-        return predict_ess(self.m2_at(lag), self.num_effective_tokens)
 
     def drift_over(self, num_steps: int) -> float:
         """Predicted drift that `num_steps` optimizer steps add to what the engines disagree by anyway."""

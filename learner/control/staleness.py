@@ -1,12 +1,12 @@
-"""How stale may the data be, and how boldly may the step go: decided once a step from what the step measured.
+"""Staleness control: bounds on lag, step size and publishing, decided once a step from what the step measured.
 
     drift by lag, ESS  ->  lead (eta) and bound (max_lag)      rule: ess | goodput | fixed
     this batch's ESS   ->  factor on the learning rate         policy.scheduler.ess_rule
     ESS, gradient norm, oscillation  ->  circuit breaker       normal, cautious, drain
     drift since the last publish     ->  publish now or later  publish.when
 
-Everything comes from the step's global totals, which are equal on all ranks, so ranks decide alike without talking.
-Rank 0 tells the hub. Rules: `streamrl.algorithms.staleness.control`.
+The step's global totals are equal on all ranks, so ranks decide alike without communication, and rank 0 tells the hub.
+Rules: `streamrl.algorithms.staleness.control`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from streamrl.metrics.meter import Meter
 
 log = logging.getLogger("streamrl.learner")
 
+ESS = "ess/sequence_clipped"
+"""Effective share of the batch's trajectories, with the weights of single ones cut at the cap."""
 MODES = ("normal", "cautious", "drain")
 CAUTIOUS_OPSM = 0.5
 """Factor on the threshold of off-policy sequence masking while the circuit breaker is not normal."""
@@ -91,7 +93,7 @@ class StalenessControl:
 
     @property
     def frozen(self) -> bool:
-        """Whether integrals of dual variables must rest: measurements are too stale to add up."""
+        """Whether dual variables stop integrating: measurements are too stale to add up."""
         return self.mode != "normal"
 
     @property
@@ -121,21 +123,20 @@ class StalenessControl:
 
     def lr_scale(self, meter: Meter) -> float:
         """Factor on the learning rate for the batch that `meter` has measured; 1 where there is no ESS."""
-        ess, rule = _ess_of(meter), self._scheduler.ess_rule
-        self._scale = 1.0
-        if ess is not None and rule is not EssRule.none:
-            self._scale = lr_scale(ess, rule=rule.name, floor=self._scheduler.ess_floor)
+        ess, rule = meter.value(ESS), self._scheduler.ess_rule
+        idle = ess is None or rule is EssRule.none
+        self._scale = 1.0 if idle else lr_scale(ess, rule=rule.name, floor=self._scheduler.ess_floor)
         return self._scale
 
     def update(self, meter: Meter, *, grad_norm: float, step_s: float) -> None:
-        """Take in a finished step; its numbers are measured before and after the optimizer's.
+        """Take in a finished step.
 
         Args:
             meter: the step's global totals.
             grad_norm: before clipping; not finite if the step was skipped.
             step_s: seconds since the step before, the same on all ranks.
         """
-        ess = _ess_of(meter)
+        ess = meter.value(ESS)
         self.tracker = self.tracker.observed(meter.bins("drift/m2_by_lag"), ess)
         mean_lag = meter.value("lag/token_mean")
         self._mean_lag = self._mean_lag if mean_lag is None else mean_lag
@@ -149,10 +150,10 @@ class StalenessControl:
         self._report(before, ess, grad_norm)
 
     def publish_due(self, version: int, *, asked_for: bool = False) -> bool:
-        """Whether this version should be published: always, or once the drift since the last one asks for it.
+        """Whether this version should be published: always, or once the drift since the last one is large enough.
 
-        A version that is not published costs its actors lead: they generate from the one before. At most half of the
-        lead may go that way, or they would get no leases and nothing would ever be trained again.
+        Actors that generate from an older version lose lead. At most half of the lead may be lost so, or they would get
+        no leases and training would stop.
 
         Args:
             asked_for: an evaluation waits for this very version.
@@ -168,7 +169,6 @@ class StalenessControl:
         return behind > self.eta // 2 or should_publish(drift, m2_target=self._adaptive.m2_target)
 
     def published(self, version: int) -> None:
-        """This version has been published."""
         self._published = version
 
     def add_metrics(self, meter: Meter) -> None:
@@ -252,8 +252,3 @@ class StalenessControl:
             )
         elif before[1] != self.eta:
             log.info("staleness control: eta %d -> %d, max_lag %d", before[1], self.eta, self.max_lag)
-
-
-def _ess_of(meter: Meter) -> float | None:
-    """Effective share of the batch's trajectories, with the weights of single ones cut at the cap."""
-    return meter.value("ess/sequence_clipped")

@@ -73,10 +73,10 @@ def pack(trajectories: Sequence[Trajectory], max_tokens: int, *, bootstrap: bool
     """Micro-batches of whole trajectories, each at most `max_tokens` tokens; the same input gives the same output.
 
     First fit decreasing: longest first, into the first micro-batch with room, which needs at most 11/9 of the fewest
-    possible. Trajectories without action tokens teach nothing and are left out.
+    possible. Trajectories without action tokens have no loss and are left out.
 
     Args:
-        bootstrap: keep the last token of truncated trajectories: a critic says what would have come after it.
+        bootstrap: keep the last token of truncated trajectories, whose state a critic values.
     Raises:
         ConfigError: the longest trajectory alone is over the budget.
     """
@@ -146,19 +146,15 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstr
         return torch.from_numpy(out)
 
     return MicroBatch(
-        trajectory_ids=tuple(members),
-        packing=make_layout(lengths),
+        trajectory_ids=tuple(members), packing=make_layout(lengths),
         tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
         score_index=torch.from_numpy(np.concatenate(index).astype(np.int64)),
         targets=torch.from_numpy(chosen("token_ids").astype(np.int64)),
         temperatures=torch.from_numpy(np.repeat(np.array([row.temperature for row in rows], dtype=np.float32), counts)),
         flat_index=torch.from_numpy(np.flatnonzero(mask.reshape(-1)).astype(np.int64)),
-        mask=torch.from_numpy(mask),
-        behavior_logprobs=spread("logprobs", np.float32),
-        versions=spread("versions", np.int64),
-        rewards=spread("rewards", np.float32),
-        turns=spread("turns", np.int64),
+        mask=torch.from_numpy(mask), behavior_logprobs=spread("logprobs", np.float32),
+        versions=spread("versions", np.int64), rewards=spread("rewards", np.float32), turns=spread("turns", np.int64),
         bootstrap_index=torch.from_numpy((starts + np.array(lengths) - 1)[cut].astype(np.int64)),
         bootstrap_rows=torch.from_numpy(np.flatnonzero(cut).astype(np.int64)),
     )

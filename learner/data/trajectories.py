@@ -1,7 +1,4 @@
-"""From GROUP frames to trajectories: the last place where a token's record is taken apart and checked before training.
-
-The hub has checked frames already; what is checked again here is what training would silently get wrong.
-"""
+"""From GROUP frames to trajectories; what training would silently get wrong is checked again here, after the hub."""
 
 from __future__ import annotations
 
@@ -45,14 +42,7 @@ class Trajectory:
 
 
 class TrajectoryReader:
-    """Decodes the groups of a batch share.
-
-    Args:
-        vocab_size: ids outside 0 .. vocab_size - 1 are refused; None does not check.
-    Example:
-        reader = TrajectoryReader(vocab_size=32_000)
-        rows = reader.read(share.groups, version=share.version)
-    """
+    """Decoder of the groups of a batch share; ids outside 0 .. vocab_size - 1 are refused, None does not check."""
 
     def __init__(self, *, vocab_size: int | None = None, max_bytes: int = 64 << 20) -> None:
         self._decoder = Decoder(TO_HUB, max_bytes)
@@ -62,8 +52,7 @@ class TrajectoryReader:
         """Trajectories of all frames, in order; aborted members are left out.
 
         Args:
-            version: the version that trains on them; a token from a later one is a fault, not freshness.
-            learner_epoch: of this learner; a token from a later epoch is refused too.
+            version, learner_epoch: that train on them; a token of a later one is refused.
         Raises:
             WireError: a frame cannot be decoded, or its contents are impossible (`ContentError`).
         """
@@ -98,19 +87,11 @@ class TrajectoryReader:
             _check_range(name, "mask", start, end, len(token_ids))
             mask[start:end] = True
         return Trajectory(
-            group_id=group.group_id,
-            index=member.index,
-            prompt_ids=prompt_ids,
-            token_ids=token_ids,
+            group_id=group.group_id, index=member.index, prompt_ids=prompt_ids, token_ids=token_ids, mask=mask,
             logprobs=unpack_logprobs(member.logprobs, num_tokens=len(token_ids)),
-            mask=mask,
             versions=_token_versions(name, member, mask, version, learner_epoch),
-            rewards=_token_rewards(name, member, mask),
-            turns=_token_turns(member, mask),
-            reward=member.reward,
-            num_turns=len(member.turns),
-            scores=member.scores,
-            temperature=group.sampling.temperature,
+            rewards=_token_rewards(name, member, mask), turns=_token_turns(member, mask), reward=member.reward,
+            num_turns=len(member.turns), scores=member.scores, temperature=group.sampling.temperature,
             truncated=member.status == MemberStatus.TRUNCATED,
         )
 

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs and entropies without ever holding the logits of more than a chunk of tokens.
+"""From hidden states to log-probs and entropies, holding the logits of a chunk of tokens at a time.
 
 A vocabulary of 150,000 makes the logits of 4,096 tokens 2.4 GB in float32, and autograd would keep them. Here they
 exist `chunk_tokens` rows at a time, in the forward pass and, computed again, in the backward pass.
@@ -89,7 +89,8 @@ class _ScoreTokens(torch.autograd.Function):
         chosen = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
         for part in _parts(len(targets), ctx.chunk):
             log_p = _logits(hidden[part], weight, bias, inverse[part]).sub_(log_sums[part, None])
-            down = _to_logits(log_p, targets[part], chosen[part], entropy[part], _slice(to_entropy, part))
+            spread = None if to_entropy is None else to_entropy[part]
+            down = _to_logits(log_p, targets[part], chosen[part], entropy[part], spread)
             down.mul_(inverse[part, None])
             if to_hidden is not None:
                 to_hidden[part] = down.to(weight.dtype) @ weight
@@ -97,7 +98,9 @@ class _ScoreTokens(torch.autograd.Function):
                 to_weight.addmm_(down.T, hidden[part].to(wide))
             if to_bias is not None:
                 to_bias.add_(down.sum(0))
-        return to_hidden, _cast(to_weight, weight), _cast(to_bias, bias), None, None, None
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_hidden, to_weight, to_bias, None, None, None
 
 
 def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, to_entropy: Tensor | None) -> Tensor:
@@ -125,11 +128,3 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor
 
 def _parts(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
-
-
-def _slice(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[part]
-
-
-def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if gradient is None or like is None else gradient.to(like.dtype)

@@ -34,20 +34,13 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rate of every step.
-
-    Attributes:
-        lr: peak, reached when the warm-up ends.
-        num_steps: of the whole run; later steps keep the last rate.
-        num_warmup_steps: steps of linear rise; step 0 already moves, at lr / (num_warmup_steps + 1).
-        min_lr: where linear and cosine end.
-    """
+    """Learning rate of every step."""
 
     name: str
-    lr: float
-    num_steps: int
-    num_warmup_steps: int = 0
-    min_lr: float = 0.0
+    lr: float  # peak, reached when the warm-up ends
+    num_steps: int  # of the whole run; later steps keep the last rate
+    num_warmup_steps: int = 0  # linear rise; step 0 already moves, at lr / (num_warmup_steps + 1)
+    min_lr: float = 0.0  # where linear and cosine end
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
@@ -116,8 +109,8 @@ def adam8bit(
     parameters = _trained(module)
     if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters):
         raise ConfigError(
-            "optimizer adam8bit quantizes moments in blocks that several ranks cannot share: train with one learner "
-            "rank, or take adamw, whose moments are sharded over the ranks."
+            "optimizer adam8bit quantizes moments in blocks that cannot be sharded: train with one learner rank, or "
+            "take adamw, whose moments are sharded over the ranks."
         )
     return LocalOptimizer(
         _decay_groups(parameters, weight_decay),
@@ -168,12 +161,7 @@ class CombinedOptimizer(Optimizer):
 
 
 class LocalOptimizer(Optimizer):
-    """An optimizer that knows no DTensor, run over each parameter's local part.
-
-    Args:
-        groups: parameter groups of the network.
-        build: makes the inner optimizer from groups of plain tensors.
-    """
+    """An optimizer that knows no DTensor: `build` makes it over groups of plain tensors, each parameter's local part."""
 
     def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         super().__init__(groups, {})
@@ -186,17 +174,18 @@ class LocalOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        pairs = []
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["lr"] = group["lr"]
-            for parameter, local in zip(group["params"], inner["params"], strict=True):
-                local.data = local_part(parameter.detach())
-                local.grad = None if parameter.grad is None else local_part(parameter.grad)
-                if self.state[parameter]:
-                    self._inner.state[local] = _plain_state(self.state[parameter])
+            pairs += zip(group["params"], inner["params"], strict=True)
+        for parameter, local in pairs:
+            local.data = local_part(parameter.detach())
+            local.grad = None if parameter.grad is None else local_part(parameter.grad)
+            if self.state[parameter]:
+                self._inner.state[local] = _plain_state(self.state[parameter])
         self._inner.step(closure)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            for parameter, local in zip(group["params"], inner["params"], strict=True):
-                self.state[parameter] = self._inner.state[local]
+        for parameter, local in pairs:
+            self.state[parameter] = self._inner.state[local]
 
 
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:

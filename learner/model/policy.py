@@ -1,8 +1,7 @@
 """The policy: any causal language model of transformers, scored packed, sharded with FSDP2 over several ranks.
 
-Nothing of the model's own code is replaced but its attention function and its output layer: hidden states go to
-`score_tokens`, which holds a chunk of logits at a time. `load_policy` proves on a few tokens that this gives the
-model's own log-probs before anything is trained.
+Only the model's attention function and output layer are replaced: hidden states go to `score_tokens`, which holds a
+chunk of logits at a time. `load_policy` checks on a few tokens that this gives the model's own log-probs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inspected:
-    """The answer; the first two as `Policy` gives them without `Inspect`."""
+    """Everything that a pass with `Inspect` returns."""
 
     logprobs: Tensor  # [M]
     entropy: Tensor  # [M]
@@ -180,19 +179,18 @@ def _check_scoring(policy: Policy, where: str) -> None:
             raise ConfigError(f"{where}: {name}={getattr(config, name)}, but packed scoring has no soft cap.")
     vocabulary = policy.output_layer.weight.shape[0]
     rows = [row.remainder(vocabulary) for row in (torch.arange(7), torch.arange(5) * 3 + 1)]
-    index, targets, expected, start = [], [], [], 0
-    for row in rows:
+    lengths = [len(row) for row in rows]
+    positions = [torch.arange(length) for length in lengths]
+    expected = []
+    for row, position in zip(rows, positions, strict=True):
         logits = policy.model(
-            input_ids=row[None], position_ids=torch.arange(len(row))[None], use_cache=False,
-            packing=make_layout([len(row)]),
+            input_ids=row[None], position_ids=position[None], use_cache=False, packing=make_layout([len(row)])
         ).logits[0].float()
         expected.append(logits[:-1].log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1))
-        index.append(torch.arange(start, start + len(row) - 1))
-        targets.append(row[1:])
-        start += len(row)
+    targets = torch.cat([row[1:] for row in rows])
+    index = torch.cat([positions[0][:-1], positions[1][:-1] + lengths[0]])
     scored, _ = policy(
-        torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows]), make_layout([len(row) for row in rows]),
-        torch.cat(index), torch.cat(targets), torch.ones(start - len(rows)),
+        torch.cat(rows), torch.cat(positions), make_layout(lengths), index, targets, torch.ones(len(targets))
     )
     difference = float((scored - torch.cat(expected)).abs().max())
     if not difference <= _MOST_DIFFERENCE:

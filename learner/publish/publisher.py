@@ -97,30 +97,30 @@ class Publisher:
             raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
         started = time.monotonic()
         self._last_tried = ref
-        writing = None
+        draft = None
         if self._shm is not None and self._rank == 0:
             fold = DocumentFold(self.layout, self._parameters[0][1].device) if self._fold else None
-            writing = _Writing(self._shm, ref, self.layout, self._slot_wait_s, fold)
+            draft = _Draft(self._shm, ref, self.layout, self._slot_wait_s, fold)
         with torch.no_grad():
             for _, parameter in self._parameters:
-                self._gather_one(parameter, writing)
-        if writing is None:
+                self._gather_one(parameter, draft)
+        if draft is None:
             return None
-        manifest, path = writing.finish(self._last_staged, self._fence)
-        device_manifest = writing.device_manifest(self._last_staged)
+        manifest, path = draft.finish(self._last_staged, self._fence)
+        device_manifest = draft.device_manifest(self._last_staged)
         self._last_staged = ref
         return PublishedVersion(
             manifest, path, document_nbytes(self.layout), time.monotonic() - started, device_manifest
         )
 
-    def _gather_one(self, parameter: torch.Tensor, writing: _Writing | None) -> None:
+    def _gather_one(self, parameter: torch.Tensor, draft: _Draft | None) -> None:
         """Its own function, so that the gathered tensor is freed before the next one is gathered."""
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if writing is not None:
-            writing.append(whole, self._wire_dtype)
+        if draft is not None:
+            draft.append(whole, self._wire_dtype)
 
 
-class _Writing:
+class _Draft:
     """The document of one publish; the first failure is kept for `finish`, and later tensors are passed over."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The hub counts since it began; a row of metrics tells what a step added: drops by reason, lengths of what came."""
+"""Per-step differences of the hub's cumulative counters: drops by reason, lengths of what came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An archive of evaluations that no other beats in every component: which checkpoints are worth a second look.
+"""Pareto archive: the evaluations that no other beats in every component.
 
 `pareto.json` in the run directory holds the front: version and components of every member, by version. Signs are as the
 task reports them; a component with a negative weight in `objectives.components` counts as smaller-is-better. Too many
@@ -39,10 +39,7 @@ class ParetoArchive:
             self.members = json.loads(path.read_text())["members"]
 
     def add(self, version: int, scores: Mapping[str, float]) -> dict[str, float]:
-        """Take an evaluation in, drop what it beats, write the file; metrics of the archive.
-
-        An evaluation without one of the components (an empty one) changes nothing.
-        """
+        """Add an evaluation that has every component, drop what it beats, write the file; metrics of the archive."""
         if any(not math.isfinite(scores.get(name, math.nan)) for name in self._signs):
             return self._metrics()
         entry = {"version": float(version), **{name: float(scores[name]) for name in self._signs}}

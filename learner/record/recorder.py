@@ -28,13 +28,14 @@ from streamrl.report.report import write_report
 
 log = logging.getLogger("streamrl.learner")
 
+_RENAMED = {
+    "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
+    "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
+}
+
 
 class Recorder:
-    """Rows, sinks, clocks.
-
-    Args:
-        wall_s: seconds that earlier parts of a resumed run took.
-    """
+    """Writer of rows, summary and report; `wall_s` is what earlier parts of a resumed run took."""
 
     def __init__(
         self, config: Config, run_dir: Path, run_id: str, *, resume_step: int | None, wall_s: float,
@@ -115,21 +116,14 @@ class Recorder:
 
 def hub_keys(status: HubStatus) -> dict[str, float]:
     """The hub's counters under their metric names."""
-    counters = dict(status.counters)
-    row = {}
-    renamed = {
-        "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
-        "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
+    return {
+        _RENAMED.get(name, f"hub/{name}"): value for name, value in status.counters.items()
+        if name in _RENAMED or math.isfinite(value)
     }
-    for name, key in renamed.items():
-        if name in counters:
-            row[key] = counters.pop(name)
-    row.update({f"hub/{name}": value for name, value in counters.items() if math.isfinite(value)})
-    return row
 
 
 def _archive(objectives: ObjectivesConfig, run_dir: Path) -> ParetoArchive | None:
-    """One component has no front: the best evaluation is the last word on it."""
+    """None for one component, which has no front but only a best evaluation."""
     if len(objectives.components) < 2:
         return None
     return ParetoArchive(

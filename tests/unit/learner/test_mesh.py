@@ -34,7 +34,8 @@ def test_every_place_is_taken_once_and_each_share_and_each_shard_has_one_first_r
     ranks = range(mesh.world)
     places = [mesh.coordinates(rank) for rank in ranks]
 
-    assert set(places) == {Coordinates(*place) for place in product(*map(range, mesh.sizes))}
+    sizes = (mesh.replicate, mesh.shard, mesh.context, mesh.tensor)
+    assert set(places) == {Coordinates(*place) for place in product(*map(range, sizes))}
     assert len(places) == mesh.world == mesh.dp_size * mesh.context * mesh.tensor
     assert [mesh.dp_ranks[rank] for rank in ranks if mesh.is_first_of_share(rank)] == list(range(mesh.dp_size))
     shards = [(place.shard, place.tensor) for rank, place in enumerate(places) if mesh.is_first_of_shard(rank)]
