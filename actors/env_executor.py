@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from streamrl.errors import EngineError, TaskError
@@ -26,15 +24,6 @@ Outcome = tuple[Any, Exception | None]
 
 class HungCallError(TimeoutError):
     """A call of the environment ran for longer than env.step_timeout_s."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A plain call that has its place."""
-
-    answer: asyncio.Future[Any]
-    clock: asyncio.TimerHandle | None = None
-    hung: bool = False
 
 
 class EnvExecutor:
@@ -74,42 +63,32 @@ class EnvExecutor:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run_plain(self, method: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
-        """A caller that is cancelled leaves the call to its thread and its clock."""
         await self._places.acquire()
-        if self.exhausted:
-            self._places.release()
-            raise self._exhausted()
-        loop = asyncio.get_running_loop()
-        call = _Call(loop.create_future())
-        call.clock = loop.call_later(limit_s, self._give_up, call, _hung(method, limit_s))
-
-        def ended(done: Future[Outcome]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._ended, call, done)
-
-        self._pool.submit(_outcome, method, argument).add_done_callback(ended)
-        result, error = await call.answer
+        # Shielded: a caller that is cancelled leaves the call to its thread and its clock.
+        result, error = await asyncio.shield(asyncio.ensure_future(self._supervise(method, argument, limit_s)))
         if error is not None:
             raise error
         return result
 
-    def _ended(self, call: _Call, done: Future[Outcome]) -> None:
-        if call.hung:
-            self.num_abandoned -= 1
-            return
-        if call.clock is not None:
-            call.clock.cancel()
-        self._places.release()
-        if not call.answer.done() and not done.cancelled():
-            call.answer.set_result(done.result())
-
-    def _give_up(self, call: _Call, error: HungCallError) -> None:
-        call.hung = True
+    async def _supervise(self, method: Callable[[Any], Any], argument: object, limit_s: float) -> Outcome:
+        """Run a call that has a place, and release that when the call returns or hangs."""
+        if self.exhausted:
+            self._places.release()
+            return None, self._exhausted()
+        call = asyncio.wrap_future(self._pool.submit(_outcome, method, argument))
+        try:
+            await asyncio.wait({call}, timeout=limit_s)
+        finally:
+            self._places.release()
+        if call.done():
+            return call.result()
         self.num_hung_calls += 1
         self.num_abandoned += 1
-        self._places.release()
-        if not call.answer.done():
-            call.answer.set_exception(self._exhausted() if self.exhausted else error)
+        call.add_done_callback(self._returned)
+        return None, self._exhausted() if self.exhausted else _hung(method, limit_s)
+
+    def _returned(self, call: asyncio.Future[Outcome]) -> None:
+        self.num_abandoned -= 1
 
     def _exhausted(self) -> EngineError:
         return EngineError(
