@@ -22,19 +22,29 @@ def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int
     return socket
 
 
-def actor_dealer(context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20) -> zmq.Socket:
-    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with backoff."""
+def actor_dealer(
+    context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20, receive_hwm: int = 1000
+) -> zmq.Socket:
+    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with back-off.
+
+    Raises:
+        zmq.ZMQError: no socket left, or an endpoint that cannot be connected to.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.SNDHWM, 1000)
-    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, receive_hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
     _keepalive(socket)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket
 
 
@@ -46,16 +56,12 @@ def _keepalive(socket: zmq.Socket) -> None:
 
 
 def bound_endpoint(socket: zmq.Socket) -> str:
-    """The endpoint that a bind to port 0 really took."""
+    """The endpoint that a bind to port 0 took."""
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def bind(socket: zmq.Socket, address: str, setting: str) -> None:
-    """Bind, with an error that says what to do about a port in use.
-
-    Args:
-        setting: the name of the setting that the address came from.
-    """
+    """Bind, or raise ConfigError naming the `setting` that the address came from and the remedy."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

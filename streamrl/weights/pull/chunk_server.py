@@ -24,12 +24,12 @@ from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Manifest, Pull, Pu
 from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, unpack_header
-from streamrl.weights.pull.budget import ByteBudget
 
 log = logging.getLogger("streamrl.weights")
 
 POLL_MS = 100
 MAX_PULL_BYTES = 4096
+_SHORTEST_WAIT_S = 0.001  # a deficit of a fraction of a byte must still let the clock move
 EMPTY = memoryview(b"")
 
 
@@ -153,6 +153,25 @@ def reply(
     return Chunk(
         pull.target, pull.mode, pull.bucket, pull.offset, status, retry_after_s, total, len(payload), digest
     )
+
+
+class ByteBudget:
+    """A token bucket under a cap of bytes per second; it holds a tenth of a second, but at least one chunk."""
+
+    def __init__(self, bytes_per_s: float, chunk_bytes: int, clock: Callable[[], float]) -> None:
+        self._rate, self._clock = bytes_per_s, clock
+        self._room = max(chunk_bytes, bytes_per_s / 10)
+        self._left, self._at = self._room, clock()
+
+    def spend(self, nbytes: int) -> float:
+        """Seconds to wait; 0 when the bytes are granted."""
+        now = self._clock()
+        self._left = min(self._room, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if nbytes <= self._left:
+            self._left -= nbytes
+            return 0.0
+        return max((nbytes - self._left) / self._rate, _SHORTEST_WAIT_S)
 
 
 class ChunkSocket:

@@ -1,4 +1,4 @@
-"""Weights for anyone who can reach the hub: PULL and CHUNK over a DEALER. The socket is here, the logic in `pull_plan`.
+"""Weights for every process that can reach the hub: PULL and CHUNK over a DEALER; the logic is in `pull.plan`.
 
 A PULL is one frame. Its answer is two: the CHUNK, and the payload, which is empty unless the status is OK.
 """
@@ -27,6 +27,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import MAX_ASSETS_BYTES
 from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
 from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded
@@ -36,21 +37,21 @@ from streamrl.weights.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_LOOK_UP_S = 0.05  # how long a cancelled fetch may take to notice
+_POLL_S = 0.05  # how long a cancelled fetch may take to notice
 _MAX_HEADER_BYTES = 4096
 
 
 class ZmqReceiver:
-    """Pulls documents from one endpoint; blocks, so it belongs in a thread. One fetch, one socket.
+    """Pulls documents from one endpoint, a socket for each fetch; blocks, so it belongs in a thread.
 
     Args:
-        endpoint: of the hub's weight socket.
-        context: the process's ZeroMQ context.
-        pull_token: from WELCOME.
-        limits: chunk_bytes, pull_window, chunk_timeout_s, max_message_bytes.
+        endpoint: of the hub's weight socket, or of a relay.
+        pull_token, limits: from WELCOME.
         delta_base: what this process holds; None always pulls the full version.
-        parent: the version that the hub's delta starts from, as its offer says.
-        memory: where documents go; one that many receivers share saves making new pages.
+        parent: the version that the hub's delta starts from, from its offer.
+        memory: for documents; shared by many receivers it saves new pages.
+    Attributes:
+        waiting_since: when the other side last answered, while an answer is due; None otherwise.
     """
 
     def __init__(
@@ -65,19 +66,11 @@ class ZmqReceiver:
         self.stats = PullStats()
         self.moved_bytes = 0
         self.waiting_since: float | None = None
-        """When the other side was last heard, while something is expected of it; None in between."""
 
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
     ) -> tuple[Document, float, float]:
-        """(verified document, transfer_s, verify_s); `source` says afterwards whether it came as a delta.
-
-        Args:
-            cancelled: set it and the fetch ends with Superseded.
-            deadline: on the monotonic clock.
-        Raises:
-            Superseded, VersionRetired, NotAvailable; WeightsError when the bytes stay wrong.
-        """
+        """See `transport.Receiver`; afterwards `source` tells whether the version came as a delta."""
         check_manifest(manifest, layout)
         base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
         with self._open() as socket:
@@ -99,7 +92,7 @@ class ZmqReceiver:
     def _try_delta(
         self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
     ) -> tuple[Document, float, float] | None:
-        """None when the full version has to be pulled; a way that leads nowhere at all raises as ever."""
+        """None when the full version has to be pulled; raises where that could not be pulled either."""
         assert self._delta_base is not None
         try:
             found = self._receive_delta(pull, base, manifest, layout)
@@ -132,7 +125,7 @@ class ZmqReceiver:
         return document, transfer_s, verify_s
 
     def receive_assets(self, nbytes: int, digest: bytes, *, cancelled: threading.Event, deadline: float) -> bytes:
-        """The packed asset files whose size and xxh3-128 WELCOME named; raises as `receive` does."""
+        """The packed asset files with the size and xxh3-128 in WELCOME; raises as `receive` does."""
         if not 0 < nbytes <= MAX_ASSETS_BYTES:
             raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
         memory = bytearray(nbytes)
@@ -145,17 +138,11 @@ class ZmqReceiver:
     @contextlib.contextmanager
     def _open(self) -> Iterator[zmq.Socket]:
         try:
-            socket = self._context.socket(zmq.DEALER)
+            socket = actor_dealer(
+                self._context, self.endpoint, max_message_bytes=self._limits.max_message_bytes,
+                receive_hwm=2 * self._limits.pull_window + 8,
+            )
         except zmq.ZMQError as error:
-            raise NotAvailable(f"no socket for {self.endpoint!r}: {error}") from error
-        for option, value in _OPTIONS:
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
-        socket.setsockopt(zmq.RCVHWM, 2 * self._limits.pull_window + 8)
-        try:
-            socket.connect(self.endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
             raise NotAvailable(f"cannot connect to {self.endpoint!r}: {error}") from error
         try:
             yield socket
@@ -164,7 +151,7 @@ class ZmqReceiver:
 
 
 class _Line:
-    """One connected socket, working through plans one after another until it is cancelled or out of time."""
+    """One connected socket, on which plans are carried out one after another."""
 
     def __init__(
         self, receiver: ZmqReceiver, socket: zmq.Socket, cancelled: threading.Event, deadline: float
@@ -174,7 +161,7 @@ class _Line:
         self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
 
     def run(self, plan: ChunkPlan, blank: Pull) -> None:
-        """Until the plan is done; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
+        """Carry out a plan; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
         self._receiver.stats = plan.stats
         self._receiver.waiting_since = time.monotonic()
         try:
@@ -192,13 +179,13 @@ class _Line:
             plan.tick(now)
             blocked = self._send(plan, blank, now)
             if not self._receive(plan, blank):
-                wait_s = min(plan.next_event(now), self._deadline - now, _LOOK_UP_S)
+                wait_s = min(plan.next_event(now), self._deadline - now, _POLL_S)
                 self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
             log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
 
     def _send(self, plan: ChunkPlan, blank: Pull, now: float) -> bool:
-        """Fill the window; True if the socket cannot take more (no connection yet, or none any more)."""
+        """Fill the window; True if the socket cannot take more, for lack of a connection."""
         while (ask := plan.next_ask(now)) is not None:
             pull = Pull(blank.pull_token, blank.target, blank.mode, ask.bucket, ask.offset, ask.length)
             try:
@@ -217,9 +204,9 @@ class _Line:
         try:
             chunk = self._decoder.decode(frames[0].buffer)
         except WireError as error:
-            # Whatever it was, its PULL is still in flight and is overtaken or times out.
+            # Its PULL is still in flight, and is overtaken or times out.
             plan.stats.refused_chunks += 1
-            log.warning("%s: %s sent something else than a CHUNK: %s", plan.what, self._endpoint, error)
+            log.warning("%s: %s sent something other than a CHUNK: %s", plan.what, self._endpoint, error)
             return True
         assert isinstance(chunk, Chunk), chunk
         if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
@@ -229,19 +216,6 @@ class _Line:
         self._receiver.waiting_since = time.monotonic()
         plan.accept(chunk, frames[1].buffer, time.monotonic())
         return True
-
-
-_OPTIONS = (
-    (zmq.IMMEDIATE, 1),  # without a connection a PULL waits here, where it can be counted, not in a queue
-    (zmq.LINGER, 0),
-    (zmq.RECONNECT_IVL, 100),
-    (zmq.RECONNECT_IVL_MAX, 5000),
-    (zmq.HANDSHAKE_IVL, 10000),
-    (zmq.TCP_KEEPALIVE, 1),
-    (zmq.TCP_KEEPALIVE_IDLE, 30),
-    (zmq.TCP_KEEPALIVE_INTVL, 10),
-    (zmq.TCP_KEEPALIVE_CNT, 3),
-)
 
 
 ZMQ = Transport(
