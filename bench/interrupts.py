@@ -234,7 +234,7 @@ def serve(pipe: int, documents: list[tuple[Manifest, Path]], cut: int, dies: boo
     """Answer PULLs; the chunk in which `cut` bytes of payload have left is sent short, and is the last if it `dies`."""
     server = ChunkServer(pull_token=TOKEN, delta_max_ratio=0.5)
     for manifest, path in documents:
-        server.add(manifest, path, LAYOUT.bucket_bytes, word_bytes=2)
+        server.add(manifest, path, LAYOUT)
     socket = zmq.Context().socket(zmq.ROUTER)
     os.write(pipe, str(socket.bind_to_random_port("tcp://127.0.0.1")).encode())
     decoder, sent = Decoder(TO_WEIGHTS), 0

@@ -35,7 +35,7 @@ def serve_forever() -> None:
     line = bytes.fromhex(sys.stdin.readline())
     path, manifest, layout = msgspec.msgpack.decode(line, type=tuple[str, Manifest, Layout])
     server = ChunkServer(pull_token=TOKEN)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     body = memoryview(Path(path).read_bytes())[HEADER_BYTES:]
     context = zmq.Context()
     sockets = [context.socket(zmq.ROUTER) for _ in range(2)]

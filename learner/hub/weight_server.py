@@ -20,7 +20,6 @@ import zmq
 from learner.hub.settings import HubSettings
 from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
-from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkServer, ChunkSocket
 from streamrl.weights.transport import Published, Transport, load_transport
 
@@ -154,7 +153,7 @@ class WeightServer:
         manifest, layout, chunks = message.manifest, self.layout, self._chunks
         assert chunks is not None and layout is not None, "the first Publish carries the layout"
         with self.socket.held():
-            chunks.add(manifest, message.path, layout.bucket_bytes, word_bytes=word_bytes_of(layout))
+            chunks.add(manifest, message.path, layout)
         self.socket.serve(chunks)
         self.manifest, self._published_at = manifest, now
         self._roots[manifest.ref] = manifest.root

@@ -33,7 +33,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
-    """The frame of `message`; ready to send, nothing is copied twice."""
+    """The frame of `message`, ready to send."""
     frame = bytearray(PREAMBLE.size)
     _ENCODER.encode_into(message, frame, PREAMBLE.size)
     body = memoryview(frame)[PREAMBLE.size :]
@@ -44,7 +44,7 @@ def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
 
 
 def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
-    """The protocol number in a frame's preamble, whatever follows it; None if there is no such preamble."""
+    """The protocol number in a frame's preamble; None without a preamble."""
     if len(frame) < PREAMBLE.size or bytes(frame[:4]) != MAGIC:
         return None
     return int(PREAMBLE.unpack_from(frame)[1])
@@ -54,8 +54,8 @@ class Decoder:
     """Typed decoding for one direction; made once, because making one is slow.
 
     Args:
-        kinds: which kinds are legal here, e.g. `messages.TO_HUB`.
-        max_bytes: frames over this size are refused before anything is read.
+        kinds: those that are legal here, e.g. `messages.TO_HUB`.
+        max_bytes: larger frames are refused unread.
     """
 
     def __init__(self, kinds: Direction, max_bytes: int = 64 << 20) -> None:

@@ -1,4 +1,4 @@
-"""The small files that an actor needs beside the weights: configuration, tokenizer, chat template. Pure.
+"""The small files that an actor needs beside the weights: configuration, tokenizer, chat template.
 
 They travel as one MessagePack map of name to bytes. The list of names is closed: no weights, no code, no paths.
 """
@@ -22,11 +22,7 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def pack_assets(model_dir: str | Path) -> bytes:
-    """The assets of a model directory, in name order, so equal files give equal bytes.
-
-    Raises:
-        WeightsError: no config.json, or more than 256 MiB.
-    """
+    """The assets of a model directory, in name order; WeightsError without config.json or over 256 MiB."""
     files = sorted(path for path in Path(model_dir).iterdir() if path.is_file() and _allowed(path.name))
     if "config.json" not in [path.name for path in files]:
         raise WeightsError(f"{model_dir} has no config.json: it is not a model directory")

@@ -37,7 +37,7 @@ def make_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: i
 
     Args:
         specs: (checkpoint name, dtype, shape), in document order, tied copies left out.
-        bucket_bytes: size of every bucket but the last, in bytes.
+        bucket_bytes: of every bucket but the last.
     Raises:
         WeightsError: no tensors, a name twice, or a dtype that cannot travel.
     """

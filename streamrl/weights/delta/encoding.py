@@ -1,16 +1,15 @@
-"""What changed between two versions of a bucket, losslessly, as new values to write over old ones. Pure.
+"""Lossless encoding of what changed between two versions of a bucket, as new values over old ones. Pure.
 
-A bucket is looked at as little-endian words of 2 or 4 bytes. The encoded form holds the distances between changed words
-and their new values, never a difference or an XOR: writing a value twice is the same as writing it once, and whatever
-travels at least once may be written twice.
+A bucket is a sequence of little-endian words of 2 or 4 bytes. The encoded form holds the distances between changed words
+and their new values, never a difference or an XOR, so that applying a repeated delivery is harmless.
 
     header   64 bytes: magic, word size, bucket size, counts, sizes, digest of the base, digest of the target
     codes    u16, zstd: g < 65535 "pass over g words, then comes a value"; 65535 "pass over 65,535 words, no value"
     values   u16 or u32, zstd: the new words, in order
     tail     the bucket's last bytes that do not fill a word, as they are
 
-Nothing here is believed: sizes are bounded by the bucket before any memory is taken, the base must be the one that
-was encoded against, and the result must have the target's digest.
+A delta is untrusted: sizes are bounded by the bucket before memory is taken, the base must be the one that was encoded
+against, and the result must have the target's digest.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DeltaError(WeightsError):
-    """A delta that does not lead from this base to that target."""
+    """A delta that does not turn this base into that target."""
 
 
 class _Header(NamedTuple):
@@ -60,7 +59,7 @@ def word_bytes_of(layout: Layout) -> int:
 
 
 def max_encoded(nbytes: int) -> int:
-    """No delta of a bucket of so many bytes is larger: every word changed, and compression made it worse."""
+    """Largest delta of a bucket of so many bytes: every word changed, and compression made it worse."""
     return HEADER_BYTES + 1024 + 2 * nbytes + nbytes // 32
 
 
@@ -68,13 +67,12 @@ def encode(
     old: Buffer, new: Buffer, word_bytes: int, *, base_digest: bytes | None = None, target_digest: bytes | None = None,
     max_nbytes: int | None = None,
 ) -> bytes | None:
-    """The delta that makes `new` of `old`.
+    """The delta that turns `old` into `new`, one bucket at two versions.
 
     Args:
-        old, new: one bucket at two versions, equally long.
         word_bytes: 2 or 4.
         base_digest, target_digest: their `bucket_digest`s, where they are known already.
-        max_nbytes: give up, and return None, when the encoded form is larger than this; soon, if most has changed.
+        max_nbytes: return None when the encoded form is larger; found out early if most has changed.
     Raises:
         DeltaError: the two sizes differ, or the word size is none.
     """
@@ -100,13 +98,12 @@ def encode(
 
 
 def apply(payload: Buffer, base: Buffer, target: memoryview, *, base_digest: bytes, target_digest: bytes) -> None:
-    """Make the new bucket in `target`, from `base` and a delta; `base` is only read.
+    """Write the new bucket into `target`, from `base` and an untrusted delta; `base` is only read.
 
     Args:
-        payload: what `encode` made; it may come from anybody.
         base: a bucket that was verified to have `base_digest`.
-        target: writable, as long as `base`; holds anything after an error.
-        target_digest: what the manifest says of the new bucket.
+        target: writable, as long as `base`; undefined after an error.
+        target_digest: of the new bucket, from the manifest.
     Raises:
         DeltaError: made for another base or another target, malformed, or the result is not the target.
     """
@@ -178,7 +175,7 @@ def _changed_words(old: Buffer, new: Buffer, word_bytes: int, limit: int | None)
 
 
 def _changed_in_piece(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Eight bytes at a time first: few of them differ, and only those are looked at word by word."""
+    """Compares eight bytes at a time, then word by word where they differ: few do."""
     per_block = 8 // before.itemsize
     whole = len(before) - len(before) % per_block
     ours, theirs = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
@@ -212,7 +209,7 @@ def _pack(array: np.ndarray) -> bytes:
 
 
 def _unpack(data: memoryview, nbytes: int) -> bytes:
-    """Decompress exactly `nbytes`; a frame that declares anything else is not even begun."""
+    """Decompress exactly `nbytes`; a frame that declares another size is refused unread."""
     try:
         if (declared := zstandard.frame_content_size(data)) != nbytes:
             raise DeltaError(f"a compressed part declares {declared} bytes, expected {nbytes}")

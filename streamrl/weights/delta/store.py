@@ -1,11 +1,11 @@
 """The serving side of deltas: the newest version against its parent, encoded when the first receiver asks.
 
     offered     both documents are mapped here; nothing is encoded yet
-    encoding    somebody asked; one bucket a step, between two answers of the socket's thread
+    encoding    a receiver asked; one bucket a step, between two answers of the socket's thread
     ready       index and payloads can be pulled, until the version retires
     declined    the encoded form would be more than `max_ratio` of the full one: receivers take the full version
 
-Once a delta was asked for, later versions are encoded without waiting to be asked.
+After the first request later versions are encoded as they are published.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Served:
 
 
 class Encoding:
-    """One delta in the making; used by one thread."""
+    """One delta while it is encoded; used by one thread."""
 
     def __init__(self, new: Served, old: Served, word_bytes: int, max_ratio: float) -> None:
         self.new, self._old, self._word_bytes = new, old, word_bytes
@@ -65,10 +65,10 @@ class Encoding:
             sizes, digests = tuple(map(len, self._payloads)), tuple(map(bucket_digest, self._payloads))
             parent = self._old.manifest
             self.index = msgspec.msgpack.encode(DeltaIndex(parent.ref, parent.root, sizes, digests))
-            self._old = self.new  # the parent's memory is free to go
+            self._old = self.new  # releases the parent's memory
 
     def source(self, bucket: int) -> memoryview:
-        """The bytes behind a bucket number, `INDEX_BUCKET` included; only when there is an index."""
+        """The bytes behind a bucket number, `INDEX_BUCKET` included, once the index exists."""
         assert self.index is not None
         if bucket == INDEX_BUCKET:
             return memoryview(self.index)
@@ -78,11 +78,7 @@ class Encoding:
 
 
 class DeltaStore:
-    """The deltas of one server.
-
-    Args:
-        max_ratio: of encoded bytes to full bytes, above which a delta is declined; 0 never encodes anything.
-    """
+    """The deltas of one server; one over `max_ratio` of the full bytes is declined, and 0 encodes none."""
 
     def __init__(self, max_ratio: float) -> None:
         self._max_ratio = max_ratio
@@ -90,7 +86,7 @@ class DeltaStore:
         self._wanted = False
 
     def add(self, new: Served, old: Served | None, word_bytes: int) -> None:
-        """A version was published; `old` is its parent, if that is still here. Unfinished older deltas are dropped."""
+        """Offer the delta of a new version from its parent `old`, if that is held; drop unfinished older ones."""
         for ref in [ref for ref, encoding in self._encodings.items() if encoding.index is None]:
             del self._encodings[ref]
         if old is not None and self._max_ratio > 0:
@@ -100,7 +96,7 @@ class DeltaStore:
         self._encodings.pop(ref, None)
 
     def parent_of(self, ref: VersionRef) -> VersionRef | None:
-        """What a receiver must hold to use this version's delta; None if there is none to be had."""
+        """The base of this version's delta; None if there is none."""
         encoding = self._encodings.get(ref)
         return None if encoding is None or encoding.declined else encoding.parent
 
@@ -111,7 +107,7 @@ class DeltaStore:
         return next((encoding for encoding in self._encodings.values() if not encoding.finished), None)
 
     def find(self, pull: Pull) -> Encoding | None:
-        """The delta that a PULL asks for, ready or not; from now on deltas are wanted."""
+        """The delta that a PULL asks for, ready or not; later ones are encoded without a request."""
         self._wanted = True
         encoding = self._encodings.get(pull.target)
         return None if encoding is None or encoding.declined else encoding

@@ -11,19 +11,20 @@ import mmap
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import xxhash
 import zmq
 
 from streamrl.errors import ContentError, WeightsError, WireError
-from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Manifest, Pull, PullMode, VersionRef
+from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Layout, Manifest, Pull, PullMode, VersionRef
 from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, unpack_header
+from streamrl.weights.manifest import bucket_ranges, document_nbytes
 
 log = logging.getLogger("streamrl.weights")
 
@@ -56,32 +57,26 @@ class ChunkServer:
         self._documents: OrderedDict[VersionRef, Served] = OrderedDict()
         self._deltas = DeltaStore(delta_max_ratio)
 
-    def add(
-        self, manifest: Manifest, path: str | Path, bucket_bytes: Sequence[int], *, word_bytes: int = 4
-    ) -> None:
+    def add(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
         """Serve the document in `path`; the oldest beyond `keep_versions` retires.
 
-        Args:
-            word_bytes: unit of this version's delta (`streamrl.weights.delta.encoding.word_bytes_of`).
         Raises:
             OSError, WeightsError: the file cannot be mapped or holds another version.
         """
         with open(path, "rb") as file:
             _, ref, nbytes = unpack_header(file.read(HEADER_BYTES))
-            if ref != manifest.ref or nbytes != sum(bucket_bytes):
+            if ref != manifest.ref or nbytes != document_nbytes(layout):
                 raise WeightsError(f"{path} holds version {ref} of {nbytes} bytes, not {manifest.ref}")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.add_bytes(manifest, memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], bucket_bytes, word_bytes)
+        self.add_bytes(manifest, memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], layout)
 
-    def add_bytes(
-        self, manifest: Manifest, body: memoryview, bucket_bytes: Sequence[int], word_bytes: int = 4
-    ) -> None:
+    def add_bytes(self, manifest: Manifest, body: memoryview, layout: Layout) -> None:
         """As `add`, for a document in memory that does not change any more."""
         ref = manifest.ref
-        buckets = [body[start:end] for start, end in pairwise(accumulate(bucket_bytes, initial=0))]
+        buckets = [body[start:end] for start, end in bucket_ranges(layout)]
         parent = None if manifest.parent is None else self._documents.get(manifest.parent)
         self._documents[ref] = Served(manifest, buckets)
-        self._deltas.add(self._documents[ref], parent, word_bytes)
+        self._deltas.add(self._documents[ref], parent, word_bytes_of(layout))
         while len(self._documents) > self._keep_versions:
             self.retire(next(iter(self._documents)))
 

@@ -26,7 +26,6 @@ from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.version import __version__
-from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import same_weights
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkSocket
@@ -180,7 +179,7 @@ class Relay:
             log.info("version %s came over %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
         self._document = document
         with self.socket.held():  # if a new hub was joined meanwhile, its WELCOME is next and renames this document
-            chunks.add_bytes(manifest, document.view(0, document.nbytes), layout.bucket_bytes, word_bytes_of(layout))
+            chunks.add_bytes(manifest, document.view(0, document.nbytes), layout)
 
     def _fetch_assets(self, welcome: Welcome) -> bytes:
         if self._assets is not None and self._assets[0] == welcome.assets_digest:

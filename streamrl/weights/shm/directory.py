@@ -31,7 +31,7 @@ _POLL_S = 0.02
 
 
 def document_directory(run_id: str, run_folder: str | Path) -> Path:
-    """Where a run's documents go: shared memory where this machine has it, else a directory in the run folder."""
+    """The place of a run's documents: shared memory where this machine has it, else a directory in the run folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run_id):
         raise WeightsError(f"run_id {run_id!r} cannot name a directory: use up to 64 of A-Z a-z 0-9 . _ -")
     if SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK | os.X_OK):
@@ -41,12 +41,11 @@ def document_directory(run_id: str, run_folder: str | Path) -> Path:
 
 
 class RunDirectory:
-    """A claimed directory: ours until `release` or death.
+    """A claimed directory, owned until `release` or the end of the process.
 
     Args:
-        path: made with mode 0700 if it is not there.
         run_id: written into the lock file; a directory of another run is refused.
-        wait_s: how long a predecessor may take to die or to be cleaned up.
+        wait_s: for a predecessor to die or to be cleaned up.
     Raises:
         RunLockedError: a living process owns it, or it belongs to another run.
     """

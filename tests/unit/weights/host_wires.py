@@ -118,7 +118,7 @@ class ZmqWire(HostWire):
 
     def publish(self, ref: VersionRef, body: bytes) -> Manifest:
         manifest = super().publish(ref, body)
-        self.server.add(manifest, self._newest[1], self.layout.bucket_bytes)
+        self.server.add(manifest, self._newest[1], self.layout)
         return manifest
 
     def receive(self, manifest, *, layout=None, cancelled=None, deadline_s=20.0) -> Document:

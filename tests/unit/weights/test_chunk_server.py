@@ -40,7 +40,7 @@ class Fetch:
 def server(publish, layout, token):
     manifest, path, body = publish(layout, 1)
     server = ChunkServer(pull_token=token, assets=b"assets!", max_chunk_bytes=256)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     return server, manifest, body
 
 
@@ -95,7 +95,7 @@ def test_only_the_newest_versions_are_served_and_a_payload_on_its_way_survives_r
 
     for version in (2, 3):
         manifest, path, _ = publish(layout, version)
-        served.add(manifest, path, layout.bucket_bytes)
+        served.add(manifest, path, layout)
 
     statuses = [served.answer(pull_of(Ask(0, 0, 1), token, VersionRef(1, v)))[0].status for v in (1, 2, 3)]
     assert statuses == [ChunkStatus.GONE, ChunkStatus.OK, ChunkStatus.OK]
@@ -109,14 +109,14 @@ def test_a_document_of_another_version_is_not_served_under_this_name(publish, la
     newer, _, _ = publish(layout, 2)
 
     with pytest.raises(WeightsError, match="holds version 1:1"):
-        ChunkServer(pull_token=token).add(newer, path, layout.bucket_bytes)
+        ChunkServer(pull_token=token).add(newer, path, layout)
 
 
 def test_the_bandwidth_cap_holds_over_time_and_says_when_to_come_back(publish, layout, token):
     now = 0.0
     server = ChunkServer(pull_token=token, max_chunk_bytes=100, bytes_per_s=1000.0, clock=lambda: now)
     manifest, path, _ = publish(layout, 1)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     sent = 0
 
     while now < 10.0:

@@ -61,7 +61,7 @@ def hub(serve, token, publish, layout):
     def start(version: int = 1, *, bytes_per_s: float | None = None, tamper=None):
         manifest, path, body = publish(layout, version)
         server = ChunkServer(pull_token=token, bytes_per_s=bytes_per_s, max_chunk_bytes=64)
-        server.add(manifest, path, layout.bucket_bytes)
+        server.add(manifest, path, layout)
         router = serve(server, tamper)
         return router, manifest, (Offer("zmq", router.endpoint, len(body)),), body
 

@@ -23,7 +23,7 @@ def version(publish, layout, token):
     """(ChunkServer, manifest, body) of one published version."""
     manifest, path, body = publish(layout, 1)
     server = ChunkServer(pull_token=token)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     return server, manifest, body
 
 
@@ -102,7 +102,7 @@ def test_a_wire_that_flips_bytes_and_cuts_the_connection_only_delays(publish, to
     layout = make_layout([("w", "float32", (500_000,))], 300_000)
     manifest, path, body = publish(layout, 1)
     server = ChunkServer(pull_token=token)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     router = serve(server)
     # A window of 400,000 bytes lies between the flip and the first cut: what has not arrived cannot be cut off.
     wire = faulty_wire(router.port, flip_at=(150_000,), cut_at=(700_000, 1_500_000))
@@ -121,7 +121,7 @@ def test_a_retired_version_is_gone_and_the_next_manifest_leads_to_bytes(version,
     endpoint = serve(server).endpoint
     newer, path, body = publish(layout, 2)
     server.retire(manifest.ref)
-    server.add(newer, path, layout.bucket_bytes)
+    server.add(newer, path, layout)
 
     with pytest.raises(VersionRetired, match="version 1:1 was retired"):
         pull(endpoint, manifest)
@@ -174,7 +174,7 @@ def test_a_dead_endpoint_ends_after_three_silences_and_a_slow_one_at_the_deadlin
 def test_a_capped_hub_is_slow_but_complete(publish, layout, token, serve, pull):
     manifest, path, body = publish(layout, 1)
     server = ChunkServer(pull_token=token, max_chunk_bytes=64, bytes_per_s=8000.0)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
 
     received, receiver = pull(serve(server).endpoint, manifest)
 

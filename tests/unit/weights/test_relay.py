@@ -41,6 +41,7 @@ from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 pytestmark = pytest.mark.timeout(300)
 NUM_VERSIONS = 3
 ANY = "tcp://127.0.0.1:0"
+TEN_BYTES = make_layout([("w", "uint8", (10,))], 10)
 
 
 @pytest.fixture(autouse=True)
@@ -207,11 +208,11 @@ def test_a_version_is_waited_for_while_the_relay_brings_it_and_refused_once_noth
     assert status(mode=PullMode.ASSETS) == ChunkStatus.BUSY
     chunks.put_assets(b"0123456789")
     assert status(mode=PullMode.ASSETS) == ChunkStatus.OK
-    chunks.add_bytes(manifest_of(VersionRef(1, 5)), memoryview(bytes(10)), [10])
+    chunks.add_bytes(manifest_of(VersionRef(1, 5)), memoryview(bytes(10)), TEN_BYTES)
     coming[0] = False
     assert status() == ChunkStatus.OK
-    chunks.add_bytes(manifest_of(VersionRef(1, 6)), memoryview(bytes(10)), [10])
-    chunks.add_bytes(manifest_of(VersionRef(1, 7)), memoryview(bytes(10)), [10])
+    chunks.add_bytes(manifest_of(VersionRef(1, 6)), memoryview(bytes(10)), TEN_BYTES)
+    chunks.add_bytes(manifest_of(VersionRef(1, 7)), memoryview(bytes(10)), TEN_BYTES)
     assert status() == ChunkStatus.GONE, "retired"
 
 
@@ -296,8 +297,7 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
 
 
 def manifest_of(ref: VersionRef) -> Manifest:
-    layout = make_layout([("w", "uint8", (10,))], 10)
-    return make_manifest(layout, ref, None, [bucket_digest(bytes(10))])
+    return make_manifest(TEN_BYTES, ref, None, [bucket_digest(bytes(10))])
 
 
 def test_only_actors_of_this_hub_are_served(tmp_path, models):

@@ -34,7 +34,7 @@ def published(serve, publish, layout, token):
     """(manifest, offers, body) of a version that is offered inside a GPU and from afar."""
     manifest, path, body = publish(layout, 1)
     server = ChunkServer(pull_token=token)
-    server.add(manifest, path, layout.bucket_bytes)
+    server.add(manifest, path, layout)
     return manifest, (Offer("ipc", "ipc:///slots", len(body)), Offer("zmq", serve(server).endpoint, len(body))), body
 
 
