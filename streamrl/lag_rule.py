@@ -70,7 +70,7 @@ class LagRule:
         return replace(self, eta=eta, max_lag=self.max_lag + eta - self.eta)
 
 
-def lag_bound(*, eta: int, window: int, groups_per_batch: int) -> int:
+def lag_bound(eta: int, window: int, groups_per_batch: int) -> int:
     """The largest lag that L1 and the window allow, in optimizer steps: eta + ceil(W / B)."""
     return eta + -(-window // groups_per_batch)
 
