@@ -96,6 +96,7 @@ def _one_step(config: Config, loss: LossConfig) -> float:
 
 def _answers() -> list[Trajectory]:
     """One answer of each group is right; one is cut; tokens are of two versions."""
+    # Unequal rewards, a cut trajectory and a stale token reach the branches that ordinary numbers would miss.
     length = np.arange(_NUM_TOKENS)
     return [
         Trajectory(

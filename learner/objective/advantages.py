@@ -67,10 +67,11 @@ def token_advantages(
         rho_bar: instead of the setting, when it follows the batch's effective sample size.
     """
     micro, mask, outputs = tokens.micro, tokens.mask, tokens.outputs
-    if estimator.of_rows:
+    if estimator.of_rows:  # computed for the whole batch already, since siblings may be on other ranks
         return Advantages(broadcast_rows(rows.advantages, mask))
     if estimator.whitens and settings.baseline != "none":
         return Advantages(whiten(broadcast_rows(rows.advantages, mask), mask, moments=rows.moments))
+    # Every input that an estimator may name; it picks those that are parameters of its function.
     given = {
         "behavior_logprobs": tokens.behavior, "policy_logprobs": tokens.policy.detach(), "rewards": rewards,
         "mask": mask, "scores": rows.advantages, "baselines": torch.zeros_like(rows.advantages),

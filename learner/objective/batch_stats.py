@@ -87,6 +87,7 @@ def of_plan(
     if filter_truncated:
         truncated = torch.tensor([float(row.truncated) for row in trajectories])
         kept = exchange(places, truncated, len(plan), ranks) == 0
+    # Fixed here from the whole batch: a mean taken in each micro-batch would depend on how the batch was split.
     weights = torch.zeros(len(plan))
     weights[kept] = aggregation_weights(
         counts[kept], mode=avg_level, group_ids=group_ids[kept], max_tokens=max_new_tokens
@@ -104,6 +105,7 @@ def exchange(places: Tensor, mine: Tensor, num_rows: int, ranks: Ranks) -> Tenso
     Args:
         places: int64 [R], where this rank's trajectories stand among the P.
     """
+    # Places travel with the values, because each rank holds another part of the plan, in any order.
     width = math.prod(mine.shape[1:])
     flat = torch.cat([places.double()[:, None], mine.double().cpu().view(len(mine), width)], dim=1).flatten()
     whole = torch.zeros(num_rows, *mine.shape[1:], dtype=torch.float64)
@@ -139,6 +141,7 @@ def row_advantages(
     else:
         base = group_mean(scores, groups) if baseline == "group_mean" else leave_one_out(scores, groups)
     rows = _of_this_rank(stats, values, base)
+    # Whitening needs the moments of what is whitened: these advantages, or the returns of an estimator of rewards.
     whitens_rows = estimator.whitens and advantage.baseline != "none"
     if "moments" in estimator.inputs and not estimator.of_rows and not whitens_rows:
         rows = replace(rows, moments=return_moments())
@@ -163,6 +166,7 @@ def weighted_row_advantages(
 
 
 def _of_this_rank(stats: BatchStats, values: Tensor, base: Tensor) -> RowAdvantages:
+    # Every token of a trajectory has its advantage, so trajectories count by their length.
     counts = stats.num_tokens
     moments = Moments(
         count=counts.sum().double(), total=(counts * values).sum(), total_squares=(counts * values.square()).sum()
@@ -190,6 +194,7 @@ def fitted_bounds(
     fit: Callable[..., ClipBounds], trusted: Sequence[Tensor], ranks: Ranks, knobs: Mapping[str, Any]
 ) -> ClipBounds:
     """Bounds of a surrogate from log-ratios and advantages [2, n] of the trusted tokens of each micro-batch."""
+    # A fit may need the sorted ratios, which no sums can give: every trusted token is exchanged.
     mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64), *(part.double().cpu() for part in trusted)], dim=1)
     gathered = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in ranks.gather(mine.flatten().tolist())]
     ratios, advantages = torch.cat(gathered, dim=1)
@@ -256,6 +261,7 @@ def _sums(values: Tensor, mask: Tensor) -> Tensor:
 
 def _places(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:
     """Where each trajectory stands in the plan, after checking that both say the same."""
+    # The plan says who trains what; a trajectory that only one side knows would make every denominator wrong.
     place_of = {(row.group_id, row.index): i for i, row in enumerate(plan) if row.rank == rank}
     held = {(row.group_id, row.index) for row in trajectories}
     if held != place_of.keys():

@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from learner.objective.options import brings_no_ratio, need, one_of, unused
+from learner.objective.options import brings_no_ratio, in_range, need, one_of, unused
 from streamrl.algorithms import find_surrogate
 from streamrl.algorithms.controls import constraints
 from streamrl.algorithms.controls import kl_controllers as controllers
 from streamrl.algorithms.controls.kl import LOSS_KINDS
 from streamrl.algorithms.types import ConstraintState, KlState
-from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     ConstraintConfig,
     ConstraintMethod,
@@ -103,15 +102,12 @@ def check_regularizers(
     Raises:
         ConfigError: names the setting, the value and the remedy.
     """
-    sections = {"kl": kl, "reference": reference, "entropy": entropy, "constraint": constraint}
-    for name, section in sections.items():
-        for message in out_of_range(section, f"{name}."):
-            raise ConfigError(message)
+    in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint)
     _check_kl(kl, max_lag)
     _check_kl_cap(kl, constraint, loss)
     if not needs_reference(kl, constraint):
-        unused("reference.model_path", reference.model_path, None, "without kl.mode or constraint.kl_limit")
-        unused("reference.sync_every_steps", reference.sync_every_steps, 0, "without kl.mode or constraint.kl_limit")
+        names = ("model_path", "sync_every_steps")
+        unused("reference", reference, names, "without kl.mode or constraint.kl_limit")
     _check_entropy(entropy, loss)
     _check_constraint(constraint)
 
@@ -120,9 +116,9 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
     one_of("kl.mode", kl.mode, MODES)
     one_of("kl.controller", kl.controller, ("constant", *CONTROLLERS, "schedule"))
     if kl.mode == "off":
-        for name, idle in (("coef", None), ("controller", "constant"), ("options", {}), ("allow_biased", False)):
-            unused(f"kl.{name}", getattr(kl, name), idle, "with kl.mode=off")
+        unused("kl", kl, ("coef", "controller", "options", "allow_biased"), "with kl.mode=off")
         return
+    # k3's gradient is the forward KL's even on fresh samples; the others are right as long as pi is mu.
     biased = kl.mode == "k3" or (kl.mode in FRESH_ONLY and max_lag > 0)
     need(
         kl.allow_biased or not biased,
@@ -139,6 +135,7 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
         _accepted("kl.options", lambda: controllers.kl_schedule(0, start=coef, **options))
     elif kl.controller != "constant":
         rule = CONTROLLERS[kl.controller]
+        # One call with a plausible KL: the rule itself raises on constants that are impossible for it.
         _accepted("kl.options", lambda: rule(KlState(coef), 0.01, **options))
         _within("kl.coef", coef, {**_knobs(rule), **options}, "kl.options.low", "kl.options.high")
 
@@ -148,14 +145,12 @@ def _check_kl_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) 
         kl.mode == "k2_is" or constraint.kl_limit is not None or (kl.mode == "advantage" and brings_no_ratio(loss))
     )
     if not reads:
-        unused("kl.cap", kl.cap, KlConfig().cap, f"with kl.mode={kl.mode}: it has no truncated weight of its own")
+        unused("kl", kl, ["cap"], f"with kl.mode={kl.mode}: it has no truncated weight of its own")
 
 
 def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
     if entropy.adapt is EntropyAdapt.none:
-        idle = EntropyConfig()
-        for name in ("target", "step", "low", "high"):
-            unused(f"entropy.{name}", getattr(entropy, name), getattr(idle, name), "with entropy.adapt=none")
+        unused("entropy", entropy, ("target", "step", "low", "high"), "with entropy.adapt=none")
         return
     what = f"entropy.adapt={entropy.adapt.name}"
     need(entropy.target is not None, f"{what} needs entropy.target in nats, e.g. 0.2.")
@@ -182,15 +177,11 @@ def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
 
 def _check_constraint(constraint: ConstraintConfig) -> None:
     if not constraint_limits(constraint):
-        idle = ConstraintConfig()
-        for name in ("method", "options", "one_sided"):
-            unused(
-                f"constraint.{name}", getattr(constraint, name), getattr(idle, name),
-                "without constraint.kl_limit or constraint.entropy_min",
-            )
+        names = ("method", "options", "one_sided")
+        unused("constraint", constraint, names, "without constraint.kl_limit or constraint.entropy_min")
         return
     if constraint.method is ConstraintMethod.penalty:
-        unused("constraint.one_sided", constraint.one_sided, False, "with constraint.method=penalty, which always is")
+        unused("constraint", constraint, ["one_sided"], "with constraint.method=penalty, which always is")
     options = method_options(constraint)
     rule = DUAL_METHODS.get(constraint.method)
     if rule is None:

@@ -103,6 +103,7 @@ class LossWeights:
             version: optimizer steps done by now.
             frozen: hold the multipliers of constraints: what the data says of them is too stale (low ESS).
         """
+        # A skipped step, or one without tokens, measures nothing; a controller fed with 0 would run away.
         values = {name: meter.value(key) for name, key in MEASURED.items()}
         measured = {name: value for name, value in values.items() if value is not None}
         self._last |= measured
@@ -140,7 +141,8 @@ class LossWeights:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `to_plain()`. What no controller moves keeps its setting: a resumed run may change it."""
+        """Continue from `to_plain()`."""
+        # A weight that no controller moved is no state: the setting of the resumed run counts.
         if self._kl_moves:
             self._kl_state = KlState(**state["kl"])
         if self._entropy.adapt is EntropyAdapt.coef:

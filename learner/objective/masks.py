@@ -54,6 +54,7 @@ def token_masks(
         advantages: [S, A]; some masks spare tokens with a positive one.
         head_lags: int64 [S], the largest lag that the hub promised to train of each trajectory.
     """
+    # Against the recorded log-probs, whatever the anchor: masks ask how far the data are, not how far the update went.
     ratios, mask = tokens.log_ratios, tokens.mask
     removed: dict[str, Tensor] = {}
     weights = None
@@ -68,10 +69,12 @@ def token_masks(
     lag_m2 = lag_policy.expected_m2(tokens.lags)
     if loss.zscore_bound is not None and lag_m2 is not None:
         removed["zscore"] = ~zscore_keep(ratios, advantages, lag_m2, mask, z_bound=loss.zscore_bound)
+    # A preset without a weight may still reject; weights of 1 would only cost a multiplication.
     if correction.mode is not None:
         corrected = _corrected(correction, tokens)
         removed["rejected"] = ~corrected.keep
         weights = corrected.weights if correction.weight != "none" else None
+    # Causes stay apart, because each has a metric of its own; a token may count in several.
     keep = mask.clone()
     for dropped in removed.values():
         keep &= ~dropped
@@ -83,6 +86,7 @@ def _vetoed(loss: LossConfig, ratios: Tensor, mask: Tensor) -> Tensor:
     high = float("inf") if loss.veto_high is None else loss.veto_high
     if loss.veto_stat is VetoStat.any:
         return ~veto_keep(ratios, mask, low=low, high=high)
+    # A trajectory without action tokens has mean 0, and nothing to drop.
     count = mask.sum(1).clamp(min=1)
     mean = torch.where(mask, ratios.exp(), 0.0).sum(1) / count
     return ((mean < low) | (mean > high))[:, None].expand_as(mask)

@@ -96,6 +96,7 @@ class Objective:
         advantage, needs = self._advantage, set(self._regularizers.needs)
         if self.has_critic:
             needs |= {POLICY, VALUES}
+        # Means over the batch and ratios of siblings are needed before the first token's loss.
         if advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES:
             needs.add(POLICY)
         if advantage.rho_bar_ess_target is not None or self._surrogate.fit is not None:
@@ -161,6 +162,7 @@ class Objective:
         assert self._stats is not None, "close_observation() before begin()"
         advantage, estimator, regularizers, ranks = self._advantage, self._estimator, self._regularizers, self.ranks
         observed = [self._tokens(batch, outputs.policy) for batch, outputs in self._outputs.values()]
+        # The order matters: rewards are shaped before a baseline looks at them, and advantages are whitened last.
         if regularizers.shapes_rewards:
             self._stats = batch_stats.shaped_stats(self._stats, observed, regularizers, ranks)
             self._rows = batch_stats.row_advantages(
@@ -207,6 +209,7 @@ class Objective:
         assert self._stats is not None, "loss() before begin()"
         if not batch.trajectory_ids:
             return logprobs.sum()  # 0, and connected to every parameter: the backward collectives must run
+        # One row a trajectory from here on: masks, corrections and row weights are about whole trajectories.
         tokens = self._tokens(batch, batch.padded(logprobs), batch.padded(entropy))
         terms = self._terms(tokens)
         self._measure(tokens, terms)
@@ -221,6 +224,7 @@ class Objective:
         advantages = self._advantages_of(tokens)
         masks = self._masks(tokens, advantages)
         surrogate = self._surrogate_losses(tokens, advantages)
+        # A correction weighs the policy term alone; regularizers come after, with weights of their own.
         losses = surrogate.losses if masks.weights is None else masks.weights * surrogate.losses
         lag_weights = self._lag_policy.weights(tokens.lags, tokens.mask)
         if lag_weights is not None:
@@ -269,6 +273,7 @@ class Objective:
 
     def finish(self) -> Meter:
         """Statistics of the step over all ranks, on every rank; a collective call."""
+        # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()
         for totals in self.ranks.gather(self._meter.totals_for_ranks()):
             total.merge(totals)

@@ -6,13 +6,13 @@ what a function reads (`streamrl.algorithms.surrogates.registry`); nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
 from streamrl.config.ranges import out_of_range
-from streamrl.config.schema import AdvantageConfig, Discount, LossConfig, OpsmWhen, Segment
+from streamrl.config.schema import AdvantageConfig, LossConfig, Segment
 from streamrl.errors import ConfigError
 
 WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
@@ -20,10 +20,8 @@ WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 BASELINES = ("leave_one_out", "group_mean", "none", *WEIGHTED_BASELINES)
 WHITENS = ("none", "batch")
 SCALES = ("none", "std", "batch_std")
-ESTIMATOR_SETTINGS: Mapping[str, float | None] = {
-    "gamma": 1.0, "lam": 1.0, "rho_bar": 1.0, "c_bar": 1.0, "rho_bar_pg": None,
-}
-"""Settings that are an estimator's knob of the same name, and the value at which they do nothing."""
+ESTIMATOR_SETTINGS = ("gamma", "lam", "rho_bar", "c_bar", "rho_bar_pg")
+"""Settings that are an estimator's knob of the same name."""
 
 
 def surrogate_options(loss: LossConfig) -> dict[str, Any]:
@@ -53,8 +51,7 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     Raises:
         ConfigError: names the setting, the value and the remedy.
     """
-    for message in (*out_of_range(advantage, "advantage."), *out_of_range(loss, "loss.")):
-        raise ConfigError(message)
+    in_range(advantage=advantage, loss=loss)
     estimator, surrogate = find_estimator(advantage.estimator), find_surrogate(loss.surrogate)
     find_correction(loss.correction)
     one_of("advantage.baseline", advantage.baseline, BASELINES)
@@ -77,63 +74,51 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
 
 def _check_estimator(advantage: AdvantageConfig, estimator: Estimator) -> None:
     """Knobs of this estimator in range, and knobs of others untouched."""
-    name, with_it = advantage.estimator, f"with advantage.estimator={advantage.estimator!r}"
-    for knob, idle in ESTIMATOR_SETTINGS.items():
-        if knob not in estimator.knobs:
-            unused(f"advantage.{knob}", getattr(advantage, knob), idle, with_it)
-    own = estimator.knobs - ESTIMATOR_SETTINGS.keys() - {"baseline", "scale"}
-    unknown = sorted(set(advantage.options) - own)
-    known = ", ".join(sorted(own)) or "none"
+    name, knobs = advantage.estimator, estimator.knobs
+    others = [knob for knob in ESTIMATOR_SETTINGS if knob not in knobs]
+    unused("advantage", advantage, others, f"with advantage.estimator={name!r}")
+    own = knobs - {*ESTIMATOR_SETTINGS, "baseline", "scale"}
+    unknown, known = sorted(set(advantage.options) - own), ", ".join(sorted(own)) or "none"
     need(not unknown, f"advantage.options holds {unknown}, which {name!r} does not have; it has: {known}.")
-    if advantage.discount is Discount.turn:
-        segments, idle = estimator.of_segments, "advantage.gamma=1 discounts nothing"
-        why = "segments are discounted once each" if segments else idle
-        need(not segments and advantage.gamma != 1.0, f"advantage.discount=turn does nothing: {why}.")
+    if estimator.of_segments:
+        unused("advantage", advantage, ["discount"], "on segments, which are discounted once each")
+    elif advantage.gamma == 1.0:
+        unused("advantage", advantage, ["discount"], "with advantage.gamma=1, which discounts nothing")
     need(
-        "rho_bar" not in estimator.knobs or advantage.c_bar <= advantage.rho_bar,
+        "rho_bar" not in knobs or advantage.c_bar <= advantage.rho_bar,
         f"advantage.c_bar={advantage.c_bar} must lie between 0 and advantage.rho_bar={advantage.rho_bar}.",
     )
     need(
-        advantage.rho_bar_ess_target is None or ("rho_bar" in estimator.knobs and advantage.rho_bar == 1.0),
-        f"advantage.rho_bar_ess_target chooses the rho_bar of V-trace estimators by itself; {with_it} and "
-        f"advantage.rho_bar={advantage.rho_bar} it cannot.",
+        advantage.rho_bar_ess_target is None or ("rho_bar" in knobs and advantage.rho_bar == 1.0),
+        "advantage.rho_bar_ess_target chooses the rho_bar of V-trace estimators by itself; with advantage.estimator="
+        f"{name!r} and advantage.rho_bar={advantage.rho_bar} it cannot.",
     )
-    need(
-        advantage.segment is not Segment.block or estimator.of_segments,
-        f"advantage.segment=block does nothing without an estimator of segments, as vtrace_segments; got {name!r}.",
-    )
+    # A setting without effect is a mistake about the run: it is refused, not ignored.
+    if not estimator.of_segments:
+        unused("advantage", advantage, ["segment"], f"without an estimator of segments (vtrace_segments), got {name!r}")
     if advantage.segment is not Segment.block:
-        unused(
-            "advantage.segment_tokens", advantage.segment_tokens, AdvantageConfig().segment_tokens,
-            "without advantage.segment=block",
-        )
+        unused("advantage", advantage, ["segment_tokens"], "without advantage.segment=block")
 
 
 def _check_baseline(advantage: AdvantageConfig, estimator: Estimator) -> None:
     name, baseline, scale = advantage.estimator, advantage.baseline, advantage.scale
-    weighted, usual = baseline in WEIGHTED_BASELINES, AdvantageConfig()
+    weighted = baseline in WEIGHTED_BASELINES
     if estimator.of_rows:
-        for knob in {"baseline", "scale"} - estimator.knobs:
-            unused(
-                f"advantage.{knob}", getattr(advantage, knob), getattr(usual, knob),
-                f"with advantage.estimator={name!r}, which has no such argument",
-            )
+        others = {"baseline", "scale"} - estimator.knobs
+        unused("advantage", advantage, others, f"with advantage.estimator={name!r}, which has no such argument")
     need(
         not estimator.whitens or (scale == "none" and advantage.whiten == "none"),
         f"advantage.estimator={name!r} whitens over the batch itself: set advantage.scale=none and "
         "advantage.whiten=none.",
     )
+    # Weighted baselines and critics leave no group whose spread would be a scale.
     need(
         scale == "none" or not (estimator.needs_critic or weighted),
         f"advantage.scale={scale!r} divides the centered scores of plain groups; with advantage.estimator={name!r} "
         f"and advantage.baseline={baseline!r} use advantage.whiten=batch.",
     )
     if not weighted:
-        for knob in ("weight_cap", "min_ess"):
-            unused(
-                f"advantage.{knob}", getattr(advantage, knob), getattr(usual, knob),
-                f"with advantage.baseline={baseline!r}",
-            )
+        unused("advantage", advantage, ["weight_cap", "min_ess"], f"with advantage.baseline={baseline!r}")
 
 
 def _check_correction(loss: LossConfig, surrogate: Surrogate) -> None:
@@ -148,25 +133,26 @@ def _check_correction(loss: LossConfig, surrogate: Surrogate) -> None:
         f"loss.correction={loss.correction!r} weighs pi_prox/mu and needs {proximal}.",
     )
     if not surrogate.takes_anchor:
-        unused("loss.anchor", loss.anchor, None, f"with loss.surrogate={name!r}")
+        unused("loss", loss, ["anchor"], f"with loss.surrogate={name!r}")
     need(
         not surrogate.needs_proximal or anchor != "behavior",
         f"loss.surrogate={name} needs {proximal} (or take a surrogate on the behavior policy, as ppo_clip).",
     )
     if anchor != "ewma":
-        unused("loss.ewma_decay", loss.ewma_decay, LossConfig().ewma_decay, "without loss.anchor=ewma")
+        unused("loss", loss, ["ewma_decay"], "without loss.anchor=ewma")
 
 
 def _check_masks(loss: LossConfig) -> None:
     if loss.veto_low is None and loss.veto_high is None:
-        unused("loss.veto_stat", loss.veto_stat, LossConfig().veto_stat, "without loss.veto_low or loss.veto_high")
+        unused("loss", loss, ["veto_stat"], "without loss.veto_low or loss.veto_high")
+    # Bounds that exclude 1 would drop fresh data, whose ratios are 1.
     low, high = loss.veto_low or 0.0, loss.veto_high or float("inf")
     need(
         0.0 <= low < 1.0 < high,
         f"loss.veto_low={loss.veto_low} and loss.veto_high={loss.veto_high} must lie around 1.",
     )
     if loss.opsm_delta is None:
-        unused("loss.opsm_when", loss.opsm_when, OpsmWhen.always, "without loss.opsm_delta")
+        unused("loss", loss, ["opsm_when"], "without loss.opsm_delta")
 
 
 def _check_surrogate(loss: LossConfig, surrogate: Surrogate) -> None:
@@ -175,8 +161,8 @@ def _check_surrogate(loss: LossConfig, surrogate: Surrogate) -> None:
         loss.cap is None or "cap" in surrogate.knobs,
         f"loss.cap={loss.cap} does nothing with loss.surrogate={name!r}, which truncates no weight.",
     )
-    unknown = sorted(set(loss.options) - own)
-    free = ", ".join(sorted(own)) or "none"
+    # What a setting of its own decides cannot be set a second time among the options.
+    unknown, free = sorted(set(loss.options) - own), ", ".join(sorted(own)) or "none"
     need(not unknown, f"loss.options holds {unknown}; loss.surrogate={name!r} takes there: {free}.")
     need(
         not surrogate.whole_row or loss.avg_level == "seq-mean-token-mean",
@@ -184,15 +170,24 @@ def _check_surrogate(loss: LossConfig, surrogate: Surrogate) -> None:
     )
     need(
         surrogate.max_clip is None or max(loss.clip_low, loss.clip_high) <= surrogate.max_clip,
-        f"loss.surrogate={name!r} clips the mean ratio of a trajectory, which stays within about 0.001 of 1; with "
-        f"loss.clip_high={loss.clip_high} it would never clip: set about loss.clip_low=3e-4 loss.clip_high=4e-4.",
+        f"loss.surrogate={name!r} takes a ratio that stays near 1; with loss.clip_low={loss.clip_low} and "
+        f"loss.clip_high={loss.clip_high} it would never clip: set at most {surrogate.max_clip} (gspo: 3e-4 and 4e-4).",
     )
 
 
-def unused(key: str, value: Any, idle: Any, why: str) -> None:
-    """Refuse a value other than the idle one, because it does nothing; `why` says where."""
-    shown = getattr(value, "name", value)
-    need(value == idle, f"{key}={shown} does nothing {why}.")
+def in_range(**sections: Any) -> None:
+    """Refuse the first value outside of the range that the schema declares for it."""
+    for name, config in sections.items():
+        for message in out_of_range(config, f"{name}."):
+            raise ConfigError(message)
+
+
+def unused(section: str, config: Any, names: Iterable[str], why: str) -> None:
+    """Refuse settings that are not at their defaults though they do nothing; `why` says where."""
+    for name in names:
+        value = getattr(config, name)
+        shown = getattr(value, "name", value)
+        need(value == getattr(type(config)(), name), f"{section}.{name}={shown} does nothing {why}.")
 
 
 def one_of(key: str, value: str, known: Collection[str]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from learner.objective.batch_stats import exchange
+from learner.objective.options import in_range
 from streamrl.algorithms import (
     domination_count,
     gdpo_advantages,
@@ -30,7 +31,6 @@ from streamrl.algorithms import (
     tchebycheff,
     weighted_sum,
 )
-from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from streamrl.messages import PlanRow
@@ -110,6 +110,7 @@ class RewardRules:
         scores = weighted_sum(components, weights)
         if settings.combine == "weighted_sum":
             return scores
+        # Dominance and volume compare answers to one prompt: across groups the prompt's difficulty would decide.
         bonus = torch.zeros_like(scores)
         for group in groups.unique():
             members = groups == group
@@ -122,6 +123,7 @@ class RewardRules:
 
     def _ideal_point(self, components: Tensor) -> Tensor:
         """The given ideal, or the best seen in the run so far."""
+        # The best of earlier batches stays the goal, or the same answer would be paid differently from step to step.
         for name, best in zip(self._names, components.amax(0).tolist(), strict=True):
             self._ideal[name] = max(self._ideal.get(name, best), best)
         given = {name: self._signs[name] * value for name, value in self._objectives.ideal.items()}
@@ -136,14 +138,13 @@ def _with_reward(row: Trajectory, reward: float) -> Trajectory:
     """The trajectory with this total reward; the difference falls on its last action token."""
     actions = np.flatnonzero(row.mask)
     rewards = row.rewards.copy()
-    if len(actions):
+    if len(actions):  # the last action has seen the whole answer: earlier tokens reach it through the return
         rewards[actions[-1]] += reward - row.reward
     return replace(row, rewards=rewards, reward=reward)
 
 
 def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
-    for message in out_of_range(overlong, "overlong."):
-        raise ConfigError(message)
+    in_range(overlong=overlong)
     method, names = objectives.combine, sorted(objectives.components)
     if method not in METHODS:
         raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")

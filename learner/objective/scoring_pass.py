@@ -36,6 +36,7 @@ def score_batch(
             if name in needs:
                 assert model is not None, f"the objective needs {name} log-probs, and there is no such model"
                 found[name] = batch.padded(model.score(batch))
+        # Kept on the device until the step ends: the loss and the critic read them again.
         objective.observe(batch, PassOutputs(**found))
     objective.close_observation()
 

@@ -146,11 +146,11 @@ def test_every_combination_is_accepted_by_a_count_of_halves():
             first += 1
             second += spec.mode == "bypass"
 
-        def verdict(c=(estimator, surrogate), a=anchor, k=correction):
+        def accepted(c=(estimator, surrogate), a=anchor, k=correction):
             try:
                 alg.check_pairing(*c, anchor=a, correction=k, max_lag=2)
             except ValueError:
                 return False
             return True
 
-        assert verdict() == (first == 1 and second == 1), (estimator, surrogate, anchor, correction)
+        assert accepted() == (first == 1 and second == 1), (estimator, surrogate, anchor, correction)

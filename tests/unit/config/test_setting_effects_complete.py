@@ -104,7 +104,7 @@ SHOWN_BY = {
     **{f"staleness.adaptive.{name}": f"{CONTROL}::{shown_by}" for name, shown_by in ADAPTIVE.items()},
     "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_decides_what_happens_to_an_old_group",
     "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
-    "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch",
+    "advantage.estimator": f"{OBJECTIVE}::test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_batch",
     "advantage.baseline": f"{OBJECTIVE}::test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normalizer",
     "advantage.scale": f"{OBJECTIVE}::test_a_scale_divides_the_credit",
     "advantage.lam": VTRACE,
@@ -142,9 +142,9 @@ SHOWN_BY = {
     "objectives.components": f"{SCORES}::test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish",
     "objectives.ideal": f"{SCORES}::test_tchebycheff_aims_at_the_given_point_or_the_best_so_far",
     "objectives.reference_point": (
-        f"{SCORES}::test_hypervolume_gives_a_little_to_whoever_covers_what_others_do_not"
+        f"{SCORES}::test_hypervolume_gives_a_little_to_answers_that_cover_what_others_do_not"
     ),
-    "objectives.bonus": f"{SCORES}::test_pareto_takes_a_little_from_whoever_is_beaten_in_its_group",
+    "objectives.bonus": f"{SCORES}::test_pareto_takes_a_little_from_answers_that_are_dominated_in_their_group",
     "objectives.archive_size": f"{SCORES}::test_a_full_archive_drops_where_the_front_is_crowded",
     "loss.opsm_delta": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",
     "loss.opsm_when": f"{GUARDS}::test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift",

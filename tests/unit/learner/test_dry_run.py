@@ -1,4 +1,4 @@
-"""What cannot train is refused before a model is loaded, in the words of whoever would have used it."""
+"""The dry run: what cannot train is refused before a model is loaded, in the words of the part that uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_of(*words: str):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_gets_through_its_rehearsal(name):
+def test_every_recipe_passes_the_dry_run(name):
     run_dry(config_of(f"algorithm={name}"))
 
 

@@ -140,7 +140,7 @@ def test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normalizer():
         torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_whole_batch():
+def test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_batch():
     rows = batch()
     loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
     _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="none"), loss, max_tokens=40)
@@ -364,7 +364,7 @@ def test_no_split_into_micro_batches_changes_loss_gradient_or_statistics(surroga
         assert split[3][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-def test_m2po_derives_one_clip_from_the_harmful_tokens_of_the_whole_batch():
+def test_m2po_derives_one_clip_from_the_harmful_tokens_of_the_batch():
     rows = batch(4, 3, seed=2)
     loss = LossConfig(surrogate="m2po", veto_low=None, veto_high=None, clip_low=0.0, clip_high=0.0)
     _, grads, _, _ = run(rows, loss=loss, max_tokens=24)

@@ -137,7 +137,7 @@ def test_a_surrogate_without_a_denominator_carries_no_ratio(own):
     torch.testing.assert_close(gradient, -leave_one_out(micro).float())
 
 
-def test_an_entry_can_ask_for_bounds_of_the_whole_batch(own):
+def test_an_entry_can_ask_for_bounds_over_the_batch(own):
     loss = LossConfig(surrogate=f"{own}:FITTED", veto_low=None, veto_high=None)
     micro, logprobs, gradient, _ = step(AdvantageConfig(), loss)
 

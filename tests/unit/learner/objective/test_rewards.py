@@ -86,7 +86,7 @@ def test_the_best_so_far_is_remembered_between_batches_and_restarts():
     assert min(row.reward for row in shaped) <= -8.0
 
 
-def test_pareto_takes_a_little_from_whoever_is_beaten_in_its_group():
+def test_pareto_takes_a_little_from_answers_that_are_dominated_in_their_group():
     rows = two_scores()
     weights = {"quality": 1.0, "length": 1.0}
     plain = rewards(rows, ObjectivesConfig(combine="weighted_sum", components=weights))
@@ -97,7 +97,7 @@ def test_pareto_takes_a_little_from_whoever_is_beaten_in_its_group():
     assert counts.any()
 
 
-def test_hypervolume_gives_a_little_to_whoever_covers_what_others_do_not():
+def test_hypervolume_gives_a_little_to_answers_that_cover_what_others_do_not():
     rows = two_scores()
     weights, reference = {"quality": 1.0, "length": 1.0}, {"quality": -0.1, "length": -0.1}
     plain = rewards(rows, ObjectivesConfig(combine="weighted_sum", components=weights))

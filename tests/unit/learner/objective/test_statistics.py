@@ -108,7 +108,7 @@ def test_clip_shares_are_by_the_sign_of_the_advantage(step):
     assert stats["advantage/std"] == pytest.approx(per_token.std(), rel=1e-5)
 
 
-def test_rewards_lengths_and_counts_are_of_the_whole_batch(step):
+def test_rewards_lengths_and_counts_are_of_the_batch(step):
     rows, ell, _, stats = step
     rewards = np.array([r.reward for r in rows])
 
