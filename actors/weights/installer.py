@@ -72,7 +72,7 @@ class Installer:
         self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
         # A pool of its own: rewards must not queue before weights. Two threads: an abandoned fetch ends a moment later.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
-        self._engine_turn = asyncio.Lock()
+        self._engine_turn = asyncio.Lock()  # install, probe or reload: a probe must not see the weights change
         self._fetching: _Fetch | None = None
         self._abandoned_one = False  # the last fetch was abandoned: the next one ends
         self._target: VersionRef | None = None
@@ -92,11 +92,12 @@ class Installer:
         """
         installed = self._engine.installed
         if installed is not None and manifest.ref <= installed:
+            # A hub that restarted announces the serving version again: a probe confirms it.
             if self.document is not None and self.document.manifest == manifest and manifest.ref == installed:
                 return await self.check()
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:
-            return None
+            return None  # the install under way reports
         self._target = manifest.ref
         try:
             return await self._fetch_and_load(manifest, offers, layout)
@@ -160,7 +161,7 @@ class Installer:
         check_manifest(manifest, layout)
         if self.document is not None and same_weights(self.document.manifest, manifest):
             if self._fetching is not None:
-                self._fetching.cancelled.set()
+                self._fetching.cancelled.set()  # of an older version, which is of no use any more
             return Fetched(self.document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
         await self._wait_or_abandon(manifest.ref)
         this = self._fetching = _Fetch()
