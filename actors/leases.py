@@ -72,7 +72,7 @@ class RunningLeases:
 
     def drop_useless(self, oldest: VersionRef) -> None:
         """L3: groups begun with a version beyond max_lag can only be refused; handing them back saves the compute."""
-        # By the version at the start: later tokens are younger, but the lag bound is on the oldest. Evaluation has none.
+        # By the version at the start: the lag bound is on the oldest token. Evaluation has no bound.
         count = self.hand_back(
             ReturnReason.STALE, f"older than {oldest}, the oldest useful version",
             lambda running: running.lease.purpose == Purpose.TRAIN and running.since < oldest,
