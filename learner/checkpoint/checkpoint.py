@@ -132,7 +132,7 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
 def _write_mine(
     draft: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks, blobs: Mapping[str, bytes]
 ) -> tuple[list[tuple[int, bytes]], Exception | None]:
-    """Sizes and digests of this rank's files, or why they could not be written."""
+    """Sizes and digests of this rank's files, or the error."""
     try:
         paths = [draft / _shard_name(ranks.rank, ranks.world)]
         write_shards(paths[0], tensors if ranks.mesh.is_first_of_shard(ranks.rank) else ())
@@ -177,27 +177,22 @@ def _newest_good(run_dir: Path) -> Checkpoint | None:
             return _open(path, check_files=True)
         except CheckpointError as error:
             log.warning("%s is damaged and passed over: %s", path.name, error)
-    if candidates:
-        raise CheckpointError(
-            f"{run_dir} has {len(candidates)} checkpoints and none is good (see the warnings above): restore one from "
-            "a backup, or start a new run."
-        )
-    return None
+    if not candidates:
+        return None
+    raise CheckpointError(
+        f"{run_dir} has {len(candidates)} checkpoints and none is good (see the warnings above): restore one from a "
+        "backup, or start a new run."
+    )
 
 
 def _candidates(run_dir: Path) -> list[Path]:
     """LATEST, then older ones, newest first; then those above LATEST, whose saving was cut short after the rename."""
-    versions = _versions(run_dir)
-    try:
-        named = (run_dir / "LATEST").read_bytes().decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        named = ""
+    versions, pointer = _versions(run_dir), run_dir / "LATEST"
+    named = pointer.read_bytes().decode("ascii", "replace").strip() if pointer.exists() else ""
     latest = next((v for v, path in versions.items() if path.name == named), None)
-    if latest is None:
-        if named:
-            log.warning("LATEST names %r, which is not there: trying the newest checkpoint", named)
-        return [versions[v] for v in sorted(versions, reverse=True)]
-    return [versions[v] for v in sorted(versions, key=lambda v: (v > latest, -v))]
+    if latest is None and named:
+        log.warning("LATEST names %r, which is not there: trying the newest checkpoint", named)
+    return [versions[v] for v in sorted(versions, key=lambda v: (latest is not None and v > latest, -v))]
 
 
 def _versions(run_dir: Path) -> dict[int, Path]:
@@ -228,11 +223,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing")
-    if path.stat().st_size != entry["bytes"]:
-        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-    found = _digest(path).hex()
-    if found != entry["xxh3_128"]:
-        raise CheckpointError(f"{path.name} has digest {found}, the manifest says {entry['xxh3_128']}")
+    found = {"bytes": path.stat().st_size, "xxh3_128": _digest(path).hex()}
+    if found != entry:
+        raise CheckpointError(f"{path.name} is {found}, the manifest says {dict(entry)}")
 
 
 def _manifest_bytes(body: Mapping[str, Any]) -> bytes:

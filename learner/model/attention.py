@@ -23,21 +23,15 @@ ATTENTION = "streamrl_packed"
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [1, H, N, D]
-    key: Tensor,  # [1, K, N, D]
-    value: Tensor,  # [1, K, N, D]
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    packing: PackedLayout | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    packing: PackedLayout | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers' `AttentionInterface`; returns ([1, N, H, D], None).
+    """Attention function for transformers' `AttentionInterface`: query [1, H, N, D], key and value [1, K, N, D].
 
-    `packing` reaches it as a keyword of the model's forward, so that a layer recomputed in the backward pass gets it
-    too. `dropout` is not applied: a scored token must have the probability that the actor recorded for it.
+    Returns ([1, N, H, D], None). `packing` reaches it as a keyword of the model's forward, so that a layer recomputed
+    in the backward pass gets it too. `dropout` is not applied: a scored token must have the probability that the actor
+    recorded for it.
     """
     if packing is None:
         raise ValueError(f"{type(module).__name__} did not pass `packing` on to its attention: model is not supported")

@@ -161,7 +161,7 @@ class CombinedOptimizer(Optimizer):
 
 
 class LocalOptimizer(Optimizer):
-    """An optimizer that knows no DTensor: `build` makes it over groups of plain tensors, each parameter's local part."""
+    """An optimizer that knows no DTensor: `build` makes it over plain tensors, each parameter's local part."""
 
     def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         super().__init__(groups, {})

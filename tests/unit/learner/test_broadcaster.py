@@ -80,7 +80,7 @@ def test_a_document_that_takes_long_to_read_is_no_silence(hub, tmp_path):
     manifest = make_manifest(layout, VersionRef(1, 1), None, [bucket_digest(bytes(10))])
     folds = make_manifest(layout, VersionRef(1, 1), None, [fold128_numpy(bytes(10))], DIGEST_FOLD128)
     path = tmp_path / "endless"
-    os.mkfifo(path)  # whoever opens it to read waits for a writer
+    os.mkfifo(path)  # a reader that opens it waits for a writer
 
     hub.say(BroadcastDocument(manifest, folds, str(path), layout))
     try:

@@ -1,4 +1,4 @@
-"""The hub counts for ever; a row tells one step."""
+"""Counters of the hub are cumulative; a row holds one step."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_length_of_what_came_is_of_this_step_alone():
     assert "length/dispatched" not in counts.since_last({"num_members_accepted": 6.0, "num_tokens_accepted": 100.0})
 
 
-def test_a_hub_that_began_anew_counts_from_nothing():
+def test_a_restarted_hub_counts_from_nothing():
     counts = HubCounts()
     counts.since_last({"num_dropped_zero_std": 9.0})
 

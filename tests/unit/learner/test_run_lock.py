@@ -26,7 +26,7 @@ def test_every_lock_is_a_new_epoch_that_is_on_disk_before_it_is_returned(tmp_pat
     assert epochs == [1, 2, 3]
 
 
-def test_a_living_learner_keeps_the_run_and_a_dead_one_lets_go(tmp_path):
+def test_a_running_learner_holds_the_lock_and_an_exited_one_does_not(tmp_path):
     hold = (
         "import sys; from learner.checkpoint.run_lock import lock_run_dir; c = lock_run_dir(sys.argv[1]); "
         "print('held', flush=True); input()"
