@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs.task_file import NO_TASK, describe
@@ -16,13 +17,18 @@ from streamrl.errors import TaskError
 ROLES = ("system", "user", "assistant", "tool")
 PROBE = "probe"
 """An arbitrary completion: every text must be scored, none may crash."""
+NO_SIGNALS = (
+    "Actors run plain environments in threads, where signal.alarm cannot work: turn that time limit off (math_verify: "
+    "parsing_timeout=None and timeout_seconds=None); env.step_timeout_s limits every call."
+)
 
 
-def check_task(task: Task) -> None:
+def check_task(task: Task, *, limit_s: float = 60.0) -> None:
     """Raise TaskError, with the task's name and what it did wrong, unless one episode of each split goes through.
 
     Checked: the protocol's methods, that records are JSON and the same when asked for twice, message types and roles,
     that `step` returns a finite `Step` for an arbitrary completion, and that a known right answer earns no less.
+    Environments are played as in an actor: plain ones in a thread, each call within `limit_s` (env.step_timeout_s).
     """
     if not isinstance(task, Task):
         raise TaskError(f"got a {type(task).__name__}, {NO_TASK}")
@@ -32,12 +38,12 @@ def check_task(task: Task) -> None:
         if not isinstance(count, int) or count < 1:
             raise TaskError(f"task {task.name!r}: num_records({split!r}) must be a positive integer, got {count!r}.")
         record = _checked_record(where, task, split)
-        probe = _play(where, task, record, PROBE)
+        probe = _play(where, task, record, PROBE, limit_s)
         if isinstance(task, HasTarget):
             target = _call(where, "target", task.target, record)
             if not isinstance(target, str):
                 raise TaskError(f"{where}: target must return a string, got {target!r}.")
-            best = _play(where, task, record, target)
+            best = _play(where, task, record, target, limit_s)
             if best.reward < probe.reward:
                 raise TaskError(
                     f"{where}: its own target {target!r} earns {best.reward}, less than the text {PROBE!r} with "
@@ -57,10 +63,11 @@ def _checked_record(where: str, task: Task, split: str) -> Record:
     return record
 
 
-def _play(where: str, task: Task, record: Record, completion: str) -> Step:
+def _play(where: str, task: Task, record: Record, completion: str, limit_s: float) -> Step:
     env = _call(where, "env", task.env)
-    _check_messages(where, "reset", _call(where, "reset", env.reset, record), at_least=1)
-    step = _call(where, "step", env.step, completion)
+    messages = _call_as_actor(where, "reset", env.reset, record, limit_s)
+    _check_messages(where, "reset", messages, at_least=1)
+    step = _call_as_actor(where, "step", env.step, completion, limit_s)
     if not isinstance(step, Step):
         raise TaskError(f"{where}: step must return a Step, got {step!r}.")
     numbers = {"reward": step.reward, "score": step.score, **step.parts}
@@ -84,15 +91,37 @@ def _check_messages(where: str, source: str, messages: Any, *, at_least: int) ->
 
 
 def _call(where: str, method: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a plain or an async method; its exception becomes a TaskError with the user's own line."""
+    """Call a method; its exception becomes a TaskError with the user's own line."""
     try:
-        result = function(*args)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_wait_for(result))
+        return function(*args)
     except Exception as error:
-        raise TaskError(f"{where}: {method} raised {describe(error)}") from error
-    return result
+        raise _raised(where, method, error) from error
 
 
-async def _wait_for(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+def _call_as_actor(where: str, method: str, function: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
+    """As `_call`, but where an actor would: an async method on a loop, a plain one in a thread, both with a limit."""
+    if inspect.iscoroutinefunction(function):
+        return _call(where, method, lambda: asyncio.run(asyncio.wait_for(function(argument), limit_s)))
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            outcome.append(function(argument))
+        except BaseException as error:  # also SystemExit, which must not pass for a call that hangs
+            failure.append(error)
+
+    thread = threading.Thread(target=call, name="env", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failure:
+        raise _raised(where, method, failure[0]) from failure[0]
+    if not outcome:
+        raise TaskError(f"{where}: {method} ran for more than env.step_timeout_s={limit_s:g}.")
+    return outcome[0]
+
+
+def _raised(where: str, method: str, error: BaseException) -> TaskError:
+    text = f"{where}: {method} raised {describe(error)}"
+    needs_signals = isinstance(error, ValueError) and "signal" in str(error)
+    return TaskError(f"{text}\n{NO_SIGNALS}" if needs_signals else text)

@@ -84,7 +84,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     lock = lock_run_dir(run_dir) if rank_zero else None
     epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
-    check_task(task)  # a broken task fails here by name, not in an actor an hour later
+    check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
     model_dir = model_directory(config, task, ranks)
     vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)

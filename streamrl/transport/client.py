@@ -24,6 +24,8 @@ from streamrl.transport.sockets import actor_dealer
 log = logging.getLogger("streamrl.actor")
 
 TICK_S = 0.05
+NO_ANSWER_S = 10.0
+"""How often an actor that gets no answer says so."""
 EXIT_PROTOCOL = 4
 
 
@@ -43,6 +45,7 @@ class HubClient:
         self._commands: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         self._stopping = False
+        self._next_warning_s = NO_ANSWER_S
         self._waiting: deque[bytes | bytearray] = deque()
         self._decoder = Decoder(TO_ACTOR)
         self._thread = threading.Thread(target=self._run, name="hub-client", daemon=True)
@@ -113,11 +116,20 @@ class HubClient:
                 if socket in ready:
                     self._receive(socket)
                 self._apply(socket, self.session.tick(time.monotonic()))
+                self._warn_if_unanswered(time.monotonic())
         finally:
             socket.close(0)
             context.term()
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+    def _warn_if_unanswered(self, now: float) -> None:
+        silent_s = self.session.silent_s(now)
+        if silent_s < NO_ANSWER_S:
+            self._next_warning_s = NO_ANSWER_S
+        elif silent_s >= self._next_warning_s:
+            self._next_warning_s += NO_ANSWER_S
+            log.warning("no answer from %s for %.0f s: is the learner up, is the tunnel open?", self.endpoint, silent_s)
 
     def _receive(self, socket: zmq.Socket) -> None:
         for _ in range(64):

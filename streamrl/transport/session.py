@@ -190,6 +190,10 @@ class ActorSession:
     def linked(self) -> bool:
         return self.state in (ActorState.SYNCING, ActorState.RUNNING, ActorState.DRAINING, ActorState.LEAVING)
 
+    def silent_s(self, now: float) -> float:
+        """Seconds since the last message of the hub, or since the start."""
+        return now - self._heard_at
+
     # --- transitions ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float) -> list[Effect]:

@@ -1,6 +1,8 @@
 """The start-up check: each way to break the protocol is refused by name, and what is allowed passes."""
 
 import itertools
+import signal
+import threading
 
 import pytest
 
@@ -69,6 +71,37 @@ def test_async_environments_are_played_too():
 
     with pytest.raises(TaskError, match="reward must be a finite number, got inf"):
         check_task(broken(env=lambda self: Waits()))
+
+
+def test_environments_are_played_in_a_thread_where_signals_do_not_work():
+    def reward(self, record, completion):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        return 1.0
+
+    with pytest.raises(TaskError, match=r"(?s)step raised ValueError: signal only works.*parsing_timeout=None"):
+        check_task(broken(reward=reward))
+
+
+def test_math_verify_with_its_defaults_is_refused_with_the_remedy():
+    math_verify = pytest.importorskip("math_verify")
+
+    def reward(limit):
+        return lambda self, record, text: float(math_verify.verify(
+            math_verify.parse("$2$", parsing_timeout=limit), math_verify.parse("$2$", parsing_timeout=limit),
+            timeout_seconds=limit,
+        ))
+
+    check_task(broken(reward=reward(None)))
+    with pytest.raises(TaskError, match="parsing_timeout=None and timeout_seconds=None"):
+        check_task(broken(reward=reward(5)))
+
+
+def test_a_call_that_hangs_is_refused():
+    forever = threading.Event()
+
+    with pytest.raises(TaskError, match=r"step ran for more than env\.step_timeout_s=0\.05"):
+        check_task(broken(reward=lambda self, record, text: float(forever.wait())), limit_s=0.05)
+    forever.set()
 
 
 def test_an_object_that_is_not_a_task_is_named_by_its_type():
