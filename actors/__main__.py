@@ -50,7 +50,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
     session = ActorSession(
         local.actors.actor_id or default_actor_id(), int.from_bytes(os.urandom(7), "little") + 1,
-        engine=wire_name(local.actors.engine), slots=leases, transports=tuple(source.factories),
+        engine=wire_name(local.actors.engine), max_leases=leases, transports=tuple(source.factories),
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
         device=device_weights.device_id if device_weights is not None else "",
     )

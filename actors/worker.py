@@ -254,7 +254,7 @@ class Worker:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining
         self.client.update(Progress(
-            slots=runtime.max_leases,
+            max_leases=runtime.max_leases,
             free=max(0, runtime.max_leases - num_train) if ready else 0,
             free_eval=max(0, runtime.engine.max_num_seqs - (len(held) - num_train)) if ready else 0,
             running=len(held), tokens_total=stats.tokens_total, held=held, stuck=stuck, stats=numbers,

@@ -61,7 +61,7 @@ class Hello(Message):
     run_id: Id | None
     engine: Word
     software: Id
-    slots: U16
+    max_leases: U16
     transports: Annotated[tuple[str, ...], Meta(max_length=8)]
     installed: tuple[VersionRef, Digest] | None
     held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)]
@@ -121,7 +121,7 @@ class ActorHeartbeat(Message):
     outbox_bytes: U64
     free_eval: U16 = 0
     stats: Annotated[dict[Word, float], Meta(max_length=64)] = {}
-    slots: U16 = 0
+    max_leases: U16 = 0
     """Most training leases at once, known with the run's sizes; 0 leaves the number in HELLO."""
     root: Annotated[bytes, Meta(max_length=16)] = b""
     """Root of the version in `installed`; empty without one."""

@@ -82,7 +82,7 @@ Effect = Send | Deliver | LinkClosed
 class Progress:
     """The worker's part of the next heartbeat; the worker keeps it up to date."""
 
-    slots: int = 0
+    max_leases: int = 0
     free: int = 0
     free_eval: int = 0
     running: int = 0
@@ -96,11 +96,11 @@ class ActorSession:
     """The protocol state of one incarnation of one actor."""
 
     def __init__(
-        self, actor_id: str, incarnation: int, *, engine: str, slots: int, transports: tuple[str, ...], software: str,
-        random_seed: int = 0, give_up_after_s: float = 0.0, device: str = "",
+        self, actor_id: str, incarnation: int, *, engine: str, max_leases: int, transports: tuple[str, ...],
+        software: str, random_seed: int = 0, give_up_after_s: float = 0.0, device: str = "",
     ) -> None:
         self.actor_id, self.incarnation, self.device = actor_id, incarnation, device
-        self.engine, self.slots, self.transports, self.software = engine, slots, transports, software
+        self.engine, self.max_leases, self.transports, self.software = engine, max_leases, transports, software
         self.nccl: NcclState | None = None
         self.state = ActorState.CONNECTING
         self.limits = Limits()
@@ -200,7 +200,7 @@ class ActorSession:
         self._hello_at = now
         hello = Hello(
             protocol_min=PROTOCOL, protocol_max=PROTOCOL, actor_id=self.actor_id, incarnation=self.incarnation,
-            run_id=self.run_id, engine=self.engine, software=self.software, slots=self.slots,
+            run_id=self.run_id, engine=self.engine, software=self.software, max_leases=self.max_leases,
             transports=self.transports, installed=self.installed, held=self.progress.held[:1024],
             outbox=self.outbox.seq_ranges()[:1024], next_seq=self.outbox.next_seq, device=self.device,
         )
@@ -311,7 +311,7 @@ class ActorSession:
             incarnation=self.incarnation, beat=self._beat, state=self.state, free=progress.free if taking else 0,
             running=progress.running, installed=installed, tokens_total=progress.tokens_total,
             stuck=progress.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
-            free_eval=progress.free_eval if taking else 0, stats=progress.stats, slots=progress.slots, root=root,
+            free_eval=progress.free_eval if taking else 0, stats=progress.stats, max_leases=progress.max_leases, root=root,
             held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
         )
         return [Send(encode(beat))]

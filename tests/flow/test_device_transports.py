@@ -94,7 +94,7 @@ class ActorThread:
 
         source, device_weights = weight_source(self._local, zmq.Context(), make)
         link = ActorSession(
-            self.name, 7, engine="native", slots=2, transports=tuple(source.factories), software="test",
+            self.name, 7, engine="native", max_leases=2, transports=tuple(source.factories), software="test",
             device=device_weights.device_id,
         )
         client = HubClient(endpoint, link)

@@ -149,17 +149,17 @@ class ActorHandler:
         if old is not None and old.incarnation != hello.incarnation:
             self._send(old.routing_id, _stop(StopReason.FENCED, "a newer process with this actor_id has taken over"))
         known = self._incarnations.get(hello.actor_id)
-        if known is None and not hello.slots:
+        if known is None and not hello.max_leases:
             log.info("%s joined: a relay, which takes no leases", hello.actor_id)
         elif known is None:
-            log.info("actor %s joined (%s, %d slots)", hello.actor_id, hello.engine, hello.slots)
+            log.info("actor %s joined (%s, at most %d leases)", hello.actor_id, hello.engine, hello.max_leases)
         elif known != hello.incarnation:
             self._hub.counters["num_actor_restarts"] += 1
             log.info("actor %s was restarted and joined again", hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
         actor = Connection(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
-            device=hello.device, slots=hello.slots,
+            device=hello.device, max_leases=hello.max_leases,
         )
         self._hub.connections.bind(actor)
         return actor
@@ -173,7 +173,7 @@ class ActorHandler:
         hub.ledger.beat(actor.actor_id, trusted, now)
         actor.version = str(beat.installed) if beat.installed else "-"
         actor.state = "quarantined" if quarantined else beat.state.name.lower()
-        if not actor.slots:
+        if not actor.max_leases:
             actor.state = "relay"
         actor.stats = beat.stats
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)

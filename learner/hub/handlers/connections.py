@@ -30,7 +30,7 @@ class Connection:
     installed: VersionRef | None = None
     nccl: NcclState = NcclState()
     announced_at: float = 0.0
-    slots: int = 1
+    max_leases: int = 1
     """0 for a relay, which never generates."""
 
     def strike(self, now: float) -> bool:
@@ -82,4 +82,4 @@ class Connections:
 
     def __len__(self) -> int:
         """Actors that may generate; relays do not count."""
-        return sum(connection.slots > 0 for connection in self._by_actor.values())
+        return sum(connection.max_leases > 0 for connection in self._by_actor.values())

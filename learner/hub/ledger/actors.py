@@ -265,7 +265,7 @@ class Handshake:
             actor = Actor(actor_id, hello.incarnation, now, survived_restart)
             self.actors.add(actor)
         actor.state, actor.heard_at = "JOINING", now
-        actor.train.limit = max(hello.slots, len(actor.train.leases))
+        actor.train.limit = max(hello.max_leases, len(actor.train.leases))
         actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
         actor.revocations.clear()
         actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))

@@ -246,7 +246,7 @@ class Ledger:
         if actor is None or actor.incarnation != beat.incarnation:
             return False
         actor.heard_at = now
-        actor.train.free, actor.train.limit = beat.free, beat.slots or actor.train.limit
+        actor.train.free, actor.train.limit = beat.free, beat.max_leases or actor.train.limit
         actor.eval.free, actor.eval.limit = beat.free_eval, max(actor.eval.limit, beat.free_eval)
         actor.install(self.versions.usable(beat.installed))
         self.actors.renew(actor, beat, now)

@@ -1,7 +1,7 @@
 """Lossless encoding of what changed between two versions of a bucket, as new values over old ones. Pure.
 
-A bucket is a sequence of little-endian words of 2 or 4 bytes. The encoded form holds the distances between changed words
-and their new values, never a difference or an XOR, so that applying a repeated delivery is harmless.
+A bucket is a sequence of little-endian words of 2 or 4 bytes. The encoded form holds the distances between changed
+words and their new values, never a difference or an XOR, so that applying a repeated delivery is harmless.
 
     header   64 bytes: magic, word size, bucket size, counts, sizes, digest of the base, digest of the target
     codes    u16, zstd: g < 65535 "pass over g words, then comes a value"; 65535 "pass over 65,535 words, no value"

@@ -4,7 +4,7 @@
         ^                      |  ^            announcements never pass through here, so nothing about delivery depends
         '------ PULL, once ----'  '-- PULL --  on this process. An actor that gets no answer pulls from the hub.
 
-To the hub it is an actor with no slots; the token that actors show is the hub's own, so only they are served.
+To the hub it is an actor without leases; the token that actors show is the hub's own, so only they are served.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Relay:
     async def _run_session(self) -> LinkClosed:
         """One incarnation, from HELLO to its end."""
         session = ActorSession(
-            self._name, int.from_bytes(os.urandom(7), "little") + 1, engine="relay", slots=0,
+            self._name, int.from_bytes(os.urandom(7), "little") + 1, engine="relay", max_leases=0,
             transports=tuple(self.source.factories), software=f"streamrl {__version__}", random_seed=os.getpid(),
         )
         client = self._client = HubClient(self.learner, session)

@@ -139,6 +139,6 @@ class Peer:
     def join(self) -> Welcome:
         self.send(Hello(
             protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
-            slots=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
+            max_leases=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
         ))
         return self.receive(Welcome)

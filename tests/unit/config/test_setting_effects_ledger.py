@@ -311,7 +311,7 @@ def test_the_heartbeat_sets_the_interval_of_an_actor_and_its_deadline_for_the_hu
     heartbeat_s, num_beats, silent_after_s
 ):
     given = limits(config_of(f"hub.heartbeat_s={heartbeat_s}", "hub.dead_after_s=60"), VOCAB_SIZE)
-    link = ActorSession("a1", 77, engine="scripted", slots=4, transports=("zmq",), software="test")
+    link = ActorSession("a1", 77, engine="scripted", max_leases=4, transports=("zmq",), software="test")
     link.start(0.0)
     link.received(Welcome(
         protocol=1, run_id="r", learner_epoch=1, version=0, lineage=(), limits=given, task=b"{}", layout=None,

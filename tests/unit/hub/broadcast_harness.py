@@ -101,7 +101,7 @@ class BroadcastHarness:
         peer = self.hub.connect()
         peer.send(Hello(
             protocol_min=1, protocol_max=1, actor_id=name, incarnation=11, run_id=None, engine="test", software="test",
-            slots=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
+            max_leases=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
         ))
         peer.welcome = peer.receive(Welcome)
         self.beat(peer)

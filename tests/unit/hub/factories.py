@@ -104,7 +104,7 @@ class FakeActor:
     def hello(self, **changes: object) -> Hello:
         values = dict(
             protocol_min=1, protocol_max=1, actor_id=self.actor_id, incarnation=self.incarnation, run_id=self.run_id,
-            engine="fake", software="test", slots=self.slots, transports=("zmq",),
+            engine="fake", software="test", max_leases=self.slots, transports=("zmq",),
             installed=(self.ref, bytes(16)) if self.ref is not None else None, held=tuple(self.leases),
             outbox=tuple((seq, seq) for seq in sorted(self.outbox)), next_seq=self.next_seq,
         )

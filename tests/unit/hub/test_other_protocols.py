@@ -56,7 +56,7 @@ def test_a_peer_without_our_preamble_is_not_answered(tmp_path):
 def test_a_hello_of_another_release_or_run_is_refused_with_a_reason(tmp_path, changes, reason, exit_code):
     hello = Hello(
         protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
-        slots=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
+        max_leases=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
     )
     with LiveHub(tmp_path, config_of()) as hub:
         peer = hub.connect()
@@ -72,7 +72,7 @@ def test_an_actor_whose_hub_speaks_another_protocol_ends_and_says_so():
         context = zmq.Context()
         router = context.socket(zmq.ROUTER)
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        link = ActorSession("a1", 77, engine="scripted", slots=4, transports=("zmq",), software="test")
+        link = ActorSession("a1", 77, engine="scripted", max_leases=4, transports=("zmq",), software="test")
         client = HubClient(f"tcp://127.0.0.1:{port}", link)
         client.start()
         try:

@@ -39,7 +39,7 @@ class LiveActor:
 
     async def _live(self) -> None:
         context, local = zmq.Context(), from_plain({"policy": {"tiny": {"enabled": True}}}, [])
-        link = ActorSession("a1", 11, engine="native", slots=2, transports=("shm", "zmq"), software="test")
+        link = ActorSession("a1", 11, engine="native", max_leases=2, transports=("shm", "zmq"), software="test")
         self.loop = asyncio.get_running_loop()
         source, _ = weight_source(local, context)
         self.worker = Worker(HubClient(self._endpoint, link), lambda welcome: build_runtime(welcome, [], source))

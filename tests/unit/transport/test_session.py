@@ -35,7 +35,7 @@ LIMITS = Limits(outbox_groups=100)
 
 
 def make_link(**options: object) -> ActorSession:
-    return ActorSession("a1", 77, engine="scripted", slots=4, transports=("shm",), software="test", **options)
+    return ActorSession("a1", 77, engine="scripted", max_leases=4, transports=("shm",), software="test", **options)
 
 
 def sent(effects: list) -> list:

@@ -136,7 +136,7 @@ def test_a_hub_offers_it_and_an_actor_installs_over_it(tmp_path, own, model_dir,
         peer = hub.connect()
         peer.send(Hello(
             protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
-            slots=4, transports=(own, "zmq"), installed=None, held=(), outbox=(), next_seq=1,
+            max_leases=4, transports=(own, "zmq"), installed=None, held=(), outbox=(), next_seq=1,
         ))
         welcome = peer.receive(Welcome)
         local = from_plain({"policy": {"tiny": {"enabled": True}}}, (f"actors.transports=[{own},zmq]",))

@@ -360,7 +360,7 @@ def test_a_relay_may_start_first_and_serves_a_successor_of_its_hub(tmp_path, mod
                 welcome = hub.connect().join()
                 one = puller(hub, welcome, relay.endpoint)
                 before = relay.relay.socket.num_bytes_served
-                until(lambda hub=hub: any(link.slots == 0 for link in hub.server.context.connections.all()))
+                until(lambda hub=hub: any(link.max_leases == 0 for link in hub.server.context.connections.all()))
                 one.fetch(welcome.manifest, welcome.offers, welcome.layout)
                 assert relay.relay.socket.num_bytes_served - before == sum(welcome.layout.bucket_bytes)
                 assert len(hub.server.context.connections) == 1, "a relay does not count as an actor"
