@@ -6,7 +6,7 @@ import re
 
 from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
-from streamrl.config.schema import AdaptiveRule, Config, StalenessMode
+from streamrl.config.schema import AdaptiveRule, Config, SamplingConfig, StalenessMode
 from streamrl.errors import ConfigError
 from streamrl.lag_rule import LagRule, lag_bound
 from streamrl.messages import TRANSPORTS
@@ -77,10 +77,25 @@ def _check_ranges(config: Config) -> None:
         accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),
         f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
     )
+    _check_train_sampling(config.rollout.train.sampling)
+
+
+def _check_train_sampling(sampling: SamplingConfig) -> None:
+    name = "rollout.train.sampling"
     _need(
-        config.rollout.train.sampling.temperature > 0,
-        "rollout.train.sampling.temperature=0 is greedy: all members of a group would be the same; use more than 0",
+        sampling.temperature > 0,
+        f"{name}.temperature=0 is greedy: all members of a group would be the same; use more than 0",
     )
+    # The learner never sees the set of tokens that was kept, so it could not renormalize its own log-probs over it.
+    for key, value, off in (
+        ("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1), ("min_p", sampling.min_p, 0.0)
+    ):
+        _need(
+            value == off,
+            f"{name}.{key}={value} samples from a truncated distribution while the learner scores the full one, so "
+            f"importance ratios would differ from 1 even at lag 0: leave {key} at {off} and lower {name}.temperature "
+            f"instead (rollout.test.sampling.{key} is free: evaluation takes no ratio)",
+        )
 
 
 def _check_names(config: Config) -> None:

@@ -82,7 +82,7 @@ class SamplingConfig:
     temperature: float = ranged(1.0, ge=0)
     """Divides the logits; 0 is greedy."""
     top_p: float = ranged(1.0, gt=0, le=1)
-    """Keep the smallest set of tokens with this probability mass."""
+    """Keep the smallest set of tokens with this probability mass; evaluation only, like top_k and min_p."""
     top_k: int = -1
     """Keep the k most likely tokens; -1 keeps all."""
     min_p: float = ranged(0.0, ge=0, lt=1)

@@ -20,6 +20,7 @@ KL_OPTIONS = "learner/objective/test_kl_options.py"
 KL, KL_CONTROL = "learner/objective/test_kl_training.py", "learner/objective/test_loss_weights.py"
 SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
 SPLIT_LIMITS = f"{ACTOR}::test_the_limits_of_a_turn_are_those_of_its_split"
+TRUNCATION = "learner/test_ratio_at_lag_zero.py::test_truncated_sampling_is_refused_for_training_only"
 OPTIMIZER = f"{LEARNER}::test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights"
 OPTIMIZERS = "learner/test_optimizers.py"
 SIZES = f"{LEARNER}::test_a_tiny_model_has_the_sizes_that_are_set"
@@ -87,10 +88,12 @@ SHOWN_BY = {
         f"rollout.{split}.sampling.{name}": shown_by
         for split in ("train", "test")
         for name, shown_by in {
-            "temperature": SPLIT_SAMPLING, "top_p": SPLIT_SAMPLING, "top_k": SPLIT_SAMPLING, "min_p": SPLIT_SAMPLING,
-            "max_new_tokens": SPLIT_LIMITS, "stop": SPLIT_LIMITS, "ignore_eos": SPLIT_LIMITS,
+            "temperature": SPLIT_SAMPLING, "max_new_tokens": SPLIT_LIMITS, "stop": SPLIT_LIMITS,
+            "ignore_eos": SPLIT_LIMITS,
         }.items()
     },
+    **{f"rollout.train.sampling.{name}": TRUNCATION for name in ("top_p", "top_k", "min_p")},
+    **{f"rollout.test.sampling.{name}": SPLIT_SAMPLING for name in ("top_p", "top_k", "min_p")},
     "rollout.group_policy": f"{LEDGER}::test_the_group_policy_decides_which_members_are_leased_again",
     "rollout.num_min_members": f"{LEDGER}::test_a_partial_group_is_held_if_it_has_enough_members",
     "filter.zero_std": FILTERS,

@@ -113,8 +113,13 @@ def test_another_task_or_another_option_of_it_gives_other_prompts(tmp_path):
     assert b"mine 0" in mine
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.8), ("top_k", 9), ("min_p", 0.125)])
+@pytest.mark.parametrize(
+    ("split", "name", "value"),
+    [
+        ("train", "temperature", 0.7), ("test", "temperature", 0.7), ("test", "top_p", 0.8), ("test", "top_k", 9),
+        ("test", "min_p", 0.125),
+    ],
+)
 def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
     ledger = ledger_of(f"rollout.{split}.sampling.{name}={value}")
     ledger.evals.request(0, version=0, num_prompts=1)
