@@ -1,4 +1,5 @@
 """Actors: processes that lease prompts, generate episodes and send them to the hub."""
 
-EXIT_WRONG_RUN, EXIT_ENGINE_HUNG, EXIT_RESTART = 6, 9, 11
-"""Exit codes: another run has the address; the engine must not go on; the run came back with other settings."""
+EXIT_CONFIG, EXIT_WRONG_RUN, EXIT_ENGINE_HUNG, EXIT_RESTART = 2, 6, 9, 11
+"""Exit codes: a setting is impossible, which no restart mends; another run has the address; the engine must not go on;
+the run came back with other settings."""

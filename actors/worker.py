@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actors import EXIT_ENGINE_HUNG, EXIT_RESTART
+from actors import EXIT_CONFIG, EXIT_ENGINE_HUNG, EXIT_RESTART
 from actors.leases import RunningLeases
 from actors.rollout import returned, run_group, sendable
 from actors.runtime import ActorRuntime, RuntimeHandle
 from actors.weights.updater import WeightUpdater
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import (
     Announce,
     Drain,
@@ -161,7 +161,7 @@ class Worker:
             runtime = await self._handle.finished()
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
-            self._end(1, str(error))
+            self._end(EXIT_CONFIG if isinstance(error, ConfigError) else 1, str(error))
             return
         assert self._welcome is not None  # the latest: the learner may have been resumed meanwhile
         if self._fits(runtime, self._welcome):

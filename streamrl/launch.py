@@ -6,6 +6,7 @@ the end. Every child holds the read end of a pipe from this process, so none out
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import child_environment
 from streamrl.report.live_view import LiveView
@@ -32,6 +34,7 @@ POLL_S = 0.1
 STOP_ACTORS_S = 8.0
 QUICK_DEATH_S = 15.0
 HEALTHY_S = 120.0
+EXIT_CONFIG = 2
 EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
 
@@ -50,8 +53,8 @@ class Child:
 
     def tail(self, num_lines: int) -> str:
         """The end of its log, indented."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-num_lines:]
-        return "\n".join("  " + line for line in lines)
+        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        return "\n".join("  " + line for line in lines[-num_lines:])
 
     def close_pipe(self) -> None:
         """A child that still runs ends by this: it watches the other end."""
@@ -180,6 +183,8 @@ class Launcher:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
+        if not self._actors:
+            print(f"launch.num_actors=0: start actors with  python -m actors connect={self._endpoint}", flush=True)
 
     def _restart_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):
@@ -190,13 +195,16 @@ class Launcher:
                 age = now - actor.started_at
                 if age > HEALTHY_S:
                     actor.num_restarts = 0
-                if actor.num_restarts >= self.config.launch.num_max_restarts:
+                # A configuration error stays one however often the actor starts.
+                if code == EXIT_CONFIG or actor.num_restarts >= self.config.launch.num_max_restarts:
                     actor.given_up = True
+                    why = "a configuration error" if code == EXIT_CONFIG else "launch.num_max_restarts"
                     print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
-                          f"(launch.num_max_restarts). The end of {actor.log_path}:\n{actor.tail(8)}", file=sys.stderr)
+                          f"({why}). The end of {actor.log_path}:\n{actor.tail(8)}", file=sys.stderr)
                     continue
                 actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
-                log.warning("%s ended with status %d: restarting it", actor.name, code)
+                log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
+                            actor.name, code, actor.log_path, actor.tail(1))
             if now >= actor.restart_at:
                 fresh = self._start_actor(index)
                 fresh.num_restarts = actor.num_restarts + 1
@@ -230,6 +238,15 @@ class Launcher:
                 pass
 
 
+def check_engine(config: Config) -> None:
+    """Raise ConfigError if the actors started here lack their engine's package."""
+    if config.launch.num_actors and config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actors.engine=vllm: vLLM is not installed here. Run `make vllm` (docs/vllm.md), take actors.engine=native, "
+            "or launch.num_actors=0 and start the actors on a machine that has it."
+        )
+
+
 def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     """Do the run of these `key=value` overrides, print its summary; returns its directory and exit status.
 
@@ -237,6 +254,7 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
     config = load_config(overrides)
+    check_engine(config)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)
     code = Launcher(config, overrides, run_dir).run()

@@ -26,6 +26,8 @@ if (here / "hub-please").exists() and rank == 0:
     draft.write_text('{"connect": "tcp://127.0.0.1:1"}')
     draft.rename(run / "hub.json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if (here / "patient").exists():
+        time.sleep(1.0)
     wanted = int((here / "hub-please").read_text())
     deadline = time.monotonic() + 30
     while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
@@ -40,7 +42,8 @@ draft = here / f"draft-{os.getpid()}"
 draft.write_text(" ".join(sys.argv[1:]))
 draft.rename(here / f"actor-{os.getpid()}")
 if (here / "mortal").exists():
-    sys.exit(1)
+    print("RuntimeError: the reason of the death", file=sys.stderr)
+    sys.exit(int((here / "mortal").read_text() or "1"))
 sys.stdin.read()
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 from actors import runtime
 from actors.worker import EXIT_ENGINE_HUNG
-from streamrl.errors import EngineError
+from streamrl.errors import ConfigError, EngineError
 from streamrl.transport.session import LinkClosed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import DEADLINE_S, Actor, always, run, says, until
@@ -73,5 +73,19 @@ def test_a_build_that_never_ends_ends_the_process_instead_of_renewing_it(monkeyp
         gone = await (await stopped_while_building(site))
         assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail
         site.hold.set()
+
+    run(work)
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(ConfigError("no such engine"), 2), (EngineError("no device"), 1)])
+def test_a_configuration_error_has_an_exit_code_of_its_own(error, exit_code):
+    class Refusing(Site):
+        def _build(self, welcome):
+            raise error
+
+    async def work():
+        site = Refusing()
+        site.client.says(site.welcome())
+        assert await site.worker.run() == LinkClosed(exit_code, str(error))
 
     run(work)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from streamrl.launch import EXIT_INTERRUPTED, Launcher
+from streamrl.errors import ConfigError
+from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, check_engine, launch_run
 from tests.unit.config.setting_harness import config_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,6 +45,45 @@ def test_a_crashing_actor_is_restarted_as_often_as_set(here, num_max):
     code = launch(here, "launch.num_actors=1", f"launch.num_max_restarts={num_max}")
 
     assert code != 0 and len(started(here, "actor")) == 1 + num_max
+
+
+def test_the_first_death_of_an_actor_shows_its_last_line(here, caplog):
+    (here / "hub-please").write_text(str(NEVER))
+    (here / "mortal").touch()
+
+    launch(here, "launch.num_actors=1", "launch.num_max_restarts=1")
+
+    first = caplog.records[0].getMessage()
+    assert "actor-0 ended with status 1" in first and "RuntimeError: the reason of the death" in first
+
+
+def test_an_actor_with_a_configuration_error_is_not_restarted(here, capfd):
+    (here / "hub-please").write_text(str(NEVER))
+    (here / "mortal").write_text("2")
+
+    code = launch(here, "launch.num_actors=1", "launch.num_max_restarts=5")
+
+    assert code == EXIT_NO_ACTORS and len(started(here, "actor")) == 1
+    assert "a configuration error" in capfd.readouterr().err
+
+
+def test_without_actors_the_command_that_starts_one_is_printed(here, capfd):
+    (here / "hub-please").write_text("0")
+    (here / "patient").touch()
+
+    assert launch(here, "launch.num_actors=0") == 0
+
+    assert "python -m actors connect=tcp://127.0.0.1:1" in capfd.readouterr().out
+
+
+def test_vllm_without_vllm_is_refused_before_anything_starts(here, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = ["policy.tiny.enabled=true", "actors.engine=vllm", f"run.dir={here / 'run'}"]
+
+    with pytest.raises(ConfigError, match=r"vLLM is not installed here\. Run `make vllm`"):
+        launch_run(words)
+    assert not (here / "run").exists()
+    check_engine(config_of("actors.engine=vllm", "launch.num_actors=0"))  # actors elsewhere may have it
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
