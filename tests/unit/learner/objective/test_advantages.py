@@ -1,4 +1,4 @@
-"""Estimators in the learner: what each setting does to the credit of a token; no split of the batch matters."""
+"""Estimators in the learner: what each setting does to the advantage of a token; no split of the batch matters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spread(micro, per_row):
     return out
 
 
-def credited(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.4):
+def advantages_of(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.4):
     """Row -> (advantages, targets) of its action tokens, as the loss would use them."""
     made = Objective(advantage, loss, max_new_tokens=16, max_lag=4, ranks=Ranks())
     policy, values, ends, norms = drifted(rows, seed, drift)
@@ -78,8 +78,8 @@ def test_how_the_batch_is_split_changes_no_advantage(estimator, whiten):
     loss = replace(PLAIN, surrogate="reinforce") if estimator == "clipped_is" else PLAIN
     settings = AdvantageConfig(estimator=estimator, whiten=whiten, baseline="group_mean")
 
-    whole = credited(rows, settings, loss=loss)
-    split = credited(rows, settings, loss=loss, max_tokens=25)
+    whole = advantages_of(rows, settings, loss=loss)
+    split = advantages_of(rows, settings, loss=loss, max_tokens=25)
 
     torch.testing.assert_close(all_advantages(split), all_advantages(whole), atol=1e-5, rtol=1e-4)
 
@@ -90,7 +90,7 @@ def test_with_a_critic_each_row_gets_what_the_function_gives_it_alone(estimator)
     settings = AdvantageConfig(estimator=estimator, baseline="none")
     if estimator != "n_step":
         settings = replace(settings, lam=0.9)
-    found = credited(rows, settings)
+    found = advantages_of(rows, settings)
     policy, values, ends, _ = drifted(rows)
 
     for i, row in enumerate(rows):
@@ -119,7 +119,7 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
     rows = [replace(row, truncated=i == 0) for i, row in enumerate(batch(1, 4))]
     settings = AdvantageConfig(estimator="gae", baseline="none", lam=1.0)
     policy, values, ends, _ = drifted(rows)
-    found = credited(rows, settings)
+    found = advantages_of(rows, settings)
 
     for i, row in enumerate(rows):
         end = float(ends[i]) if i == 0 else 0.0
@@ -129,8 +129,8 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
 def test_a_group_baseline_centers_the_rewards_that_a_critic_sees_and_is_paid_once():
     """Where a cut trajectory goes on with V, V has the baseline in it: it is not charged on top."""
     rows = [replace(row, truncated=i % 3 == 0) for i, row in enumerate(batch(2, 4))]
-    plain = credited(rows, AdvantageConfig(estimator="gae", baseline="none"))
-    centered = credited(rows, AdvantageConfig(estimator="gae", baseline="group_mean"))
+    plain = advantages_of(rows, AdvantageConfig(estimator="gae", baseline="none"))
+    centered = advantages_of(rows, AdvantageConfig(estimator="gae", baseline="group_mean"))
 
     for i, row in enumerate(rows):
         mean = 0.0 if row.truncated else np.mean([r.reward for r in rows if r.group_id == row.group_id])
@@ -139,7 +139,8 @@ def test_a_group_baseline_centers_the_rewards_that_a_critic_sees_and_is_paid_onc
 
 
 def test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one():
-    found = all_advantages(credited(batch(3, 4), AdvantageConfig(estimator="vtrace", whiten="batch"), max_tokens=40))
+    settings = AdvantageConfig(estimator="vtrace", whiten="batch")
+    found = all_advantages(advantages_of(batch(3, 4), settings, max_tokens=40))
 
     assert float(found.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(found.std()) == pytest.approx(1.0, abs=1e-4)
@@ -153,7 +154,7 @@ def test_gamma_discounts_tokens_or_only_the_ends_of_turns():
 
     def first_advantage(config):
         _, values, _, _ = drifted([two_turns])
-        return float(credited([two_turns], config)[0][0][0]) + values[0][0]
+        return float(advantages_of([two_turns], config)[0][0][0]) + values[0][0]
 
     by_token, by_turn = first_advantage(settings), first_advantage(replace(settings, discount=Discount.turn))
 
@@ -169,11 +170,11 @@ def test_segments_are_turns_or_blocks_inside_turns():
     assert segment_ids(micro, Segment.block, 3).tolist() == [[1, 1, 1, 2, 3, 3, 3]]
 
 
-def test_segment_length_changes_the_credit():
+def test_segment_length_changes_the_advantages():
     rows = batch(2, 4)
     settings = AdvantageConfig(estimator="vtrace_segments", segment=Segment.block, segment_tokens=2)
-    two, four = (all_advantages(credited(rows, replace(settings, segment_tokens=n))) for n in (2, 4))
-    turns = all_advantages(credited(rows, AdvantageConfig(estimator="vtrace_segments")))
+    two, four = (all_advantages(advantages_of(rows, replace(settings, segment_tokens=n))) for n in (2, 4))
+    turns = all_advantages(advantages_of(rows, AdvantageConfig(estimator="vtrace_segments")))
 
     assert not torch.allclose(two, four) and not torch.allclose(four, turns)
 
@@ -181,8 +182,8 @@ def test_segment_length_changes_the_credit():
 def test_rho_bar_pg_multiplies_the_own_ratio_into_the_advantage():
     rows = batch(2, 4)
     reinforce = replace(PLAIN, surrogate="reinforce")
-    with_ratio = credited(rows, AdvantageConfig(estimator="vtrace", rho_bar_pg=1.0), loss=reinforce)
-    without = credited(rows, AdvantageConfig(estimator="vtrace"))
+    with_ratio = advantages_of(rows, AdvantageConfig(estimator="vtrace", rho_bar_pg=1.0), loss=reinforce)
+    without = advantages_of(rows, AdvantageConfig(estimator="vtrace"))
     policy, *_ = drifted(rows)
 
     for i, row in enumerate(rows):
@@ -201,8 +202,8 @@ def test_an_estimators_own_constants_reach_it(estimator, options):
     loss = replace(PLAIN, surrogate="reinforce") if estimator == "clipped_is" else PLAIN
     blocks = {"segment": Segment.block, "segment_tokens": 2} if estimator == "vtrace_segments" else {}
     settings = AdvantageConfig(estimator=estimator, **blocks)
-    plain = credited(rows, settings, loss=loss)
-    other = credited(rows, replace(settings, options=options), loss=loss)
+    plain = advantages_of(rows, settings, loss=loss)
+    other = advantages_of(rows, replace(settings, options=options), loss=loss)
 
     same = all(torch.allclose(plain[i][k], other[i][k]) for i in plain for k in (0, 1))
     assert not same
@@ -211,22 +212,22 @@ def test_an_estimators_own_constants_reach_it(estimator, options):
 def test_a_weighted_baseline_listens_to_siblings_that_the_policy_still_would_say():
     rows = batch(2, 4)
     settings = AdvantageConfig(estimator="group", baseline="weighted_leave_one_out", min_ess=0.0)
-    found, (policy, *_) = credited(rows, settings, max_tokens=30), drifted(rows)
+    found, (policy, *_) = advantages_of(rows, settings, max_tokens=30), drifted(rows)
     scores, groups = torch.tensor([r.reward for r in rows]).double(), torch.tensor([r.group_id for r in rows])
     sums = torch.tensor([float((policy[i] - r.logprobs[r.mask]).sum()) for i, r in enumerate(rows)])
 
     for cap in (2.0, 0.5):
-        found = credited(rows, replace(settings, weight_cap=cap))
+        found = advantages_of(rows, replace(settings, weight_cap=cap))
         expected = scores - algorithms.leave_one_out(scores, groups, weights=sums.exp().clamp(max=cap), min_ess=0.0)
         assert [float(found[i][0][0]) for i in range(len(rows))] == pytest.approx(expected.tolist(), abs=1e-4)
-    plain = credited(rows, replace(settings, min_ess=100.0))
+    plain = advantages_of(rows, replace(settings, min_ess=100.0))
     expected = scores - algorithms.leave_one_out(scores, groups)
     assert [float(plain[i][0][0]) for i in range(len(rows))] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_the_optimal_baseline_weighs_siblings_by_the_size_of_their_gradients_too():
     rows = batch(2, 4)
-    found = credited(rows, AdvantageConfig(estimator="group", baseline="opob"), max_tokens=30)
+    found = advantages_of(rows, AdvantageConfig(estimator="group", baseline="opob"), max_tokens=30)
     policy, _, _, norms = drifted(rows)
     scores, groups = torch.tensor([r.reward for r in rows]).double(), torch.tensor([r.group_id for r in rows])
     sums = torch.tensor([float((policy[i] - r.logprobs[r.mask]).sum()) for i, r in enumerate(rows)])
@@ -238,8 +239,8 @@ def test_the_optimal_baseline_weighs_siblings_by_the_size_of_their_gradients_too
 def test_rho_bar_can_follow_the_effective_sample_size():
     rows = batch(3, 4)
     settings = AdvantageConfig(estimator="vtrace_critic_free")
-    fixed = all_advantages(credited(rows, settings, drift=0.2))
-    chosen = all_advantages(credited(rows, replace(settings, rho_bar_ess_target=0.3), drift=0.2))
+    fixed = all_advantages(advantages_of(rows, settings, drift=0.2))
+    chosen = all_advantages(advantages_of(rows, replace(settings, rho_bar_ess_target=0.3), drift=0.2))
 
     assert not torch.allclose(fixed, chosen)  # a wider cap than 1 reaches so low a target
 
@@ -270,7 +271,7 @@ def test_a_setting_that_the_estimator_does_not_read_is_refused(settings, message
 @pytest.mark.parametrize("discount", list(Discount))
 def test_discounted_returns_are_whitened_by_their_own_moments(discount):
     settings = AdvantageConfig(estimator="reinforce_pp", baseline="none", gamma=0.9, discount=discount)
-    found = all_advantages(credited(batch(3, 4), settings, max_tokens=40))
+    found = all_advantages(advantages_of(batch(3, 4), settings, max_tokens=40))
 
     assert float(found.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(found.std()) == pytest.approx(1.0, abs=1e-4)

@@ -249,8 +249,8 @@ def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
         gradients[place] = logprobs.grad
 
     shaped = [row.reward - 0.5 * place * row.num_action_tokens for place, row in enumerate(rows)]
-    credit = [shaped[0] - shaped[1], shaped[1] - shaped[0], shaped[2] - shaped[3], shaped[3] - shaped[2]]
-    for gradient, expected in zip(gradients, credit, strict=True):
+    advantage = [shaped[0] - shaped[1], shaped[1] - shaped[0], shaped[2] - shaped[3], shaped[3] - shaped[2]]
+    for gradient, expected in zip(gradients, advantage, strict=True):
         torch.testing.assert_close(gradient, torch.full_like(gradient, -expected / num_tokens(rows)))
 
 

@@ -122,8 +122,8 @@ def test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token():
     rows = batch()
     grads, _, policy = step(rows, loss=replace(OFF, surrogate="reinforce", correction="bypass_pg_is"))
 
-    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
-        expected = -float(ratio.prod().clamp(max=2.0)) * credit / num_tokens(rows)
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+        expected = -float(ratio.prod().clamp(max=2.0)) * advantage / num_tokens(rows)
         torch.testing.assert_close(grad, torch.full_like(grad, expected), atol=1e-6, rtol=1e-4)
 
 
@@ -133,8 +133,8 @@ def test_a_decoupled_weight_and_a_clip_on_the_proximal_policy_make_one_ratio():
     loss = replace(OFF, surrogate="ppo_clip", anchor="recomputed", correction="decoupled_token_is", dual_clip=None)
     grads, _, policy = step(rows, loss=loss)
 
-    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
-        torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * credit / num_tokens(rows), atol=1e-6, rtol=1e-4)
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+        torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * advantage / num_tokens(rows), atol=1e-6, rtol=1e-4)
 
 
 def test_an_averaged_anchor_clips_against_the_average_and_not_against_mu():
@@ -142,10 +142,10 @@ def test_an_averaged_anchor_clips_against_the_average_and_not_against_mu():
     loss = replace(OFF, surrogate="decoupled_ppo", anchor="ewma", dual_clip=None, clip_low=0.2, clip_high=0.2)
     grads, _, policy = step(rows, loss=loss, proximal=0.1)
 
-    for grad, ratio, credit in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
         own, weight = ratio / math.exp(0.1), math.exp(0.1)
-        free = (own <= 1.2) if credit > 0 else (own >= 0.8)
-        expected = torch.where(free, -weight * own * credit / num_tokens(rows), 0.0)
+        free = (own <= 1.2) if advantage > 0 else (own >= 0.8)
+        expected = torch.where(free, -weight * own * advantage / num_tokens(rows), 0.0)
         torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-4)
 
 

@@ -111,9 +111,9 @@ def test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side():
     _, grads, _, _ = run(rows, loss=loss)
 
     n = num_tokens(rows)
-    for grad, ratio, credit in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
-        free = (ratio <= 1.2) if credit > 0 else (ratio >= 0.9)
-        torch.testing.assert_close(grad, torch.where(free, -ratio * credit / n, 0.0), atol=1e-6, rtol=1e-5)
+    for grad, ratio, advantage in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
+        free = (ratio <= 1.2) if advantage > 0 else (ratio >= 0.9)
+        torch.testing.assert_close(grad, torch.where(free, -ratio * advantage / n, 0.0), atol=1e-6, rtol=1e-5)
 
 
 def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios_after_it():
@@ -122,10 +122,10 @@ def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios
     _, grads, _, stats = run(rows, AdvantageConfig(estimator="vtrace_critic_free"), loss)
 
     n = num_tokens(rows)
-    for grad, ratio, credit in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
         capped = ratio.clamp(max=1.0)
         suffix = torch.stack([capped[t + 1 :].prod() for t in range(len(ratio))])
-        torch.testing.assert_close(grad, -suffix * credit / n, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grad, -suffix * advantage / n, atol=1e-6, rtol=1e-4)
     assert 0 < stats["trace/fraction"] < 1
 
 
@@ -170,8 +170,9 @@ def test_reinforce_plus_plus_with_a_baseline_whitens_the_centered_rewards():
     loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
     _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="leave_one_out"), loss, max_tokens=40)
 
-    credit = torch.cat([torch.full((r.num_action_tokens,), a) for r, a in zip(rows, leave_one_out(rows), strict=True)])
-    expected = -(credit - credit.mean()) / (credit.std() + 1e-8) / len(credit)
+    pairs = zip(rows, leave_one_out(rows), strict=True)
+    advantage = torch.cat([torch.full((row.num_action_tokens,), centered) for row, centered in pairs])
+    expected = -(advantage - advantage.mean()) / (advantage.std() + 1e-8) / len(advantage)
     torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -182,25 +183,25 @@ def test_vtrace_reads_its_decay_and_both_caps():
     _, grads, _, _ = run(rows, settings, loss)
 
     n = num_tokens(rows)
-    for grad, ratio, credit in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
         steps = torch.cat([0.9 * ratio[:-1].clamp(max=1.1), ratio[-1:].clamp(max=1.3)])
         suffix = torch.stack([steps[t + 1 :].prod() for t in range(len(ratio))])
-        torch.testing.assert_close(grad, -suffix * credit / n, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grad, -suffix * advantage / n, atol=1e-6, rtol=1e-4)
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", ["std", "batch_std"])
-def test_a_scale_divides_the_credit(scale):
+def test_a_scale_divides_the_advantages(scale):
     rows = batch()
     _, plain, _, _ = run(rows)
     _, scaled, _, _ = run(rows, replace(GROUP, scale=scale))
 
-    credit = torch.tensor(leave_one_out(rows))
+    advantage = torch.tensor(leave_one_out(rows))
     for i, row in enumerate(rows):
         rewards = torch.tensor([r.reward for r in rows if r.group_id == row.group_id])
-        divisor = float(rewards.std() if scale == "std" else credit.std())
+        divisor = float(rewards.std() if scale == "std" else advantage.std())
         torch.testing.assert_close(scaled[i] * divisor, plain[i], atol=1e-6, rtol=1e-4)
 
 
@@ -236,10 +237,10 @@ def test_the_behavior_penalty_adds_the_squared_log_ratio():
     base, plain, _, _ = run(rows)
     loss, grads, _, _ = run(rows, loss=replace(PLAIN, behavior_penalty=0.01))
 
-    ell = [r.log() for r in ratios(rows)]
+    log_ratios = [r.log() for r in ratios(rows)]
     n = num_tokens(rows)
-    assert loss - base == pytest.approx(0.01 * float(torch.cat(ell).square().sum()) / n, rel=1e-3)
-    close([g - p for g, p in zip(grads, plain, strict=True)], [0.02 * e / n for e in ell])
+    assert loss - base == pytest.approx(0.01 * float(torch.cat(log_ratios).square().sum()) / n, rel=1e-3)
+    close([g - p for g, p in zip(grads, plain, strict=True)], [0.02 * e / n for e in log_ratios])
 
 
 def test_the_entropy_bonus_rewards_every_token_alike():
@@ -333,12 +334,12 @@ def test_on_policy_every_surrogate_has_the_policy_gradient(surrogate):
     loss = LossConfig(surrogate=surrogate, allow_uncorrected=True, avg_level=level, **tight)
     _, grads, _, _ = run(rows, loss=loss, drift=0.0)
 
-    for row, grad, credit in zip(rows, grads, leave_one_out(rows), strict=True):
+    for row, grad, advantage in zip(rows, grads, leave_one_out(rows), strict=True):
         n = len(rows) * row.num_action_tokens if level != "token-mean" else num_tokens(rows)
         if surrogate in ("gspo", "gmpo"):  # equal after the mean over the trajectory
-            assert float(grad.sum()) == pytest.approx(-credit / len(rows), abs=1e-5)
+            assert float(grad.sum()) == pytest.approx(-advantage / len(rows), abs=1e-5)
         else:
-            torch.testing.assert_close(grad, torch.full_like(grad, -credit / n), atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(grad, torch.full_like(grad, -advantage / n), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("surrogate", sorted(SURROGATES))
@@ -369,15 +370,15 @@ def test_m2po_derives_one_clip_from_the_harmful_tokens_of_the_batch():
     loss = LossConfig(surrogate="m2po", veto_low=None, veto_high=None, clip_low=0.0, clip_high=0.0)
     _, grads, _, _ = run(rows, loss=loss, max_tokens=24)
 
-    ell = torch.cat([r.log() for r in ratios(rows)]).double()
-    credit = torch.cat([torch.full_like(r, a) for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
-    harmful = ((credit > 0) & (ell > 0)) | ((credit < 0) & (ell < 0))
-    squares = ell[harmful].square()
+    log_ratios = torch.cat([r.log() for r in ratios(rows)]).double()
+    advantage = torch.cat([torch.full_like(r, a) for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
+    harmful = ((advantage > 0) & (log_ratios > 0)) | ((advantage < 0) & (log_ratios < 0))
+    squares = log_ratios[harmful].square()
     caps = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     within = torch.stack([squares.clamp(max=float(c) ** 2).mean() <= 0.04 for c in caps])
     cap = float(caps[within].max())
     assert squares.mean() > 0.04  # the budget binds
-    assert torch.equal(torch.cat(grads) == 0, (harmful & (ell.abs() > cap)) | (credit == 0))
+    assert torch.equal(torch.cat(grads) == 0, (harmful & (log_ratios.abs() > cap)) | (advantage == 0))
 
 
 # --- the batch and its plan ----------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():
     left = sum(r.num_action_tokens for r in rows if not r.truncated)
 
     assert torch.count_nonzero(filtered[~kept]) == 0
-    torch.testing.assert_close(filtered[kept], plain[kept] * tokens / left)  # same credit, fewer tokens to divide by
+    torch.testing.assert_close(filtered[kept], plain[kept] * tokens / left)  # same advantage, fewer tokens to divide by
     assert stats["length/truncated_fraction"] == pytest.approx(0.25)
 
 

@@ -33,22 +33,23 @@ def step():
     made.begin(rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 40):
         made.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
-    ell = [(x - torch.from_numpy(r.logprobs[r.mask])).double().numpy() for x, r in zip(logprobs, rows, strict=True)]
-    return rows, ell, [e.numpy() for e in entropies], made.finish().flush(1)
+    recorded = [torch.from_numpy(row.logprobs[row.mask]) for row in rows]
+    log_ratios = [(x - mu).double().numpy() for x, mu in zip(logprobs, recorded, strict=True)]
+    return rows, log_ratios, [e.numpy() for e in entropies], made.finish().flush(1)
 
 
 def ess(weights):
     return weights.sum() ** 2 / (len(weights) * np.square(weights).sum())
 
 
-def vetoed(ell):
-    return [bool(((np.exp(x) < 0.4) | (np.exp(x) > 2.5)).any()) for x in ell]
+def vetoed(log_ratios):
+    return [bool(((np.exp(x) < 0.4) | (np.exp(x) > 2.5)).any()) for x in log_ratios]
 
 
 def test_effective_sample_sizes_are_of_kept_tokens_and_rows(step):
-    _, ell, _, stats = step
-    kept = [x for x, gone in zip(ell, vetoed(ell), strict=True) if not gone]
-    assert 0 < len(kept) < len(ell)
+    _, log_ratios, _, stats = step
+    kept = [x for x, gone in zip(log_ratios, vetoed(log_ratios), strict=True) if not gone]
+    assert 0 < len(kept) < len(log_ratios)
     tokens, rows = np.exp(np.concatenate(kept)), np.exp([x.sum() for x in kept])
 
     assert stats["ess/token"] == pytest.approx(ess(tokens))
@@ -56,12 +57,12 @@ def test_effective_sample_sizes_are_of_kept_tokens_and_rows(step):
     assert stats["ess/sequence_clipped"] == pytest.approx(ess(np.minimum(rows, 2.0)))
     assert stats["ratio/mean_token"] == pytest.approx(tokens.mean())
     assert stats["ratio/mean_sequence"] == pytest.approx(rows.mean())
-    assert stats["ess/kept_fraction"] == pytest.approx(len(tokens) / sum(map(len, ell)))
+    assert stats["ess/kept_fraction"] == pytest.approx(len(tokens) / sum(map(len, log_ratios)))
 
 
 def test_drift_and_ratios_are_of_all_action_tokens(step):
-    rows, ell, entropies, stats = step
-    every = np.concatenate(ell)
+    rows, log_ratios, entropies, stats = step
+    every = np.concatenate(log_ratios)
     lags = np.concatenate([VERSION - r.versions[r.mask] for r in rows])
 
     assert stats["ratio/max"] == pytest.approx(np.exp(every).max())
@@ -94,13 +95,13 @@ def test_lags_are_of_trained_tokens_and_of_the_oldest_token_of_a_trajectory(step
 
 
 def test_clip_shares_are_by_the_sign_of_the_advantage(step):
-    rows, ell, _, stats = step
-    credit = []
+    rows, log_ratios, _, stats = step
+    advantage = []
     for row in rows:
         others = [r.reward for r in rows if r.group_id == row.group_id and r.index != row.index]
-        credit.append(row.reward - np.mean(others))
-    per_token = np.concatenate([np.full(len(x), a) for x, a in zip(ell, credit, strict=True)])
-    ratio = np.exp(np.concatenate(ell))
+        advantage.append(row.reward - np.mean(others))
+    per_token = np.concatenate([np.full(len(x), a) for x, a in zip(log_ratios, advantage, strict=True)])
+    ratio = np.exp(np.concatenate(log_ratios))
 
     assert stats["clip/positive"] == pytest.approx((ratio[per_token > 0] > 1.28).mean())
     assert stats["clip/negative"] == pytest.approx((ratio[per_token < 0] < 0.8).mean())
@@ -109,7 +110,7 @@ def test_clip_shares_are_by_the_sign_of_the_advantage(step):
 
 
 def test_rewards_lengths_and_counts_are_of_the_batch(step):
-    rows, ell, _, stats = step
+    rows, log_ratios, _, stats = step
     rewards = np.array([r.reward for r in rows])
 
     assert stats["reward/mean"] == stats["rollout/reward/train"] == pytest.approx(rewards.mean())
@@ -119,7 +120,7 @@ def test_rewards_lengths_and_counts_are_of_the_batch(step):
     assert stats["length/truncated_fraction"] == pytest.approx(np.mean([r.truncated for r in rows]))
     assert stats["rollout/num_turns/train"] == pytest.approx(np.mean([r.num_turns for r in rows]))
     assert (stats["policy/num_groups"], stats["policy/num_trajectories"]) == (5, 20)
-    assert stats["policy/num_tokens"] == sum(map(len, ell))
+    assert stats["policy/num_tokens"] == sum(map(len, log_ratios))
 
 
 def test_every_key_is_in_the_list_of_metrics(step):
