@@ -27,20 +27,8 @@ from streamrl.algorithms.estimators.retrace import retrace_q, retrace_v
 from streamrl.algorithms.estimators.returns import clipped_is, gae, n_step, td_lambda
 from streamrl.algorithms.estimators.vtrace import vtrace, vtrace_critic_free, vtrace_segments
 from streamrl.algorithms.staleness.control import clip_from_budget
-from streamrl.algorithms.surrogates.clipped import decoupled_ppo, gmpo, gspo, m2po, ppo_clip, sapo
+from streamrl.algorithms.surrogates import clipped, weighted
 from streamrl.algorithms.surrogates.corrections import CORRECTION_PRESETS
-from streamrl.algorithms.surrogates.weighted import (
-    aipo,
-    cispo,
-    dppo_kl,
-    dppo_tv,
-    mis,
-    reinforce,
-    seq_tis,
-    tis,
-    topr,
-    vespo,
-)
 from streamrl.algorithms.types import ClipBounds, CorrectionSpec
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve
@@ -113,7 +101,7 @@ class Entry:
         """The parameters that settings may fill."""
         return frozenset(_parameters(self.function)) - self.INPUTS.keys() - set(self.fixed)
 
-    def __call__(self, given: Mapping[str, Any], **knobs: Any) -> Any:
+    def __call__(self, given: Mapping[str, Any], /, **knobs: Any) -> Any:
         """The function's result; of the inputs `given` by name it gets those that it takes."""
         return self.function(**{name: given[name] for name in self.inputs}, **knobs)
 
@@ -235,25 +223,25 @@ ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType(
 
 SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType(
     {
-        "reinforce": Surrogate(reinforce, fixed=("weights",)),
-        "ppo_clip": Surrogate(ppo_clip),
-        "decoupled_ppo": Surrogate(decoupled_ppo),
-        "tis": Surrogate(tis),
-        "cispo": Surrogate(cispo),
-        "aipo": Surrogate(aipo),
-        "seq_tis": Surrogate(seq_tis),
-        "mis": Surrogate(mis),
-        "icepop": Surrogate(mis),
-        "dis": Surrogate(mis, clip_knobs=("low", "high"), clips_ratio=True),
+        "reinforce": Surrogate(weighted.reinforce, fixed=("weights",)),
+        "ppo_clip": Surrogate(clipped.ppo_clip),
+        "decoupled_ppo": Surrogate(clipped.decoupled_ppo),
+        "tis": Surrogate(weighted.tis),
+        "cispo": Surrogate(weighted.cispo),
+        "aipo": Surrogate(weighted.aipo),
+        "seq_tis": Surrogate(weighted.seq_tis),
+        "mis": Surrogate(weighted.mis),
+        "icepop": Surrogate(weighted.mis),
+        "dis": Surrogate(weighted.mis, clip_knobs=("low", "high"), clips_ratio=True),
         # The mean ratio of a trajectory stays within about 0.001 of 1: a clip as wide as PPO's would never act.
-        "gspo": Surrogate(gspo, whole_row=True, max_clip=0.1),
-        "gmpo": Surrogate(gmpo, whole_row=True),
-        "topr": Surrogate(topr),
-        "sapo": Surrogate(sapo),
-        "vespo": Surrogate(vespo),
-        "m2po": Surrogate(m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
-        "dppo_tv": Surrogate(dppo_tv, clip_knobs=("bound_low", "bound_high")),
-        "dppo_kl": Surrogate(dppo_kl, clip_knobs=("bound_low", "bound_high")),
+        "gspo": Surrogate(clipped.gspo, whole_row=True, max_clip=0.1),
+        "gmpo": Surrogate(clipped.gmpo, whole_row=True),
+        "topr": Surrogate(weighted.topr),
+        "sapo": Surrogate(clipped.sapo),
+        "vespo": Surrogate(weighted.vespo),
+        "m2po": Surrogate(clipped.m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
+        "dppo_tv": Surrogate(weighted.dppo_tv, clip_knobs=("bound_low", "bound_high")),
+        "dppo_kl": Surrogate(weighted.dppo_kl, clip_knobs=("bound_low", "bound_high")),
     }
 )
 
