@@ -76,6 +76,11 @@ class Transcript:
         last = self.turns[-1]
         self.turns[-1] = Turn(last.start, last.end, last.reward + reward)
 
+    def pay_only(self, reward: float) -> None:
+        """The whole reward on the last turn, in place of what the turns earned."""
+        *earlier, last = self.turns
+        self.turns = [*(Turn(turn.start, turn.end, 0.0) for turn in earlier), Turn(last.start, last.end, reward)]
+
     def add_observation(self, ids: Sequence[int]) -> None:
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
@@ -149,7 +154,7 @@ class EpisodeRunner:
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
-                transcript.add_action(generation, self.rules.error_floor or 0.0)
+                transcript.add_action(generation, 0.0)
                 return self._failed(index, transcript, error)
             on_progress()
             transcript.add_action(generation, step.reward)
@@ -192,6 +197,7 @@ class EpisodeRunner:
             log.warning("environment failure %d: %s", self.num_env_errors, self.last_env_error)
         if self.rules.error_floor is None or not transcript.turns:
             return _aborted(index, description)
+        transcript.pay_only(self.rules.error_floor)
         scores = {"score": self.rules.error_floor, "env_error": 1.0}
         return transcript.member(index, MemberStatus.FINISHED, scores, "env")
 

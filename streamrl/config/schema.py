@@ -74,7 +74,7 @@ class EnvConfig:
     on_error: OnEnvError = OnEnvError.drop
     """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
     reward_floor: float = 0.0
-    """The reward of a failed environment under `env.on_error=floor`."""
+    """The reward of the whole trajectory of a failed environment under `env.on_error=floor`."""
 
 
 @dataclass

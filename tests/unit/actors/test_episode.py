@@ -304,6 +304,24 @@ def test_env_on_error_floor_gives_the_failed_member_the_reward_floor(floor):
     run(work)
 
 
+@pytest.mark.parametrize("floor", [-1.0, 0.3])
+def test_env_on_error_floor_is_not_added_to_what_earlier_turns_earned(floor):
+    answers = [Step(0.7, done=False, messages=[ChatMessage("user", "more")])] * 2
+
+    def step(action):
+        if answers:
+            return answers.pop()
+        raise ValueError("broken")
+
+    async def work():
+        group, _ = await play_one(TableTask(step), error_floor=floor, max_turns=3, max_new_tokens=2)
+        (member,) = group.members
+        assert (member.reward, [turn.reward for turn in member.turns]) == (floor, [0.0, 0.0, floor])
+        assert member.scores == {"score": floor, "env_error": 1.0}
+
+    run(work)
+
+
 def test_env_step_timeout_s_ends_an_async_step_and_names_itself():
     async def step(action):
         waiting.append(action)
