@@ -4,8 +4,8 @@ The file holds one of these, and the loader finds out which:
 
 1. a function `task(**options)` that returns a task: it decides, whatever else the file defines;
 2. exactly one class with `record` and `reward`, or with the whole `Task` protocol;
-3. two functions, `record(split, index)` and `reward(record, completion)`, and if it likes the names `num_train`,
-   `num_test` and `name`.
+3. two functions, `record(split, index)` and `reward(record, completion)`; functions `target(record)` and
+   `messages(record)` and the names `num_train`, `num_test` and `name` are taken up if they are there.
 
 Errors in the file are shown with the line of the file, not with lines of the loader.
 """
@@ -30,6 +30,7 @@ FORMS = (
     "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
     "or these two as functions, or a function task(**options) that returns the task."
 )
+PARTS = ("num_records", "record", "env")
 NO_TASK = "not a task: it must have name, num_records, record and env (derive it from streamrl.SingleTurnTask)."
 
 
@@ -61,7 +62,8 @@ def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str
     except Exception as error:
         raise TaskError(f"task {name} could not be made with options {dict(options)}: {describe(error)}") from error
     if not isinstance(task, Task):
-        raise TaskError(f"task {name} is a {type(task).__name__}, {NO_TASK}")
+        lacking = " and ".join(key for key in ("name", *PARTS) if not hasattr(task, key))
+        raise TaskError(f"task {name} is a {type(task).__name__}, {NO_TASK} It lacks {lacking}.")
     return task
 
 
@@ -115,12 +117,20 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
         return classes[0]
     if has_pair:
         optional = {key: getattr(module, key) for key in ("name", "num_train", "num_test") if hasattr(module, key)}
-        pair = {key: staticmethod(functions[key]) for key in ("record", "reward")}
+        parts = ("record", "reward", "target", "messages")
+        pair = {key: staticmethod(functions[key]) for key in parts if key in functions}
         return type("FunctionTask", (SingleTurnTask,), {"name": file.stem, **optional, **pair})
     found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
-    raise TaskError(f"{file.name} defines no task. Found: {found}. {FORMS}")
+    lacking = "".join(
+        f" {value.__name__} lacks {' and '.join(_lacks(value))}."
+        for value in own.values() if inspect.isclass(value) and len(_lacks(value)) < len(PARTS)
+    )
+    raise TaskError(f"{file.name} defines no task. Found: {found}.{lacking} {FORMS}")
 
 
 def _is_task_class(cls: type) -> bool:
-    is_whole = all(callable(getattr(cls, key, None)) for key in ("num_records", "record", "env"))
-    return is_whole and not inspect.isabstract(cls)
+    return not _lacks(cls) and not inspect.isabstract(cls)
+
+
+def _lacks(cls: type) -> list[str]:
+    return [key for key in PARTS if not callable(getattr(cls, key, None))]

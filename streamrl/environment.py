@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from streamrl.errors import TaskError
+
 Record = Mapping[str, Any]
 """One prompt of a task: JSON-serializable, keys are the task's own."""
 
@@ -92,7 +94,8 @@ class RewardFunction(Protocol):
 class SingleTurnTask:
     """Base of a task of one question and one answer: override `record` and `reward`.
 
-    `record` returns at least {"prompt": str}. `reward` returns a float, or a `Step` when reward and score differ.
+    `record` returns at least {"prompt": ...}, a string or a list of {"role": ..., "content": ...}; the key may also be
+    "messages". `reward` returns a float, or a `Step` when reward and score differ.
     """
 
     name = "single_turn"
@@ -109,11 +112,31 @@ class SingleTurnTask:
         raise TypeError(f"{type(self).__name__} must define reward(record, completion)")
 
     def messages(self, record: Record) -> list[ChatMessage]:
-        """The conversation that opens the episode; one user message by default."""
-        return [ChatMessage("user", str(record["prompt"]))]
+        """The conversation that opens the episode: the record's own messages, or its text as one user message."""
+        key = "messages" if "prompt" not in record and "messages" in record else "prompt"
+        return _conversation(key, record[key])
 
     def env(self) -> Env:
         return _SingleTurnEnv(self)
+
+
+def _conversation(key: str, prompt: Any) -> list[ChatMessage]:
+    if isinstance(prompt, str):
+        return [ChatMessage("user", prompt)]
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise TaskError(f"record[{key!r}] is {_shown(prompt)}: {_PROMPT_FORMS}")
+    for message in prompt:
+        parts = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
+        if not all(isinstance(part, str) for part in parts):
+            raise TaskError(f"record[{key!r}] holds {_shown(message)}: {_PROMPT_FORMS}")
+    return [ChatMessage(message["role"], message["content"]) for message in prompt]
+
+
+_PROMPT_FORMS = 'give a string, or a list of {"role": ..., "content": ...} with strings in both.'
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"
 
 
 class _SingleTurnEnv:

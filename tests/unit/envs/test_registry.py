@@ -7,7 +7,7 @@ import pytest
 from envs.check import check_task
 from envs.registry import load_task
 from envs.tasks.strings import StringTask
-from streamrl.environment import Step
+from streamrl.environment import ChatMessage, HasTarget, SingleTurnTask, Step
 from streamrl.errors import TaskError
 
 PAIR = """
@@ -97,6 +97,51 @@ def test_two_functions_in_a_file_are_a_task(write):
     assert env.step("train 3") == Step(reward=1.0)
 
 
+def test_the_functions_target_and_messages_are_taken_up(write):
+    more = """
+    from streamrl import ChatMessage
+
+    def target(record):
+        return record["prompt"]
+
+    def messages(record):
+        return [ChatMessage("system", "Repeat."), ChatMessage("user", record["prompt"])]
+"""
+    task = load_task("", path=write(PAIR + more))
+    check_task(task)
+
+    assert isinstance(task, HasTarget) and task.target({"prompt": "x"}) == "x"
+    assert [message.role for message in task.env().reset({"prompt": "x"})] == ["system", "user"]
+    assert not isinstance(load_task("", path=write(PAIR)), HasTarget)
+
+
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"}]
+
+
+@pytest.mark.parametrize("record", [{"prompt": CHAT}, {"messages": CHAT}, {"prompt": CHAT, "messages": []}])
+def test_a_prompt_may_be_a_list_of_messages(record):
+    assert SingleTurnTask().messages(record) == [ChatMessage("system", "Add."), ChatMessage("user", "1 + 1")]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": 7}, "record['prompt'] is 7 (int): give a string, or a list of"),
+        ({"prompt": None}, "record['prompt'] is None (NoneType)"),
+        ({"prompt": []}, "record['prompt'] is [] (list)"),
+        ({"prompt": {"role": "user", "content": "x"}}, "(dict)"),
+        ({"prompt": ["x"]}, "record['prompt'] holds 'x' (str)"),
+        ({"messages": [{"role": "user"}]}, "record['messages'] holds {'role': 'user'} (dict)"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "strings in both"),
+    ],
+)
+def test_a_prompt_of_another_type_is_refused_by_name(record, said):
+    with pytest.raises(TaskError) as caught:
+        SingleTurnTask().messages(record)
+
+    assert said in str(caught.value)
+
+
 def test_the_path_wins_over_the_name_and_one_class_takes_the_options(write):
     task = load_task("string.reverse", path=write(ONE_CLASS), options={"loudness": 2})
     check_task(task)
@@ -154,6 +199,17 @@ def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
         ("import no_such_module_here\n", "ModuleNotFoundError"),
         ("def reward(record, completion):\n    return 0.0\n", "defines no task. Found: reward. Define one class"),
         ("", "Found: nothing"),
+        (
+            "class Calc:\n    name = 'calc'\n    def record(self, split, index): ...\n    def env(self): ...\n"
+            "class CalcEnv:\n    def reset(self, record): ...\n",
+            "Found: Calc, CalcEnv. Calc lacks num_records. Define one class",
+        ),
+        (
+            "class Calc:\n    def num_records(self, split): ...\n    def record(self, split, index): ...\n"
+            "    def env(self): ...\n",
+            "task my_task.py is a Calc, not a task: it must have name, num_records, record and env (derive it from "
+            "streamrl.SingleTurnTask). It lacks name.",
+        ),
         ("def task():\n    return 3\n", "is a int, not a task"),
         ("def task():\n    raise KeyError('deep')\n", "KeyError: 'deep' (my_task.py, line 2: raise KeyError('deep'))"),
         ("def task(size):\n    return size\n", "missing option size: set env.options.size"),
