@@ -74,12 +74,12 @@ class ZmqReceiver:
         check_manifest(manifest, layout)
         base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
         with self._open() as socket:
-            pull = _Line(self, socket, cancelled, deadline)
+            pull = _Connection(self, socket, cancelled, deadline)
             if base is not None and (found := self._try_delta(pull, base, manifest, layout)) is not None:
                 return found
             return self._receive_full(pull, manifest, layout)
 
-    def _receive_full(self, pull: _Line, manifest: Manifest, layout: Layout) -> tuple[Document, float, float]:
+    def _receive_full(self, pull: _Connection, manifest: Manifest, layout: Layout) -> tuple[Document, float, float]:
         started = time.monotonic()
         memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
@@ -90,7 +90,7 @@ class ZmqReceiver:
         return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
 
     def _try_delta(
-        self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
+        self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout
     ) -> tuple[Document, float, float] | None:
         """None when the full version has to be pulled; raises where that could not be pulled either."""
         assert self._delta_base is not None
@@ -109,7 +109,7 @@ class ZmqReceiver:
         return found
 
     def _receive_delta(
-        self, pull: _Line, base: Document, manifest: Manifest, layout: Layout
+        self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout
     ) -> tuple[Document, float, float]:
         started = time.monotonic()
         what = f"the delta from {base.manifest.ref} to {manifest.ref}"
@@ -132,7 +132,7 @@ class ZmqReceiver:
         plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
         with self._open() as socket:
             blank = Pull(self._token, VersionRef(0, 0), PullMode.ASSETS, 0, 0, 0)
-            _Line(self, socket, cancelled, deadline).run(plan, blank)
+            _Connection(self, socket, cancelled, deadline).run(plan, blank)
         return bytes(memory)
 
     @contextlib.contextmanager
@@ -150,7 +150,7 @@ class ZmqReceiver:
             socket.close(linger=0)
 
 
-class _Line:
+class _Connection:
     """One connected socket, on which plans are carried out one after another."""
 
     def __init__(
