@@ -1,8 +1,8 @@
-"""How long from "publish" until an actor holds verified weights, by every way that a host has?
+"""How long from "publish" until an actor holds verified weights, over every transport of a host?
 
 publish -> verified visible: the learner's `Publisher` gathers, digests and commits a document; every receiver process
-maps it, verifies all buckets and says so over a pipe. The clock runs in the publishing process, from the call of
-`publish` to the last receiver's word. Beside it, in the same run and with the same bytes: one copy of the document in
+maps it, verifies all buckets and reports over a pipe. The clock runs in the publishing process, from the call of
+`publish` to the last receiver's report. Beside it, in the same run and with the same bytes: one copy of the document in
 memory and one digest of it, which every transport needs. Between two rounds the publisher may finish what it does
 behind a commit (unlink the retired document, make room for the next), as it does while a learner trains.
 

@@ -311,7 +311,7 @@ class ActorSession:
             incarnation=self.incarnation, beat=self._beat, state=self.state, free=progress.free if taking else 0,
             running=progress.running, installed=installed, tokens_total=progress.tokens_total,
             stuck=progress.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
-            free_eval=progress.free_eval if taking else 0, stats=progress.stats, max_leases=progress.max_leases, root=root,
-            held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
+            free_eval=progress.free_eval if taking else 0, stats=progress.stats, max_leases=progress.max_leases,
+            root=root, held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
         )
         return [Send(encode(beat))]
