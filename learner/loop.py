@@ -10,7 +10,7 @@ from learner.run import Run
 
 
 def train(run: Run) -> bool:
-    """Train until the steps are done (True) or a stop is asked for (False)."""
+    """Train until the steps are done (True) or a stop is requested (False)."""
     run.publish()  # a broken weight path fails here, before the first step
     if run.version == 0:
         run.evaluate(wait=True)

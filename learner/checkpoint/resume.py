@@ -1,4 +1,4 @@
-"""What a run directory knows of the run so far: its name, its newest good checkpoint, its surviving versions."""
+"""The state that a run resumes from: its name, its newest good checkpoint, its surviving versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("streamrl.learner")
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What a checkpoint says of the run so far; the defaults are a run that has none."""
+    """The run so far, from its checkpoint; the defaults are a run that has none."""
 
     run_id: str
     version: int = 0
@@ -31,7 +31,7 @@ class ResumeState:
 
     @property
     def controls(self) -> Mapping[str, Any]:
-        """What steered the run, by name; empty if there was none or its checkpoint is older than the controls."""
+        """State of the controllers, by name; empty without a checkpoint, or in one older than they are."""
         return self.checkpoint.extra.get("controls", {}) if self.checkpoint is not None else {}
 
 

@@ -220,7 +220,7 @@ class StalenessControl:
                 self._bound, min(wanted, 2.0 * high), low=adaptive.min_eta + self._offset, high=high
             )
         elif adaptive.rule is AdaptiveRule.goodput and self.mode == "normal" and step_s > 0.0:
-            value = goodput(num_groups / step_s, ess)  # at another lead than the one on trial it would say nothing
+            value = goodput(num_groups / step_s, ess)  # means nothing at another lead than the one on trial
             self._goodput = self._within(step_goodput(self._goodput, value, num_steps=adaptive.num_trial_steps))
 
     def _within(self, climb: GoodputState) -> GoodputState:

@@ -1,4 +1,4 @@
-"""The networks of a run: the policy, and beside it what the estimator, the loss and the KL term ask for."""
+"""The networks of a run: the policy, and beside it those that the estimator, the loss and the KL term need."""
 
 from __future__ import annotations
 

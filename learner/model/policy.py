@@ -135,7 +135,7 @@ def load_policy(
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The units of sharding: what the architecture itself says must stay whole (its decoder layers)."""
+    """The units of sharding: what the architecture declares indivisible (its decoder layers)."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 

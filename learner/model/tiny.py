@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}" + EOS + "{% else %}" + SEPARATOR + "{% endif %}{% endfor %}"
 )
-"""What the user says ends with the separator, what the assistant says with end-of-sequence: every prefix of a
+"""A user message ends with the separator, an assistant message with end-of-sequence: every prefix of a
 conversation renders to a prefix of its text."""
 
 FORMAT = 2
