@@ -67,7 +67,7 @@ def build_critic(
 
     Args:
         estimator: name; one that reads action values (`retrace_q`) makes it a critic of these.
-        model_dir: the policy's first checkpoint; a critic model starts from it unless `critic.model_path` names another.
+        model_dir: the policy's first checkpoint; a critic model starts there unless critic.model_path is set.
         num_steps: of the run, for the schedule.
     Raises:
         ConfigError: action values over a large vocabulary, or action values without the policy's states.
