@@ -1,4 +1,4 @@
-"""The thread around a session: what it says when nobody answers."""
+"""The thread around a session: what it logs when no hub answers."""
 
 from __future__ import annotations
 
