@@ -67,6 +67,20 @@ LOSSES: dict[str, Callable[[Rows], Any]] = {
     },
 }
 
+
+def _entry(name: str) -> Callable[[Rows], Any]:
+    """A surrogate of the table with its usual knobs."""
+    entry = alg.SURROGATE_ENTRIES[name]
+    return lambda r: entry({
+        "policy_logprobs": r.policy, "behavior_logprobs": r.behavior, "proximal_logprobs": r.proximal,
+        "anchor_logprobs": r.behavior, "advantages": r.advantages, "mask": r.mask, "lags": r.lags,
+    })
+
+
+# An entry of the table is called by every test of this catalog, listed above or not.
+_LISTED = {key.split(" ")[0] for key in LOSSES}
+LOSSES |= {name: _entry(name) for name in alg.SURROGATE_ENTRIES if name not in _LISTED}
+
 DETACHED: dict[str, Callable[[Rows], Any]] = {
     "place_terminal": lambda r: alg.place_terminal(r.scores, r.mask),
     "broadcast_rows": lambda r: alg.broadcast_rows(r.scores, r.mask),
