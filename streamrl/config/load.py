@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from streamrl.config.rules import check
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, EnvConfig
 from streamrl.errors import ConfigError
 
 GROUPS = ("experiment", "algorithm")
@@ -53,14 +55,46 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            return to_config(compose("config", overrides=hydra_overrides(overrides)))
+            composed = compose("config", overrides=hydra_overrides(overrides))
+            return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
     except HydraException as error:
         raise ConfigError(_plain(error)) from error
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides in hydra's grammar, which wants keys of an open mapping marked as added."""
-    return [f"++{override}" if override.startswith(open_mappings()) else override for override in overrides]
+    return [f"++{word}" if word.replace("=", ".", 1).startswith(open_mappings()) else word for word in overrides]
+
+
+def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
+    """The composed config without what an override replaces by another setting: a model, a task, a task's options.
+
+    Args:
+        task: the section `env` below the overrides.
+    """
+    given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    policy, env = composed.policy, composed.env
+    if "policy.tiny.enabled" not in given and "policy.model_path" in given and policy.model_path is not None:
+        policy.tiny.enabled = False
+    if "policy.model_path" not in given and "policy.tiny.enabled" in given and policy.tiny.enabled:
+        policy.model_path = None
+    if "env.path" not in given and "env.name" in given:
+        env.path = None
+    before = {"name": EnvConfig().name, "path": None, **task}
+    is_another_task = any(f"env.{key}" in given and env[key] != before[key] for key in ("name", "path"))
+    if is_another_task or "env.options" in given:
+        own = {key.split(".")[2] for key in given if key.startswith("env.options.")}
+        if "env.options" in given:
+            own |= set(OverridesParser.create().parse_override(f"env.options={given['env.options']}").value())
+        env.options = {key: value for key, value in env.options.items() if key in own}
+    return composed
+
+
+def _task_of_experiment(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The section `env` of the experiment that is asked for."""
+    names = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
+    file = resources.files("configs") / "experiment" / f"{names[-1] if names else None}.yaml"
+    return OmegaConf.create(file.read_text()).get("env", {}) if file.is_file() else {}
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -166,7 +200,7 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
     except OmegaConfBaseException as error:
         raise ConfigError(_plain(error)) from error
     assert isinstance(merged, DictConfig)
-    return to_config(merged)
+    return to_config(_with_overrides_first(merged, overrides, values.get("env", {})))
 
 
 def to_yaml(config: Config) -> str:
@@ -214,7 +248,8 @@ def run_jobs(overrides: Sequence[str], run_one: Callable[[Job], None]) -> None:
         made = Path(info.runtime.output_dir)  # hydra's own directory of the job, under a bare number
         if made.is_dir() and not any(made.iterdir()):
             made.rmdir()
-        run_one(Job(info.job.num, to_config(composed), task, swept, run_dir))
+        config = to_config(_with_overrides_first(composed, task, _task_of_experiment(task)))
+        run_one(Job(info.job.num, config, task, swept, run_dir))
 
     old = sys.argv
     sys.argv = [old[0], "--multirun", *hydra_overrides(overrides)]

@@ -131,6 +131,11 @@ def _check_names(config: Config) -> None:
         _need(value in known, f"{name}={value} is unknown: choose one of {', '.join(known)}")
     tiny = config.policy.tiny
     _need(
+        not tiny.enabled or config.policy.model_path is None,
+        f"policy.model_path={config.policy.model_path} and policy.tiny.enabled=true are two models to start from: "
+        "leave one of them out",
+    )
+    _need(
         not tiny.enabled or tiny.hidden_size % tiny.num_heads == 0,
         f"policy.tiny.hidden_size={tiny.hidden_size} must be a multiple of policy.tiny.num_heads={tiny.num_heads}",
     )

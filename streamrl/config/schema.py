@@ -64,7 +64,7 @@ class EnvConfig:
     path: str | None = None
     """A Python file with your own task; wins over `env.name`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task itself, e.g. `env.options.max_length=6`."""
+    """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
     max_turns: int = ranged(1, gt=0)
     """Most turns of an episode; the last one ends it even if the environment is not done."""
     step_timeout_s: float = ranged(60.0, gt=0)
@@ -203,7 +203,7 @@ class TinyModelConfig:
 @dataclass
 class PolicyConfig:
     model_path: str | None = None
-    """A local Hugging Face checkpoint directory."""
+    """A local Hugging Face checkpoint directory; on the command line it turns an experiment's tiny model off."""
     dtype: str = "auto"
     """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
     gradient_checkpointing: bool = False

@@ -91,6 +91,52 @@ def test_a_config_survives_its_plain_form_and_local_overrides_win():
     assert again == config and isinstance(again, Config)
 
 
+def test_the_model_named_on_the_command_line_replaces_that_of_the_experiment():
+    policy = load_config([QUICK, "policy.model_path=mine"]).policy
+    assert (policy.model_path, policy.tiny.enabled) == ("mine", False)
+    policy = load_config(["experiment=smollm2", "policy.tiny.enabled=true"]).policy
+    assert (policy.model_path, policy.tiny.enabled) == (None, True)
+    assert load_config([QUICK, "policy.model_path=null"]).policy.tiny.enabled
+
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "instruction": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ([], SUMS),
+        (["env.name=reasoning_gym.chain_sum"], SUMS),
+        (["env.options.max_terms=4"], {**SUMS, "max_terms": 4}),
+        (["env.path=my_task.py"], {}),
+        (["env.path=my_task.py", "env.options.max_terms=9"], {"max_terms": 9}),
+        (["env.path=my_task.py", "env.options={max_terms: 9, letters: ab}"], {"max_terms": 9, "letters": "ab"}),
+        (["env.name=reasoning_gym.letter_counting"], {}),
+        (["env.options={}"], {}),
+        (["env.options={max_terms: 3}", "env.options.min_terms=1"], {"max_terms": 3, "min_terms": 1}),
+    ],
+)
+def test_the_options_of_an_experiment_are_those_of_its_task(words, options):
+    """Named on the command line, another task starts without them, and so does `env.options=...`."""
+    words = ["experiment=smollm2", *words]
+    assert load_config(words).env.options == options
+    assert from_plain(to_plain(load_config(words[:1])), words[1:]).env.options == options
+
+
+def test_a_sweep_over_experiments_and_models_treats_every_job_by_its_own_words():
+    jobs = []
+    run_jobs(["experiment=quickstart,smollm2", "policy.model_path=a,b", "env.path=my_task.py"], jobs.append)
+    assert [(job.config.policy.model_path, job.config.policy.tiny.enabled, job.config.env.options) for job in jobs] == [
+        (path, False, {}) for path in ("a", "b", "a", "b")
+    ]
+
+
+def test_a_task_named_on_the_command_line_replaces_the_file_below_it():
+    below = to_plain(load_config([QUICK, "env.path=my_task.py", "env.options.size=3"]))
+    env = from_plain(below, ["env.name=string.sort"]).env
+    assert (env.name, env.path, env.options) == ("string.sort", None, {})
+
+
 def test_multirun_calls_every_combination_with_a_directory_of_its_own():
     jobs = []
     run_jobs([QUICK, "staleness.eta=0,4", "algorithm=stream_default,dr_grpo"], jobs.append)

@@ -90,8 +90,11 @@ def test_made_models_are_cached_and_reused(tmp_path):
 def test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for(tmp_path):
     given = tiny_model(tmp_path / "given")
 
+    assert made_model(tmp_path, f"policy.model_path={given}") == given, "the command line wins over the experiment"
     assert made_model(tmp_path, f"policy.model_path={given}", "policy.tiny.enabled=false") == given
-    assert made_model(tmp_path, f"policy.model_path={given}", "policy.tiny.enabled=true") != given
+    assert made_model(tmp_path, "policy.tiny.enabled=true") != given
+    with pytest.raises(ConfigError, match=f"policy.model_path={given} and policy.tiny.enabled=true are two models"):
+        made_model(tmp_path, f"policy.model_path={given}", "policy.tiny.enabled=true")
 
 
 def scored(policy) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 
 from envs.check import check_task
 from envs.registry import REGISTERED, load_task
+from streamrl.config.load import load_config
 from streamrl.environment import HasTarget
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +40,14 @@ def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     assert task.env().reset(record)[0].content == record["prompt"]
     right, wrong = task.reward(record, task.target(record)), task.reward(record, "no")
     assert getattr(right, "reward", right) > getattr(wrong, "reward", wrong)
+
+
+def test_the_dataset_that_the_readme_names_works_with_the_experiment_that_it_names():
+    words = re.search(r"`(experiment=\w+ env\.name=reasoning_gym\.\w+)`", (ROOT / "README.md").read_text())
+    assert words
+    env = load_config(words[1].split()).env
+
+    check_task(load_task(env.name, options=env.options))
 
 
 def test_the_page_names_every_registered_task_and_every_option():
