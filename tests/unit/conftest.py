@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -70,3 +71,13 @@ def here(tmp_path, monkeypatch) -> Path:
     write_programs(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_of_an_earlier_test():
+    """torch caches the layouts of sharded operations with their mesh; the next test may have another process group."""
+    yield
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
