@@ -13,7 +13,17 @@ import msgspec
 
 from actors.episode import EpisodeRunner, PromptTooLongError
 from streamrl.errors import EngineError, WireError
-from streamrl.messages import TO_HUB, Group, Lease, Limits, Member, MemberStatus, Outcome, ReturnReason
+from streamrl.messages import (
+    NUM_FAILED_EPISODES,
+    TO_HUB,
+    Group,
+    Lease,
+    Limits,
+    Member,
+    MemberStatus,
+    Outcome,
+    ReturnReason,
+)
 from streamrl.messages.codec import Decoder, encode
 from streamrl.messages.validate import GroupBounds, check_group
 
@@ -23,8 +33,9 @@ log = logging.getLogger("streamrl.actor")
 async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callable[[], None] = lambda: None) -> Group:
     """Generate every leased member; the whole group is sent as one message.
 
-    Members whose environment failed are ABORTED, and the hub leases them again. A group that cannot be generated at all
-    is RETURNED with the reason. `on_progress` is called after every generation and environment step of any member.
+    Members whose environment failed are ABORTED, and the hub leases them again; the group says how many and why. A
+    group without a member is RETURNED with the reason. `on_progress` is called after every generation and environment
+    step of any member.
     """
     started = time.perf_counter()
     try:
@@ -42,11 +53,12 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         return returned(lease, ReturnReason.TOO_LONG, str(error))
     except EngineError as error:
         return returned(lease, ReturnReason.ENGINE_ERROR, str(error))
+    num_failed = sum(member.status == MemberStatus.ABORTED or "env_error" in member.scores for member in members)
+    cause = (runner.last_env_error or "no generation had a token") if num_failed else ""
     if all(member.status == MemberStatus.ABORTED for member in members):
-        cause = runner.last_env_error or "no generation had a token"
-        return returned(lease, ReturnReason.ENV_ERROR, f"every member failed, of late with {cause}")
-    stats = {"generate_s": time.perf_counter() - started}
-    return _group(lease, Outcome.COMPLETE, ReturnReason.NONE, "", _share_prompt(members), stats)
+        return returned(lease, ReturnReason.ENV_ERROR, cause)
+    stats = {"generate_s": time.perf_counter() - started, NUM_FAILED_EPISODES: float(num_failed)}
+    return _group(lease, Outcome.COMPLETE, ReturnReason.NONE, cause, _share_prompt(members), stats)
 
 
 def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
@@ -71,15 +83,17 @@ def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
 
 
 def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:
-    """The lease handed back; the detail is cut to what fits."""
-    detail = detail[:512].encode("utf-8", "replace").decode()  # a user's exception may hold anything
-    return _group(lease, Outcome.RETURNED, reason, detail, (), {})
+    """The lease handed back; after an ENV_ERROR every member counts as failed."""
+    stats = {NUM_FAILED_EPISODES: float(len(lease.members))} if reason == ReturnReason.ENV_ERROR else {}
+    return _group(lease, Outcome.RETURNED, reason, detail, (), stats)
 
 
 def _group(
     lease: Lease, outcome: Outcome, reason: ReturnReason, detail: str, members: tuple[Member, ...],
     stats: dict[str, float],
 ) -> Group:
+    """A group message; the detail is cut to what fits."""
+    detail = detail[:512].encode("utf-8", "replace").decode()  # a user's exception may hold anything
     return Group(
         incarnation=0, seq=0, group_id=lease.group_id, attempt=lease.attempt, outcome=outcome, reason=reason,
         detail=detail, sampling=lease.sampling, members=members, stats=stats,

@@ -36,7 +36,7 @@ from learner.publish.rounding import with_wire_precision
 from learner.record.recorder import Recorder
 from learner.stop_flag import StopFlag
 from streamrl.config.schema import Config
-from streamrl.errors import WeightsError
+from streamrl.errors import TaskError, WeightsError
 from streamrl.messages import BatchShare, Lineage, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
@@ -241,6 +241,9 @@ class Run:
     def _take_evals(self) -> None:
         if self.recorder is not None:
             for result in self.hub.evals:
+                if result.failure:
+                    raise TaskError(f"no prompt of the evaluation of version {result.version} could be scored, the run "
+                                    f"stops: {result.failure}")
                 self.recorder.evaluated(result)
         self.hub.evals.clear()
 

@@ -242,8 +242,8 @@ def check_engine(config: Config) -> None:
     """Raise ConfigError if the actors started here lack their engine's package."""
     if config.launch.num_actors and config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "actors.engine=vllm: vLLM is not installed here. Run `make vllm` (docs/vllm.md), take actors.engine=native, "
-            "or launch.num_actors=0 and start the actors on a machine that has it."
+            "actors.engine=vllm: vLLM is not installed here. Run `make vllm` (docs/vllm.md), take "
+            "actors.engine=native, or launch.num_actors=0 and start the actors on a machine that has it."
         )
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
+from learner.hub.episode_failures import EpisodeFailures
 from learner.hub.handlers.connections import Connections
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.settings import HubSettings
 from learner.hub.weight_server import WeightServer
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode
+
+log = logging.getLogger("streamrl.hub")
+
+MAX_NOTICES = 50
 
 
 class Outbound:
@@ -56,3 +63,14 @@ class HubContext:
     counters: Counter[str]
     waiting_for: str = ""
     """Why no batch can be cut, while a rank waits for one."""
+    notices: list[str] = field(default_factory=list)
+    """What a person must see, with the time: in `status.json`, from where `launch` prints it."""
+    failures: EpisodeFailures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.failures = EpisodeFailures(self.notify)
+
+    def notify(self, text: str) -> None:
+        """A warning in the log and on the terminal of `launch`."""
+        log.warning("%s", text)
+        self.notices = [*self.notices, f"{time.strftime('%H:%M:%S')} {text}"][-MAX_NOTICES:]

@@ -12,6 +12,7 @@ version (INSTALLED) and a free slot (GROUP or HEARTBEAT). So after every event t
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,8 @@ log = logging.getLogger("streamrl.hub")
 POLL_MS = 20
 TICK_S = 0.1
 MAX_DRAINED = 256
+NO_ACTOR_S = 10.0
+"""Time for the first actor to join, from the first publication."""
 UNREAD_PER_ACTOR = 4096
 """Receive limit in messages; an actor's outbox and leases bound them long before."""
 
@@ -68,6 +71,7 @@ class HubServer:
             self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)
         )
         self._stopped = False
+        self._warn_at: float | None = None
         write_hub_json(settings, self.endpoint, weights.endpoint)
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
@@ -100,7 +104,22 @@ class HubServer:
             if now >= next_second and not self._stopped:  # the final status must stay
                 next_second = now + 1.0
                 self._ranks.report(now)
+                self._warn_without_actors(now)
                 write_status(self.context, now)
+
+    def _warn_without_actors(self, now: float) -> None:
+        """Once, unless an actor joins in time."""
+        if self.context.weights.manifest is None:
+            return
+        self._warn_at = now + NO_ACTOR_S if self._warn_at is None else self._warn_at
+        if len(self.context.connections):
+            self._warn_at = math.inf
+        elif now >= self._warn_at:
+            self._warn_at = math.inf
+            self.context.notify(
+                f"no actor has joined yet: start one with  python -m actors connect={self.endpoint}  or see what the "
+                "logs of those that were started say"
+            )
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float) -> None:
         """Handle what is queued, but not so much that the other socket starves."""

@@ -29,6 +29,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
         "total_steps": hub.settings.total_steps,
         "max_lag": hub.ledger.lag.rule.max_lag,
         "waiting_for": hub.waiting_for,
+        "notices": hub.notices,
         "actors": [
             [actor.actor_id, actor.state, actor.version, round(actor.tokens_per_s, 1), round(now - actor.heard_at, 1)]
             for actor in hub.connections.all()

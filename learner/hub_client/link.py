@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from streamrl.errors import StreamrlError
+from streamrl.errors import StreamrlError, TaskError
 from streamrl.messages import (
     HUB_TO_RANK,
     BatchPending,
@@ -77,6 +77,7 @@ class HubLink:
         """This rank's share of the batch that is trained at `version`; None if the run is to stop.
 
         Raises:
+            TaskError: every episode fails.
             StreamrlError: the hub is gone, or no batch came for learner.stall_fail_s although actors are there.
         """
         rank = self._ready.rank
@@ -88,6 +89,7 @@ class HubLink:
                 self._send(StopRequest("a stop was requested"))
                 told_to_stop = True
             message = self._receive()
+            self._check_fatal()
             match message:
                 case BatchShare():
                     return message
@@ -129,9 +131,14 @@ class HubLink:
         began = self._reported_at = time.monotonic()
         while not any(result.eval_id == eval_id for result in self.evals) and not self._stop_requested():
             self._receive()
+            self._check_fatal()
             num_actors = len(self.status.actors)
             waited_s = time.monotonic() - began
             self._check_stall(f"evaluation {eval_id} unfinished", waited_s, num_actors, "see the actors' logs")
+
+    def _check_fatal(self) -> None:
+        if self.status.fatal:
+            raise TaskError(self.status.fatal)
 
     def _check_stall(self, what: str, waited_s: float, num_actors: int, detail: str) -> None:
         """Report a long wait now and then; fail once it is too long although actors could end it."""

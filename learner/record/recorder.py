@@ -105,7 +105,7 @@ class Recorder:
             read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id,
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
-            num_lag_violations=int(counters.get("num_lag_violations", 0)),
+            num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )
         summary.write(self._run_dir / "summary.json")

@@ -135,6 +135,8 @@ class EvalResult(Message):
     mean_tokens: float
     truncated_fraction: float
     scores: dict[Word, float] = {}  # means of the task's named scores
+    failure: str = ""
+    """With num_prompts = 0: what went wrong in the last episode."""
 
 
 @message(43, HUB_TO_RANK)
@@ -154,6 +156,10 @@ class HubStatus(Message):
     version: U64
     counters: dict[str, float]
     actors: tuple[tuple[str, str, float, float], ...]
+    first_failure: str = ""
+    """The first failed episode since the hub began, in words."""
+    fatal: str = ""
+    """Why the run must stop; empty while it need not."""
 
 
 @message(45, RANK_TO_HUB, HUB_TO_BROADCASTER)

@@ -121,9 +121,13 @@ class Member(Message):
     finish: Word
 
 
+NUM_FAILED_EPISODES = "num_failed_episodes"
+"""Key of `Group.stats`."""
+
+
 @message(4, TO_HUB)
 class Group(Message):
-    """Finished trajectories of a lease, or the lease handed back."""
+    """Finished trajectories of a lease, or the lease handed back; `detail` is a failure in words, if there was one."""
 
     incarnation: U64
     seq: U64
@@ -135,6 +139,11 @@ class Group(Message):
     sampling: Sampling
     members: Annotated[tuple[Member, ...], Meta(max_length=1024)]
     stats: Annotated[dict[Word, float], Meta(max_length=64)]
+
+    @property
+    def num_failed_episodes(self) -> int:
+        """Members that failed in their environment; not negative, whatever the actor sent."""
+        return int(min(max(0.0, self.stats.get(NUM_FAILED_EPISODES, 0.0)), 1024.0))  # max(0.0, nan) is 0.0
 
 
 class RejectReason(IntEnum):

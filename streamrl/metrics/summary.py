@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class Summary:
     device: str
     dtype: str
     seed: int
+    num_leases_retried: int = 0
+    """Of the reissued leases, those whose episodes failed in their environment."""
+    num_episodes_failed: int = 0
+    first_failure: str = ""
+    """The first failed episode, in words; of a resumed run, of its last part."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -69,10 +74,10 @@ class Summary:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{path} is not JSON ({error}): was it edited or cut short?") from error
-        missing = [name for name in REQUIRED if name not in data]
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name != "extra" and f.name not in data]
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is not a summary of this release.")
-        known = {name: data.pop(name) for name in REQUIRED}
+        known = {name: data.pop(name) for name in REQUIRED if name in data}
         return cls(**known, extra=data)
 
     def table(self) -> str:
@@ -85,6 +90,8 @@ class Summary:
         """(label, value) pairs, most asked for first."""
         wait = f"{duration(self.learner_wait_s)} ({self.learner_wait_s / self.wall_s:.0%})" if self.wall_s else "-"
         violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
+        num_recovered = max(0, self.num_leases_reissued - self.num_leases_retried)
+        failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
             ("run", self.run_id),
             ("steps", str(self.steps)),
@@ -93,7 +100,8 @@ class Summary:
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
             ("groups", f"{self.num_groups_trained} trained, {self.num_groups_accepted} accepted, "
                        f"{self.num_groups_leased} leased, {self.num_groups_stale} stale"),
-            ("recovered", f"{self.num_leases_reissued} leases reissued, {self.num_duplicates_dropped} duplicates "
+            *(failures if self.num_episodes_failed else []),
+            ("recovered", f"{num_recovered} leases reissued, {self.num_duplicates_dropped} duplicates "
                           f"dropped, {self.num_actor_restarts} actor restarts"),
             ("tokens trained", compact(self.trained_tokens)),
             ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
@@ -108,7 +116,8 @@ REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")
 """Keys of every `summary.json`, in order."""
 
 _COUNTERS = ("num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale",
-             "num_duplicates_dropped", "num_leases_reissued", "num_actor_restarts")
+             "num_duplicates_dropped", "num_leases_reissued", "num_actor_restarts", "num_leases_retried",
+             "num_episodes_failed")
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: int, device: str, dtype: str, seed: int,

@@ -50,11 +50,12 @@ class ViewState:
     counters: dict[str, float] = field(default_factory=dict)
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     log_lines: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
     def update(self, news: Mapping[str, Any]) -> None:
         """An object with `step` is a metrics line, anything else is a status."""
         if "step" not in news:
-            for name in ("run_id", "state", "total_steps", "max_lag", "waiting_for", "actors", "counters"):
+            for name in ("run_id", "state", "total_steps", "max_lag", "waiting_for", "actors", "counters", "notices"):
                 if name in news:
                     setattr(self, name, news[name])
             return
@@ -132,6 +133,8 @@ class ViewState:
         table.add_row("groups", f"{compact(queue)} queued  {compact(leases)} leased")
         alive = self.counters.get("num_actors", last(rows, "hub/num_actors", len(self.actors)))
         table.add_row("actors", f"{compact(alive)} alive")
+        if failed := self.counters.get("num_episodes_failed"):
+            table.add_row("failures", Text(f"{compact(failed)} episodes failed in their environment", style="bold red"))
         return table
 
     def _lag(self) -> Text:
@@ -188,6 +191,8 @@ class LiveView:
         self._metrics = Tail(self.root / "metrics.jsonl")
         self._logs: dict[Path, Tail] = {}
         self._shown: dict[int, int] = {}
+        self._read_status()
+        self._noticed = set(self.state.notices)  # of the part of the run before a resume
 
     def run(self, until: threading.Event, poll_s: float = 0.5) -> None:
         """Draw until `until` is set, then once more for the last step."""
@@ -201,6 +206,7 @@ class LiveView:
             while not ended:
                 ended = until.wait(poll_s)
                 self.poll()
+                self._print_notices()  # above the display, where they stay
                 live.update(self.state.render(), refresh=True)
 
     def poll(self) -> list[Mapping[str, Any]]:
@@ -212,16 +218,27 @@ class LiveView:
                 self._shown[row["step"]] = hash(line)
                 self.state.update(row)
                 fresh.append(row)
-        status = self.root / "status.json"
-        if status.exists():
-            self.state.update(json.loads(status.read_text(encoding="utf-8")))
+        self._read_status()
         for path in sorted([*self.root.glob("*.log"), *self.root.glob("logs/*.log")]):
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 self.state.log(f"{path.stem}: {line}")
         return fresh
 
+    def _read_status(self) -> None:
+        status = self.root / "status.json"
+        if status.exists():
+            self.state.update(json.loads(status.read_text(encoding="utf-8")))
+
+    def _print_notices(self) -> None:
+        for notice in self.state.notices:
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                self._console.print(notice, style="bold red", markup=False, highlight=False, soft_wrap=True)
+
     def print_news(self) -> None:
-        """One plain line for each step since the last call."""
-        for row in self.poll():
+        """One plain line for each step since the last call, after what the hub has to say."""
+        rows = self.poll()
+        self._print_notices()
+        for row in rows:
             line = plain_line(row, self.state.total_steps or None, self.state.time_left_s)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

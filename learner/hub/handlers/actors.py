@@ -86,6 +86,8 @@ class ActorHandler:
         match message:
             case Group():
                 result = hub.ledger.accept(actor.actor_id, message, frame, now)
+                if result.kind == "accepted":
+                    hub.failures.add(message)
                 if result.strike or result.kind == "rejected":
                     log.log(logging.WARNING if result.strike else logging.DEBUG, "rejected(%s) from %s: %s",
                             result.reason.name.lower(), actor.actor_id, result.detail)

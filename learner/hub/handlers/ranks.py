@@ -164,6 +164,7 @@ class RankHandler:
         self._send(0, EvalResult(
             eval_id, outcome.version, outcome.num_scored, outcome.score, outcome.reward,
             outcome.mean_tokens, outcome.truncated_fraction, dict(outcome.scores),
+            failure="" if outcome.num_scored else self._hub.failures.last or "see the logs of the actors",
         ))
 
     def report(self, now: float) -> None:
@@ -179,7 +180,8 @@ class RankHandler:
             (actor.actor_id, f"{actor.state} {actor.version}", actor.tokens_per_s, now - actor.heard_at)
             for actor in self._hub.connections.all()
         )
-        return HubStatus(max(self._version, 0), self._counters(), actors)
+        failures = self._hub.failures
+        return HubStatus(max(self._version, 0), self._counters(), actors, failures.first, failures.fatal)
 
     def _counters(self) -> dict[str, float]:
         hub = self._hub

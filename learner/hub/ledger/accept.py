@@ -100,6 +100,7 @@ class Acceptance:
                 self.actors.release(group.group_id, now, failed=True)
             return self._reject(entry, group, refused.result)
         entry.accept(group.seq)
+        self.counts["num_episodes_failed"] += group.num_failed_episodes
         if durable:
             entry.make_durable(group.seq)
         return AcceptResult("accepted")
@@ -223,7 +224,7 @@ class Acceptance:
             self.counts["num_groups_accepted"] += 1
             self.lifecycle.hold(record)
         elif over or beaten:
-            self.lifecycle.retry(record, now, failed=over and _is_failure(group))
+            self._retry(record, group, now, failed=over and _is_failure(group))
 
     def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
         """RETURNED without members. From an attempt that is no longer current it changes nothing."""
@@ -235,7 +236,12 @@ class Acceptance:
         if group.reason in HOPELESS:
             self.lifecycle.drop(record, reason)
         else:
-            self.lifecycle.retry(record, now, failed=_is_failure(group))
+            self._retry(record, group, now, failed=_is_failure(group))
+
+    def _retry(self, record: GroupRecord, group: Group, now: float, *, failed: bool) -> None:
+        self.lifecycle.retry(record, now, failed=failed)
+        # Leased again for a fault of the environment: no recovery from a lost actor, so it is counted apart.
+        self.counts["num_leases_retried"] += record.state is GroupState.READY and group.num_failed_episodes > 0
 
     # --- evaluation groups --------------------------------------------------------------------------------------------
 

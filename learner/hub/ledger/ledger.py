@@ -54,7 +54,8 @@ from streamrl.messages import (
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
-    "num_leases_reissued", "num_groups_filtered", "num_groups_dropped", "num_lag_violations", "num_tokens_accepted",
+    "num_leases_reissued", "num_leases_retried", "num_episodes_failed", "num_groups_filtered", "num_groups_dropped",
+    "num_lag_violations", "num_tokens_accepted",
     "num_tokens_stale", "num_repeats", "num_evictions", "num_leases_expired",
     "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),

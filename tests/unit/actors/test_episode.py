@@ -286,6 +286,7 @@ def test_env_on_error_drop_aborts_the_failed_member_alone():
         aborted = next(member for member in group.members if member.index == 1)
         assert (aborted.token_ids, aborted.finish) == (b"", "ValueError: broken")
         assert runner.num_env_errors == 1 and sendable(group, lease(members=3), LIMITS) is group
+        assert group.num_failed_episodes == 1 and group.detail.endswith("ValueError: broken")
 
     run(work)
 

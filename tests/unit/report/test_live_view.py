@@ -143,3 +143,17 @@ def test_on_a_terminal_the_last_frame_holds_the_last_step_and_log_line(tmp_path,
 
     assert "step 12/40" in out.getvalue()
     assert "a1: hub silent, keeping 3 groups" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_notices_of_the_hub_are_printed_once_and_those_of_an_earlier_part_are_not(tmp_path, finished, terminal):
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({**STATUS, "notices": ["11:59:59 old"]}))
+    out = io.StringIO()
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=terminal, width=100))
+
+    status.write_text(json.dumps({**STATUS, "notices": ["11:59:59 old", "12:00:00 an episode failed: why"]}))
+    view.run(finished)
+    view.run(finished)
+
+    assert out.getvalue().count("an episode failed: why") == 1 and "old" not in out.getvalue()

@@ -1,0 +1,57 @@
+"""Failed episodes of a run: the first in words, an alarm when their share rises, and the end if nothing else comes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from streamrl.messages import Group, MemberStatus, ReturnReason
+
+NUM_FIRST = 32
+"""If so many episodes fail before one comes through, the run stops."""
+NUM_RECENT = 200
+ALARM_SHARE, CALM_SHARE = 0.2, 0.1
+"""Of the recent episodes: the warning comes above the one, and again only after the share was below the other."""
+NO_FAILURE = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
+"""Leases that come back for these reasons tell nothing of the task."""
+
+
+class EpisodeFailures:
+    """What accepted groups report of failures in their environments.
+
+    Attributes:
+        first, last: failures in words, "" without any; `last` may also be another reason why a lease came back.
+        fatal: why the run must stop; "" while it need not.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self.first = self.last = self.fatal = ""
+        self._notify = notify
+        self._num_failed = 0
+        self._any_came = False
+        self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
+        self._alarmed = False
+
+    def add(self, group: Group) -> None:
+        """A group that the ledger has accepted, also one that was handed back."""
+        num_failed = group.num_failed_episodes
+        if group.detail and group.reason not in NO_FAILURE:
+            self.last = group.detail
+        self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
+        self._num_failed += num_failed
+        self._recent += [True] * num_failed + [False] * (len(group.members) - num_failed)
+        if num_failed and not self.first:
+            self.first = group.detail
+            self._notify(f"an episode failed: {group.detail}")
+        self._check_share()
+        if self._num_failed >= NUM_FIRST and not self._any_came and not self.fatal:
+            self.fatal = f"all of the first {self._num_failed} episodes failed, the run stops: {self.last}"
+            self._notify(self.fatal)
+
+    def _check_share(self) -> None:
+        share = sum(self._recent) / NUM_RECENT
+        if share < CALM_SHARE:
+            self._alarmed = False
+        elif share > ALARM_SHARE and len(self._recent) == NUM_RECENT and not self._alarmed:
+            self._alarmed = True
+            self._notify(f"{share:.0%} of the last {NUM_RECENT} episodes failed: {self.last}")

@@ -1,0 +1,161 @@
+"""Episodes that fail: the first is told, a rising share is an alarm, nothing else ends the run."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import msgspec
+import pytest
+
+from learner.hub import server
+from learner.hub.episode_failures import NUM_FIRST, EpisodeFailures
+from streamrl.errors import TaskError
+from streamrl.messages import (
+    NUM_FAILED_EPISODES,
+    ActorHeartbeat,
+    ActorState,
+    Group,
+    Installed,
+    Leases,
+    Manifest,
+    MemberStatus,
+    Outcome,
+    Purpose,
+    ReturnReason,
+    Sampling,
+)
+from tests.unit.config.setting_harness import LiveHub, Peer, config_of, tiny_model
+from tests.unit.hub.factories import FakeActor, make_ledger, member
+
+pytestmark = pytest.mark.timeout(60)
+CAUSE = "task broken: ValueError: no answer"
+
+
+def group(num_good: int, num_failed: int, detail: str = CAUSE) -> Group:
+    """A group message with so many members that came through and that failed."""
+    stats = {NUM_FAILED_EPISODES: float(num_failed)}
+    if not num_good:
+        return Group(0, 0, 0, 0, Outcome.RETURNED, ReturnReason.ENV_ERROR, detail, Sampling(), (), stats)
+    members = [member(i, [(1, 0)]) for i in range(num_good)]
+    members += [member(i, [(1, 0)], status=MemberStatus.ABORTED) for i in range(num_failed)]
+    detail = detail if num_failed else ""
+    return Group(0, 0, 0, 0, Outcome.COMPLETE, ReturnReason.NONE, detail, Sampling(), tuple(members), stats)
+
+
+def told(*groups: Group) -> tuple[list[str], EpisodeFailures]:
+    said: list[str] = []
+    failures = EpisodeFailures(said.append)
+    for one in groups:
+        failures.add(one)
+    return said, failures
+
+
+def test_the_first_failure_is_told_once_with_its_cause():
+    said, failures = told(group(4, 0), group(3, 1), group(3, 1, "task broken: another"))
+
+    assert said == [f"an episode failed: {CAUSE}"]
+    assert (failures.first, failures.last) == (CAUSE, "task broken: another")
+
+
+def test_a_run_in_which_every_episode_fails_must_stop_with_the_cause():
+    said, failures = told(*[group(0, 4)] * (NUM_FIRST // 4 - 1))
+    assert not failures.fatal
+
+    said, failures = told(*[group(0, 4)] * (NUM_FIRST // 4))
+    assert failures.fatal == said[-1] == f"all of the first {NUM_FIRST} episodes failed, the run stops: {CAUSE}"
+
+
+def test_a_single_episode_that_came_through_keeps_the_run_going():
+    assert not told(group(1, 3), *[group(0, 4)] * 20)[1].fatal
+
+
+def test_a_rising_share_of_failures_is_a_warning_and_a_second_one_only_after_it_has_fallen():
+    good, half = [group(4, 0)], [group(2, 2)]
+
+    assert len(told(*good * 50, *half * 20)[0]) == 1  # 40 of 200: the first failure alone
+    said, _ = told(*good * 50, *half * 60)
+    assert len(said) == 2 and said[1].endswith(f"% of the last 200 episodes failed: {CAUSE}")
+    assert len(told(*good * 50, *half * 60, *good * 50, *half * 60)[0]) == 3
+
+
+@pytest.mark.parametrize("number", [float("nan"), -3.0, float("-inf")])
+def test_an_impossible_count_of_an_actor_is_0(number):
+    assert msgspec.structs.replace(group(0, 1), stats={NUM_FAILED_EPISODES: number}).num_failed_episodes == 0
+
+
+def test_leases_that_come_back_for_a_failure_are_counted_apart_from_those_of_lost_actors():
+    ledger = make_ledger(groups_per_batch=1, eta=0, max_attempts=3)
+    actor = FakeActor(ledger, "a1")
+    actor.join()
+    (lease,) = actor.ask()
+    broken = actor.group(lease, members=(), outcome=Outcome.RETURNED, reason=ReturnReason.ENV_ERROR)
+    actor.send(msgspec.structs.replace(broken, stats={NUM_FAILED_EPISODES: 2.0}))
+    (again,) = actor.ask()
+    actor.hand_back(again, ReturnReason.DRAIN)
+    actor.ask()
+
+    counts = ledger.counters()
+    assert [counts[f"num_{name}"] for name in ("leases_reissued", "leases_retried", "episodes_failed")] == [2, 1, 2]
+
+
+# --- through a real hub ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def fail_everything(hub: LiveHub, peer: Peer, manifest: Manifest, num_groups: int, purpose: Purpose) -> None:
+    """An actor in whose environment every episode fails."""
+    peer.join()
+    peer.send(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, ""))
+    actor = FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref)
+    beat = ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 4, {}, 4, manifest.root)
+    done = 0
+    while done < num_groups:
+        peer.send(beat)
+        for lease in peer.receive(Leases).grants:
+            if lease.purpose == purpose:
+                failed = actor.group(lease, members=(), outcome=Outcome.RETURNED, reason=ReturnReason.ENV_ERROR)
+                stats = {NUM_FAILED_EPISODES: float(len(lease.members))}
+                peer.send(msgspec.structs.replace(failed, detail=CAUSE, stats=stats))
+                done += 1
+
+
+def test_the_learner_stops_with_the_cause_and_launch_can_read_it(tmp_path, model_dir):
+    with LiveHub(tmp_path, config_of("rollout.num_responses_per_prompt=8"), vocab_size=100) as hub:
+        manifest = hub.publish(0, model_dir)
+        fail_everything(hub, hub.connect(), manifest, NUM_FIRST // 8, Purpose.TRAIN)
+        with pytest.raises(TaskError, match=f"all of the first {NUM_FIRST} episodes failed.*{CAUSE}"):
+            hub.link.next_batch(0)
+        assert hub.link.status.first_failure == CAUSE
+        deadline = time.monotonic() + 10
+        while not (notices := json.loads((tmp_path / "status.json").read_text())["notices"]):
+            assert time.monotonic() < deadline
+
+    assert notices[0][9:] == f"an episode failed: {CAUSE}" and "the run stops" in notices[1]
+
+
+def test_an_evaluation_without_a_score_names_the_cause(tmp_path, model_dir):
+    with LiveHub(tmp_path, config_of("hub.num_max_attempts=1"), vocab_size=100) as hub:
+        manifest = hub.publish(0, model_dir)
+        hub.link.evaluate(0, 0, 2)
+        fail_everything(hub, hub.connect(), manifest, 2, Purpose.EVAL)
+        hub.link.wait_for_eval(0)
+
+    (result,) = hub.link.evals
+    assert (result.num_prompts, result.failure) == (0, CAUSE)
+
+
+def test_without_an_actor_the_hub_says_how_to_start_one(tmp_path, model_dir, monkeypatch, caplog):
+    monkeypatch.setattr(server, "NO_ACTOR_S", 0.0)
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, model_dir)
+        deadline = time.monotonic() + 20
+        while not hub.server.context.notices:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+        assert f"no actor has joined yet: start one with  python -m actors connect={hub.server.endpoint}" in caplog.text
