@@ -40,6 +40,12 @@ class LagRule:
     groups_per_batch: int
     max_lag: int
 
+    @classmethod
+    def of(cls, *, max_lag: int | None, **terms: int) -> LagRule:
+        """The rule of these terms; without a `max_lag` its bound is what they allow."""
+        rule = cls(max_lag=0 if max_lag is None else max_lag, **terms)
+        return replace(rule, max_lag=rule.bound) if max_lag is None else rule
+
     def check(self) -> None:
         """Raise ValueError for numbers that are impossible or contradict each other."""
         if self.groups_per_batch < 1:
@@ -65,14 +71,14 @@ class LagRule:
         """Whether so many later groups may pass the oldest open one."""
         return num_overtaken <= self.window
 
+    @property
+    def bound(self) -> int:
+        """The largest lag that L1 and the window allow, in optimizer steps: eta + ceil(W / B)."""
+        return self.eta + -(-self.window // self.groups_per_batch)
+
     def at_eta(self, eta: int) -> LagRule:
         """The rule with another lead; the distance of its bound to the lead stays."""
         return replace(self, eta=eta, max_lag=self.max_lag + eta - self.eta)
-
-
-def lag_bound(eta: int, window: int, groups_per_batch: int) -> int:
-    """The largest lag that L1 and the window allow, in optimizer steps: eta + ceil(W / B)."""
-    return eta + -(-window // groups_per_batch)
 
 
 def oldest_trainable(version: int, max_lag: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, SamplingConfig, StalenessMode
 from streamrl.errors import ConfigError
-from streamrl.lag_rule import LagRule, lag_bound
+from streamrl.lag_rule import LagRule
 from streamrl.messages import TRANSPORTS
 
 
@@ -24,9 +25,10 @@ def lag_rule(config: Config) -> LagRule:
     """The lag rule that the run starts with; its bound is the setting, or what grants and window allow."""
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
-    eta, window, batch = staleness.eta, lookahead(config), config.rollout.num_prompts_per_step
-    bound = lag_bound(eta=eta, window=window, groups_per_batch=batch) if given is None else given
-    return LagRule(eta=eta, window=window, groups_per_batch=batch, max_lag=bound)
+    terms = {"window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step, "max_lag": given}
+    # Every other term of the rule is the setting of its name, so that a new term is not listed here.
+    named = {term.name: getattr(staleness, term.name) for term in fields(LagRule) if term.name not in terms}
+    return LagRule.of(**terms, **named)
 
 
 def max_lag(config: Config) -> int:

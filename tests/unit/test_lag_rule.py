@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from streamrl.lag_rule import LagRule, lag_bound, oldest_trainable
+from streamrl.lag_rule import LagRule, oldest_trainable
 
 CASES = list(product([1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 5, 8]))  # B, eta, W
 
@@ -31,7 +31,8 @@ def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(case):
         for installed in range(6) for rank in range(60) if rule.may_grant(rank, installed)
     }
 
-    assert max(lags) == lag_bound(eta=rule.eta, window=rule.window, groups_per_batch=rule.groups_per_batch)
+    unset = LagRule.of(max_lag=None, eta=rule.eta, window=rule.window, groups_per_batch=rule.groups_per_batch)
+    assert max(lags) == rule.bound == unset.max_lag
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -41,7 +41,8 @@ BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
 def settings(**changes: object) -> LedgerSettings:
     """Small settings; the numbers of the lag rule are given by name too."""
     values = {"groups_per_batch": 2, "group_size": 2, "eta": 1, "window": 2, "max_lag": 2, "bounds": BOUNDS, **changes}
-    lag = LagRule(**{field.name: values.pop(field.name) for field in fields(LagRule)})  # type: ignore[arg-type]
+    terms = {term.name: values.pop(term.name) for term in fields(LagRule) if term.name in values}
+    lag = LagRule(**terms)  # type: ignore[arg-type]
     return LedgerSettings(lag=lag, **values)  # type: ignore[arg-type]
 
 

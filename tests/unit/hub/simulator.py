@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
-from streamrl.lag_rule import LagRule, lag_bound
+from streamrl.lag_rule import LagRule
 from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from streamrl.messages.codec import Decoder
 from tests.unit.hub.factories import FakeActor, ledger_arguments, restart
@@ -27,7 +27,7 @@ FAULTS = (
 
 def derived_bound(rule: LagRule, eta: int | None = None) -> int:
     """What grants and window allow, at this eta or at the rule's own."""
-    return lag_bound(eta=rule.eta if eta is None else eta, window=rule.window, groups_per_batch=rule.groups_per_batch)
+    return (rule if eta is None else rule.at_eta(eta)).bound
 
 
 def drop_some(group: HeldGroup) -> str | None:
