@@ -20,9 +20,12 @@ FORBIDDEN = {
 }
 FLOOR_0 = ("streamrl/errors.py", "streamrl/messages/codec.py", "streamrl/messages/validate.py",
            *sorted(f"streamrl/messages/{path.name}" for path in (ROOT / "streamrl/messages").glob("*.py")))
+TRACKERS = {  # each in the module that is named after its library
+    path.stem: {str(path.relative_to(ROOT))} for path in (ROOT / "streamrl/metrics/trackers").glob("*.py")
+    if path.stem not in ("__init__", "registry")
+}
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-ONE_DOOR = {
-    "wandb": {"streamrl/metrics/trackers/wandb.py"},
+ONE_DOOR = TRACKERS | {
     "bitsandbytes": {"learner/model/optimizer.py"},
     "hydra": {"streamrl/config/load.py"},
     "omegaconf": {"streamrl/config/load.py"},

@@ -1,4 +1,7 @@
-"""Every setting has a test that shows its effect, and this is the list of them."""
+"""Every setting has a test that shows its effect: one that this list names, or one marked with the setting.
+
+    @pytest.mark.shows("staleness.eta")
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,6 @@ SHOWN_BY = {
     "staleness.num_lookahead_groups": f"{LEDGER}::test_the_window_limits_how_many_groups_overtake_an_unfinished_one",
     "staleness.max_lag": f"{LEDGER}::test_max_lag_decides_whether_an_old_group_is_trained",
     "staleness.mode": f"{LEDGER}::test_the_mode_decides_what_happens_to_an_old_group",
-    "staleness.decay": f"{CONTROL}::test_the_decay_says_how_fast_old_tokens_lose_their_say",
     **{f"staleness.adaptive.{name}": f"{CONTROL}::{shown_by}" for name, shown_by in ADAPTIVE.items()},
     "staleness.hard_max_lag": f"{LEDGER}::test_the_mode_decides_what_happens_to_an_old_group",
     "staleness.on_stale": f"{LEDGER}::test_on_stale_decides_whether_an_old_group_is_made_again",
@@ -277,6 +279,17 @@ SHOWN_BY = {
 
 
 @cache
+def marked() -> frozenset[str]:
+    """Settings that tests below this directory are marked with."""
+    marks = [
+        mark for path in UNIT.rglob("test_*.py") for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for mark in node.decorator_list
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.shows"
+    ]
+    return frozenset(ast.literal_eval(name) for mark in marks for name in mark.args)
+
+
+@cache
 def named_tests(file: str) -> frozenset[str]:
     """Names of the test functions of a file below this directory."""
     tree = ast.parse((UNIT / file).read_text())
@@ -286,8 +299,9 @@ def named_tests(file: str) -> frozenset[str]:
     )
 
 
-def test_the_list_names_every_setting_and_no_other():
-    assert set(SHOWN_BY) == {name for name, _, _, _ in settings()}
+def test_the_list_and_the_marks_name_every_setting_and_no_other():
+    assert SHOWN_BY.keys() | marked() == {name for name, _, _, _ in settings()}
+    assert not SHOWN_BY.keys() & marked()
 
 
 @pytest.mark.parametrize("shown_by", sorted(set(SHOWN_BY.values())))

@@ -137,6 +137,7 @@ def test_under_reweight_the_discount_begins_where_the_rule_says_and_the_hard_bou
     assert control.max_lag - control.eta == 3 and control.eta - control.soft_max_lag == 2
 
 
+@pytest.mark.shows("staleness.decay")
 def test_the_decay_says_how_fast_old_tokens_lose_their_say():
     lags, mask = torch.tensor([[0, 2, 3, 5]]), torch.ones(1, 4, dtype=torch.bool)
     words = ("staleness.mode=reweight", "staleness.max_lag=2")
