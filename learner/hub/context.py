@@ -72,5 +72,6 @@ class HubContext:
 
     def notify(self, text: str) -> None:
         """A warning in the log and on the terminal of `launch`."""
+        text = " ".join(text.split())  # an exception may have many lines
         log.warning("%s", text)
         self.notices = [*self.notices, f"{time.strftime('%H:%M:%S')} {text}"][-MAX_NOTICES:]

@@ -28,6 +28,7 @@ class EpisodeFailures:
         self.first = self.last = self.fatal = ""
         self._notify = notify
         self._num_failed = 0
+        self._told: set[ReturnReason] = set()
         self._any_came = False
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._alarmed = False
@@ -35,18 +36,27 @@ class EpisodeFailures:
     def add(self, group: Group) -> None:
         """A group that the ledger has accepted, also one that was handed back."""
         num_failed = group.num_failed_episodes
-        if group.detail and group.reason not in NO_FAILURE:
-            self.last = group.detail
+        if group.detail and not num_failed and group.reason not in NO_FAILURE:
+            self._handed_back(group)
         self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
         self._num_failed += num_failed
         self._recent += [True] * num_failed + [False] * (len(group.members) - num_failed)
-        if num_failed and not self.first:
-            self.first = group.detail
-            self._notify(f"an episode failed: {group.detail}")
+        if num_failed:
+            self.last = group.detail
+            if not self.first:
+                self.first = group.detail
+                self._notify(f"an episode failed: {group.detail}")
         self._check_share()
         if self._num_failed >= NUM_FIRST and not self._any_came and not self.fatal:
             self.fatal = f"all of the first {self._num_failed} episodes failed, the run stops: {self.last}"
             self._notify(self.fatal)
+
+    def _handed_back(self, group: Group) -> None:
+        """A lease came back for another reason (prompt too long, engine error ...): the first of each is told."""
+        self.last = group.detail
+        if group.reason not in self._told:
+            self._told.add(group.reason)
+            self._notify(f"a lease came back ({group.reason.name.lower()}): {group.detail}")
 
     def _check_share(self) -> None:
         share = sum(self._recent) / NUM_RECENT

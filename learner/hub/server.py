@@ -117,8 +117,8 @@ class HubServer:
         elif now >= self._warn_at:
             self._warn_at = math.inf
             self.context.notify(
-                f"no actor has joined yet: start one with  python -m actors connect={self.endpoint}  or see what the "
-                "logs of those that were started say"
+                "no actor has joined yet: those that were started may still load (see their logs); one more starts with "
+                f"python -m actors connect={self.endpoint}"
             )
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float) -> None:

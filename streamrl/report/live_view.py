@@ -233,7 +233,7 @@ class LiveView:
         for notice in self.state.notices:
             if notice not in self._noticed:
                 self._noticed.add(notice)
-                self._console.print(notice, style="bold red", markup=False, highlight=False, soft_wrap=True)
+                self._console.print(notice, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def print_news(self) -> None:
         """One plain line for each step since the last call, after what the hub has to say."""

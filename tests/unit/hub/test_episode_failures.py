@@ -79,6 +79,17 @@ def test_a_rising_share_of_failures_is_a_warning_and_a_second_one_only_after_it_
     assert len(told(*good * 50, *half * 60, *good * 50, *half * 60)[0]) == 3
 
 
+def test_the_first_lease_that_comes_back_for_each_other_reason_is_told():
+    def back(reason: ReturnReason, detail: str) -> Group:
+        return Group(0, 0, 0, 0, Outcome.RETURNED, reason, detail, Sampling(), (), {})
+
+    long = back(ReturnReason.TOO_LONG, "the prompt has 99 tokens")
+    said, failures = told(long, long, back(ReturnReason.ENGINE_ERROR, "hung"), back(ReturnReason.DRAIN, "leaving"))
+
+    assert said == ["a lease came back (too_long): the prompt has 99 tokens", "a lease came back (engine_error): hung"]
+    assert failures.last == "hung" and not failures.first
+
+
 @pytest.mark.parametrize("number", [float("nan"), -3.0, float("-inf")])
 def test_an_impossible_count_of_an_actor_is_0(number):
     assert msgspec.structs.replace(group(0, 1), stats={NUM_FAILED_EPISODES: number}).num_failed_episodes == 0
@@ -158,4 +169,5 @@ def test_without_an_actor_the_hub_says_how_to_start_one(tmp_path, model_dir, mon
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-        assert f"no actor has joined yet: start one with  python -m actors connect={hub.server.endpoint}" in caplog.text
+        assert "no actor has joined yet" in caplog.text
+        assert f"python -m actors connect={hub.server.endpoint}" in caplog.text
