@@ -88,7 +88,7 @@ def main() -> int:
         what = "another run" if exit_code == EXIT_WRONG_RUN else "the run with other settings"
         log.info("%s is at %s now: joining it", what, endpoint)
         parent_watch.renew()
-        os.execv(sys.executable, [sys.executable, "-m", "actors", *words])
+        os.execv(sys.executable, [*parent_watch.program("actors"), *words])
     return exit_code
 
 

@@ -5,6 +5,7 @@ The only finite process of a run: owns the version number, the leases (in its hu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("streamrl.learner")
 
+CHECK = "--check"
+"""First word: check the settings as `streamrl launch` does, and start nothing."""
+
 
 def main() -> int:
     words = sys.argv[1:]
@@ -29,6 +33,8 @@ def main() -> int:
         print(__doc__)
         print("Every setting: streamrl settings")
         return 0
+    if words[:1] == [CHECK]:
+        return check_only(words[1:])
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG", "INFO" if rank == 0 else "WARNING").upper(),
@@ -39,6 +45,19 @@ def main() -> int:
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
+
+
+def check_only(words: list[str]) -> int:
+    """Print what is wrong with these settings; returns 0 if a launched run could start with them."""
+    from learner.preflight import check_run
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's task prints is not the answer
+            check_run(load_config(words))
+    except StreamrlError as error:
+        print(error)
+        return 2
+    return 0
 
 
 def agreed_run_dir(config: Config, ranks: Ranks) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,13 +16,12 @@ from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
-from learner.dry_run import run_dry
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess, private_rank_endpoint
 from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.build import load_networks
-from learner.model.optimizer import check_optimizer, make_schedule
+from learner.model.optimizer import make_schedule
 from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.model.policy import Policy
 from learner.objective.kl_options import needs_reference
@@ -31,6 +29,7 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
+from learner.preflight import check_settings
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
 from learner.record.recorder import Recorder
@@ -41,7 +40,7 @@ from streamrl.config.schema import Config
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
-from streamrl.weights.transport import device_transports, load_transport
+from streamrl.weights.transport import device_transports
 
 log = logging.getLogger("streamrl.learner")
 
@@ -64,19 +63,10 @@ def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Ru
 
 
 def _check_before_loading(config: Config, device: torch.device) -> None:
-    check_transports(config.publish.transports, device)
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
-    run_dry(config)
-    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
-        check_optimizer(optimizer, setting=f"{section}.optimizer")
-
-
-def check_transports(transports: Sequence[str], device: torch.device) -> None:
-    """Refuse a transport that is unknown or that this machine cannot use. Raises ConfigError."""
-    for name in transports:
-        load_transport(name, setting="publish.transports").require(str(device))
+    check_settings(config, device)
 
 
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:

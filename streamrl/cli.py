@@ -42,6 +42,8 @@ def main() -> int:
     except StreamrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while settings are checked; a run that has started handles it by itself
+        return 130
 
 
 def launch(overrides: list[str]) -> int:
@@ -61,7 +63,7 @@ def launch(overrides: list[str]) -> int:
 
 def _sweep(overrides: list[str]) -> int:
     from streamrl.config.load import Job, run_jobs
-    from streamrl.launch import EXIT_INTERRUPTED, Launcher
+    from streamrl.launch import EXIT_INTERRUPTED, Launcher, check_settings
     from streamrl.report.compare import write_comparison
 
     finished: list[Path] = []
@@ -74,6 +76,7 @@ def _sweep(overrides: list[str]) -> int:
             return
         label = " ".join(job.swept) or "defaults"
         print(f"\n=== job {job.number}: {label}", flush=True)
+        check_settings(job.config, job.overrides)
         job.run_dir.mkdir(parents=True, exist_ok=True)
         (job.run_dir / "overrides.yaml").write_text("".join(f"- '{override}'\n" for override in job.swept))
         code = Launcher(job.config, job.overrides, job.run_dir).run()

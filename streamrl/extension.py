@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -37,6 +39,8 @@ def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
 def import_attribute(name: str, *, setting: str) -> Any:
     """The object that `package.module:attribute` names. Raises ConfigError naming what is missing, and where."""
     module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # our programs run without it (python -P); last, so that it shadows nothing
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

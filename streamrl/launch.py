@@ -22,9 +22,9 @@ from pathlib import Path
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import child_environment
+from streamrl.parent_watch import child_environment, program
 from streamrl.report.live_view import LiveView
 from streamrl.run_dirs import choose_run_dir
 
@@ -151,9 +151,11 @@ class Launcher:
     def _start_learner(self) -> Child:
         overrides = [*self._overrides, f"run.dir={self.run_dir}"]
         ranks = self.config.launch.num_learner_ranks
-        torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
+        torchrun = [
+            *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
+        ] if ranks > 1 else []
         self._old_hub = self._hub_written_at()  # a resumed run's directory holds the former hub's address
-        return self._start("learner", [sys.executable, *torchrun, "-m", "learner", *overrides])
+        return self._start("learner", [*torchrun, *program("learner"), *overrides])
 
     def _start(self, name: str, command: list[str]) -> Child:
         log_path = self.run_dir / "logs" / f"{name}.log"
@@ -167,7 +169,7 @@ class Launcher:
 
     def _start_actor(self, index: int) -> Child:
         return self._start(f"actor-{index}", [
-            sys.executable, "-m", "actors", f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
+            *program("actors"), f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
             f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
@@ -247,6 +249,23 @@ def check_engine(config: Config) -> None:
         )
 
 
+def check_settings(config: Config, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for what would end the learner or the actors in their first seconds; no directory is made yet.
+
+    The learner's preflight runs in a process of its own: neither torch nor the user's task belongs into the supervisor.
+    """
+    check_engine(config)
+    print("checking the settings", flush=True)
+    done = subprocess.run(
+        [*program("learner"), "--check", *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        errors="replace",
+    )
+    if done.returncode == EXIT_CONFIG and done.stdout.strip():
+        raise ConfigError(done.stdout.strip())
+    if done.returncode != 0:
+        raise StreamrlError(f"the check of the settings ended with status {done.returncode}:\n{done.stderr.strip()}")
+
+
 def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     """Do the run of these `key=value` overrides, print its summary; returns its directory and exit status.
 
@@ -254,7 +273,7 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
     config = load_config(overrides)
-    check_engine(config)
+    check_settings(config, overrides)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)
     code = Launcher(config, overrides, run_dir).run()

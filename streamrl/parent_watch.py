@@ -7,6 +7,7 @@ thread that forked.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -36,6 +37,11 @@ def renew() -> None:
     """Before this process replaces itself by exec: its successor watches the same pipe."""
     if _watching:
         os.environ[VARIABLE] = "stdin"
+
+
+def program(module: str) -> list[str]:
+    """The command that runs one of our modules; -P: no folder of that name in the working directory shadows it."""
+    return [sys.executable, "-P", "-m", module]
 
 
 def child_environment() -> dict[str, str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from learner.hub.settings import HubSettings, write_settings
-from streamrl.parent_watch import child_environment
+from streamrl.parent_watch import child_environment, program
 
 START_S = 300.0
 """Deadline of its first report: it loads its libraries and opens its device."""
@@ -22,7 +21,7 @@ class BroadcasterProcess:
         path = Path(settings.run_dir) / "broadcaster_settings.json"
         write_settings(settings, path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "learner.broadcaster", str(path)], stdin=subprocess.PIPE, env=child_environment(),
+            [*program("learner.broadcaster"), str(path)], stdin=subprocess.PIPE, env=child_environment(),
             start_new_session=True, cwd=os.getcwd(),
         )
 

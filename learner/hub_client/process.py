@@ -6,14 +6,13 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.settings import HubSettings, write_settings
 from streamrl.errors import StreamrlError
-from streamrl.parent_watch import child_environment
+from streamrl.parent_watch import child_environment, program
 
 log = logging.getLogger("streamrl.learner")
 
@@ -33,7 +32,7 @@ class HubProcess:
         path = Path(settings.run_dir) / "hub_settings.json"
         write_settings(settings, path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "learner.hub", str(path)], stdin=subprocess.PIPE,
+            [*program("learner.hub"), str(path)], stdin=subprocess.PIPE,
             env={**child_environment(), "OMP_NUM_THREADS": "1"}, start_new_session=True, cwd=os.getcwd(),
         )
 

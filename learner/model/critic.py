@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ from learner.data.packing import MicroBatch
 from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule
-from learner.model.policy import Inspected
 from streamrl.algorithms import dueling_q, value_loss
+
+if TYPE_CHECKING:
+    from learner.model.policy import Inspected  # loads transformers, which the dry run does without
 
 
 @dataclass(frozen=True, slots=True)

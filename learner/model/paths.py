@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from learner.mesh import Ranks
 from learner.model.tiny import prepare_tiny_model
+from learner.preflight import model_config
 from streamrl.config.schema import Config, WireDtype
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
@@ -38,12 +38,7 @@ def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
 
 def policy_vocab_size(model_dir: Path) -> int:
     """From config.json, without loading the model: the hub checks token ids against it."""
-    try:
-        config = json.loads((model_dir / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"policy.model_path={model_dir} holds no config.json: give a local Hugging Face checkpoint directory"
-        ) from error
+    config = model_config(model_dir, setting="policy.model_path")
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 

@@ -16,7 +16,7 @@ import torch
 from learner.record.hub_counts import HubCounts
 from learner.record.pareto import ParetoArchive
 from streamrl.config.load import to_plain, to_yaml
-from streamrl.config.rules import largest_max_lag
+from streamrl.config.rules import largest_max_lag, tracker_names
 from streamrl.config.schema import Config, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
@@ -51,9 +51,8 @@ class Recorder:
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
         tracking = config.tracking
-        names = [*tracking.trackers, *(["wandb"] if tracking.wandb.enabled else [])]
         run = TrackedRun(run_id, run_dir, tracking.project, resume_step, to_plain(tracking))
-        self._sinks = FanOut([*sinks, *open_trackers(names, run)])
+        self._sinks = FanOut([*sinks, *open_trackers(tracker_names(config), run)])
         self._sinks.log_config({**to_plain(config), "versions": _versions()})
 
     @property

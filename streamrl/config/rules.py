@@ -12,6 +12,9 @@ from streamrl.errors import ConfigError
 from streamrl.lag_rule import LagRule
 from streamrl.messages import TRANSPORTS
 
+ENGINES = ("native", "vllm", "scripted")
+"""Engines of actors by name; their factories are in `actors.engines.registry`."""
+
 
 def lookahead(config: Config) -> int:
     """W, the look-ahead window in groups."""
@@ -52,6 +55,11 @@ def largest_eta(config: Config) -> int:
 def largest_max_lag(config: Config) -> int:
     """The largest bound that the run may ever have."""
     return lag_rule(config).at_eta(largest_eta(config)).max_lag
+
+
+def tracker_names(config: Config) -> list[str]:
+    """Trackers of the run, `tracking.wandb.enabled` included."""
+    return [*config.tracking.trackers, *(["wandb"] if config.tracking.wandb.enabled else [])]
 
 
 def check(config: Config) -> None:
@@ -129,6 +137,8 @@ def _check_names(config: Config) -> None:
         ("policy.dtype", config.policy.dtype, dtypes),
         ("actors.dtype", config.actors.dtype, dtypes),
         ("policy.scheduler.name", config.policy.scheduler.name, schedules),
+        # An engine of one's own is looked up where it is made.
+        ("actors.engine", "native" if ":" in config.actors.engine else config.actors.engine, ENGINES),
     ):
         _need(value in known, f"{name}={value} is unknown: choose one of {', '.join(known)}")
     tiny = config.policy.tiny

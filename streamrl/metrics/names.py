@@ -184,7 +184,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ),
     "Hub": _section(
         ("hub/num_actors", "actors", "last", "Connected actors."),
-        ("hub/num_groups_held", "groups", "last", "Finished groups that wait to be trained on."),
+        ("hub/num_groups_queued", "groups", "last", "Finished groups that wait to be trained on."),
         ("hub/num_leases_open", "leases", "last", "Leases at the actors now."),
         ("hub/num_groups_leased", "groups", "last", "Leases granted since the hub began."),
         ("hub/num_groups_accepted", "groups", "last", "Groups accepted since the hub began."),

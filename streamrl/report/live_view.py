@@ -128,7 +128,7 @@ class ViewState:
         table.add_row("tokens/s", f"{compact(train)} trained  {compact(generate)} generated")
         if self.wait_share is not None:
             table.add_row("learner waits", f"{self.wait_share:.0%} of its time")
-        queue = last(rows, "hub/num_groups_held", self.counters.get("num_groups_held", float("nan")))
+        queue = last(rows, "hub/num_groups_queued", self.counters.get("num_groups_queued", float("nan")))
         leases = last(rows, "hub/num_leases_open", self.counters.get("num_leases_open", float("nan")))
         table.add_row("groups", f"{compact(queue)} queued  {compact(leases)} leased")
         alive = self.counters.get("num_actors", last(rows, "hub/num_actors", len(self.actors)))

@@ -112,7 +112,7 @@ def _sections(record: RunRecord) -> list[str]:
             _line(record, "Throughput", "tokens/s", {"throughput/train_tokens_per_s": "trained",
                                                      "throughput/generate_tokens_per_s": "generated"},
                   from_zero=True),
-            _line(record, "Groups in the system", "groups", {"hub/num_groups_held": "queued",
+            _line(record, "Groups in the system", "groups", {"hub/num_groups_queued": "queued",
                                                              "hub/num_leases_open": "leased"}, from_zero=True),
             category_bars("Where the learner's time went", _totals(record, "time/", _LEARNER_TIMES), unit="whole run",
                           show=duration),

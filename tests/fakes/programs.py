@@ -1,7 +1,7 @@
 """Small programs in place of `python -m learner` and `python -m actors`, for tests of what starts them.
 
-Python looks in the current directory first, so a test that stands in a directory with packages of these names has them
-started. Files in that directory tell them what to do.
+Programs are started by module name, so packages of these names in the first directory of PYTHONPATH are started
+instead. Files in the working directory tell them what to do.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class RunHarness:
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         log = self.path / f"{name}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,

@@ -69,6 +69,7 @@ def python_env() -> dict[str, str]:
 def here(tmp_path, monkeypatch) -> Path:
     """The current directory of the test, with stand-ins for learner and actors."""
     write_programs(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 
 from actors.engines.vllm.reaper import MARK, kill_group
 from streamrl.errors import EngineError
+from streamrl.parent_watch import program
 
 WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
 OURS = frozenset({
@@ -151,7 +151,7 @@ class EngineProcessGroup:
         self.folder = tempfile.mkdtemp(prefix="streamrl-vllm-")
         shutil.copytree(model_dir, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "actors.engines.vllm.reaper", str(os.getpid()), self.mark, self.folder],
+            [*program("actors.engines.vllm.reaper"), str(os.getpid()), self.mark, self.folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )
 

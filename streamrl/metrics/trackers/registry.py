@@ -7,7 +7,9 @@ that is not chosen need not be installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
+from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.metrics.trackers.wandb import open_wandb
@@ -15,6 +17,17 @@ from streamrl.metrics.trackers.wandb import open_wandb
 TrackerFactory = Callable[[TrackedRun], Sink]
 
 TRACKERS: dict[str, TrackerFactory] = {"wandb": open_wandb}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise ConfigError for the first tracker that is unknown, or whose package of the same name is missing."""
+    for name in names:
+        resolve(name, TRACKERS, setting="tracking.trackers")
+        if name in TRACKERS and find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.trackers={name}, but the package is not installed: pip install 'streamrl[track]', or leave "
+                "it out."
+            )
 
 
 def open_trackers(names: Iterable[str], run: TrackedRun) -> list[Sink]:

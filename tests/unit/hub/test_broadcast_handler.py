@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.setup import check_transports
+from learner.preflight import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import (

@@ -25,7 +25,7 @@ def row(step, **more):
 
 
 STATUS = {"run_id": "quick-003", "state": "training", "total_steps": 40, "max_lag": 2, "waiting_for": "",
-          "counters": {"num_groups_held": 5.0, "num_leases_open": 9.0, "num_actors": 2.0},
+          "counters": {"num_groups_queued": 5.0, "num_leases_open": 9.0, "num_actors": 2.0},
           "actors": [["a0", "running", "0:9", 800.0, 0.2], ["a1", "syncing", "0:7", 0.0, 4.0]]}
 
 

@@ -1,0 +1,112 @@
+"""Preflight: what settings, files and installed packages alone decide, cheapest first and before a model is loaded.
+
+`streamrl launch` runs it in a process of its own before it makes a run directory; the learner then repeats its last
+part with the device that it really has. Heavy libraries are imported where they are first needed: most mistakes are
+found without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envs.check import check_task
+from envs.registry import load_task
+from streamrl.config.rules import tracker_names
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.extension import import_attribute
+from streamrl.metrics.trackers.registry import check_trackers
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_run(config: Config) -> None:
+    """All checks of a run that is launched on this machine.
+
+    Raises:
+        ConfigError: a setting, a file, a GPU or a package that the run would fail for later.
+        TaskError: the task cannot be made, or one of its records cannot be played.
+    """
+    check_trackers(tracker_names(config))
+    if config.launch.num_actors and ":" in config.actors.engine:
+        import_attribute(config.actors.engine, setting="actors.engine")
+    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.name == "adam8bit" and find_spec("bitsandbytes") is None:
+            raise ConfigError(
+                f"{section}.optimizer.name=adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', "
+                "or take adamw."
+            )
+    _check_models(config)
+    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    check_task(task, limit_s=config.env.step_timeout_s)
+    check_settings(config, _device(config))
+
+
+def check_settings(config: Config, device: torch.device) -> None:
+    """Transports on this device, and one objective step on synthetic data. Raises ConfigError."""
+    from learner.dry_run import run_dry
+    from learner.model.optimizer import check_optimizer
+
+    check_transports(config.publish.transports, device)
+    run_dry(config)
+    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
+        check_optimizer(optimizer, setting=f"{section}.optimizer")
+
+
+def check_transports(transports: Sequence[str], device: torch.device) -> None:
+    """Refuse a transport that is unknown or that this machine cannot use. Raises ConfigError."""
+    from streamrl.weights.transport import load_transport
+
+    for name in transports:
+        load_transport(name, setting="publish.transports").require(str(device))
+
+
+def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises ConfigError, for a name on the model hub with the command that fetches it."""
+    try:
+        found = json.loads((Path(directory) / "config.json").read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        name = str(directory)
+        is_hub_id = name.count("/") == 1 and not name.startswith((".", "/")) and not Path(name).exists()
+        fetch = f" For a model of the hub: hf download {name} --local-dir models/{Path(name).name}, then name that."
+        raise ConfigError(
+            f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory."
+            f"{fetch if is_hub_id else ''}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
+    assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
+    return found
+
+
+def _check_models(config: Config) -> None:
+    paths = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
+    if not config.policy.tiny.enabled:
+        paths["policy.model_path"] = config.policy.model_path
+    for setting, path in paths.items():
+        if path is not None:
+            model_config(path, setting=setting)
+
+
+def _device(config: Config) -> torch.device:
+    """The learner's device. Raises ConfigError if a GPU that learner or actors name is not here."""
+    import torch
+
+    count, ranks = torch.cuda.device_count(), config.launch.num_learner_ranks
+    wanted = config.run.device.partition(":")[0]
+    if wanted == "cuda" and count < ranks:
+        raise ConfigError(
+            f"run.device={config.run.device} needs a GPU for each of launch.num_learner_ranks={ranks}, but {count} "
+            "are visible here: set run.device=cpu, or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    if config.launch.num_actors and config.actors.device.startswith("cuda") and not count:
+        raise ConfigError(
+            f"actors.device={config.actors.device}, but no GPU is visible here: set actors.device=cpu, or "
+            "launch.num_actors=0 and start the actors on a machine that has one."
+        )
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and count) else "cpu")
