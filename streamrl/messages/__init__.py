@@ -19,7 +19,6 @@ retyped inside a protocol number. Token ids travel as raw `<i4`, log-probs as ra
 
 from streamrl.messages.actors import *
 from streamrl.messages.base import *
-from streamrl.messages.broadcaster import *
 from streamrl.messages.ranks import *
 from streamrl.messages.weights import *
 from streamrl.messages.work import *

@@ -64,10 +64,7 @@ class Decoder:
         self._max_bytes = max_bytes
 
     def decode(self, frame: bytes | bytearray | memoryview) -> Message:
-        """The message in `frame`.
-
-        Raises FrameError, ProtocolVersionError, KindError, DigestError or BodyError.
-        """
+        """The message in `frame`. Raises FrameError, ProtocolVersionError, KindError, DigestError or BodyError."""
         view = memoryview(frame)
         if len(view) > self._max_bytes:
             raise FrameError(f"a frame of {len(view)} bytes is over the limit of {self._max_bytes} (max_message_bytes)")

@@ -32,7 +32,7 @@ import numpy as np
 from msgspec import Struct
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling, VersionRef
+from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 MAX_LOGPROB = 1e-4
@@ -109,7 +109,14 @@ def _check_sampling(sampling: Sampling) -> None:
 
 def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, where: str) -> MemberSummary:
     aborted = member.status == MemberStatus.ABORTED
-    num_prompt = _check_prompt(member.prompt_ids or first_prompt, aborted, bounds, where)
+    prompt = member.prompt_ids or first_prompt
+    if not prompt and not aborted:
+        raise ContentError("prompt_missing", f"{where} has no prompt, and neither has the first member")
+    num_prompt = _check_ids(prompt, bounds.vocab_size, "prompt", where)
+    if num_prompt > bounds.max_prompt_tokens:
+        raise ContentError(
+            "prompt_too_long", f"{where} has a prompt of {num_prompt} tokens, the limit is {bounds.max_prompt_tokens}"
+        )
     num_tokens = _check_ids(member.token_ids, bounds.vocab_size, "token", where)
     mask = _mask(member, num_tokens, where)
     _check_logprobs(member.logprobs, mask, where)
@@ -122,8 +129,8 @@ def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, wher
         raise ContentError(
             "response_too_long", f"{where} has {num_actions} action tokens, the limit is {bounds.max_new_tokens}"
         )
-    counts = _cover([(span.start, span.end) for span in member.versions], before, "version", where)
-    _cover([(turn.start, turn.end) for turn in member.turns], before, "turn", where)
+    counts = _cover(member.versions, before, "version", where)
+    _cover(member.turns, before, "turn", where)
     _check_rewards(member, where)
     return MemberSummary(
         index=member.index, status=member.status, num_tokens=num_prompt + num_tokens, num_action_tokens=num_actions,
@@ -134,17 +141,6 @@ def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, wher
         ),
         all_versions=tuple(dict.fromkeys(VersionRef(span.learner_epoch, span.version) for span in member.versions)),
     )
-
-
-def _check_prompt(prompt: bytes, aborted: bool, bounds: GroupBounds, where: str) -> int:
-    if not prompt and not aborted:
-        raise ContentError("prompt_missing", f"{where} has no prompt, and neither has the first member")
-    num_tokens = _check_ids(prompt, bounds.vocab_size, "prompt", where)
-    if num_tokens > bounds.max_prompt_tokens:
-        raise ContentError(
-            "prompt_too_long", f"{where} has a prompt of {num_tokens} tokens, the limit is {bounds.max_prompt_tokens}"
-        )
-    return num_tokens
 
 
 def _check_ids(raw: bytes, vocab_size: int, what: str, where: str) -> int:
@@ -194,8 +190,9 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], num_tokens: int, what: str,
         previous = end
 
 
-def _cover(ranges: Sequence[tuple[int, int]], before: np.ndarray, what: str, where: str) -> list[int]:
-    """Action tokens inside each range; together they must be all of them."""
+def _cover(spans: Sequence[Span | Turn], before: np.ndarray, what: str, where: str) -> list[int]:
+    """Action tokens inside each span; together they must be all of them."""
+    ranges = [(span.start, span.end) for span in spans]
     _check_ranges(ranges, len(before) - 1, what, where)
     counts = [int(before[end] - before[start]) for start, end in ranges]
     if sum(counts) != before[-1]:

@@ -40,7 +40,6 @@ class HubClient:
         self.endpoint = endpoint
         self.session = session
         self.events: asyncio.Queue[Deliver | LinkClosed] = asyncio.Queue()
-        self.num_wire_errors = 0
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -140,7 +139,6 @@ class HubClient:
             try:
                 message = self._decoder.decode(frames[0])
             except WireError as error:
-                self.num_wire_errors += 1
                 log.warning("refused a message of the hub (%s): %s", error.counter, error)
                 if isinstance(error, ProtocolVersionError) and not self.session.linked:
                     self._apply(socket, [LinkClosed(EXIT_PROTOCOL, str(error))])  # none can ever be read

@@ -15,7 +15,6 @@ MAX_SPAN = 7168
 
 @dataclass(slots=True)
 class Entry:
-    seq: int
     frame: bytes
     settled: bool = False
     sent_at: float | None = None
@@ -44,12 +43,10 @@ class Outbox:
             or self.next_seq - oldest >= MAX_SPAN
         )
 
-    def add(self, frame: bytes) -> Entry:
-        entry = Entry(self.next_seq, frame)
-        self._entries[self.next_seq] = entry
+    def add(self, frame: bytes) -> None:
+        self._entries[self.next_seq] = Entry(frame)
         self.next_seq += 1
         self.num_bytes += len(frame)
-        return entry
 
     def waiting(self) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.sent_at is None and not entry.settled]
@@ -63,17 +60,11 @@ class Outbox:
     def all_settled(self) -> bool:
         return all(entry.settled for entry in self._entries.values())
 
-    def unsend(self) -> None:
-        """Queue everything unsettled again: a closed session may have lost it."""
+    def unsend(self, *, new_epoch: bool) -> None:
+        """Queue again what a closed session may have lost; to a new learner epoch, what was ACCEPTED too."""
         for entry in self._entries.values():
-            if not entry.settled:
-                entry.sent_at = None
-
-    def unsettle(self) -> None:
-        """Queue everything again: a new learner epoch has not seen what the old one ACCEPTED."""
-        for entry in self._entries.values():
-            entry.settled = False
-            entry.sent_at = None
+            if new_epoch or not entry.settled:
+                entry.settled, entry.sent_at = False, None
 
     def settle(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
         for seq in self._matching(upto, ranges):
@@ -86,9 +77,7 @@ class Outbox:
 
     def _matching(self, upto: int, ranges: Iterable[SeqRange]) -> list[int]:
         spans = list(ranges)
-        return [
-            seq for seq in self._entries if seq <= upto or any(first <= seq <= last for first, last in spans)
-        ]
+        return [seq for seq in self._entries if seq <= upto or any(first <= seq <= last for first, last in spans)]
 
     def seq_ranges(self) -> tuple[SeqRange, ...]:
         """The seqs held, as inclusive ranges in order."""

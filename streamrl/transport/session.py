@@ -161,10 +161,10 @@ class ActorSession:
 
     def drain(self, reason: str, now: float, deadline_s: float | None = None) -> list[Effect]:
         """Graceful shutdown: drain leases, settle the outbox, send BYE."""
-        if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
-            return self._close(0, "left without a hub")
         if self.state in (ActorState.DRAINING, ActorState.LEAVING, ActorState.CLOSED):
             return []
+        if not self.linked:
+            return self._close(0, "left without a hub")
         seconds = self.limits.drain_deadline_s if deadline_s is None else deadline_s
         self.state = ActorState.DRAINING
         self._drain_until = now + seconds
@@ -174,7 +174,7 @@ class ActorSession:
         """Heartbeats, retries and time-outs that are due; call it at least every 50 ms."""
         if self.state is ActorState.CLOSED:
             return []
-        if self.state in (ActorState.CONNECTING, ActorState.DISCONNECTED):
+        if not self.linked:
             return self._retry(now)
         if now - self._heard_at > self.limits.hub_silent_s:
             return self._disconnect(now)
@@ -217,22 +217,20 @@ class ActorSession:
         self._jitter = self._rng.uniform(0.5, 1.0)
         return self._hello(now)
 
-    def _disconnect(self, now: float) -> list[Effect]:
+    def _disconnect(self, now: float, *, dropped: bool = False) -> list[Effect]:
+        """HELLO again; `dropped` by the hub, which answered just now, so the worker need not know."""
         if self._drain_until is not None:
-            return self._close(0, "left while disconnected")
+            return self._close(0, "left; the hub had dropped the session" if dropped else "left while disconnected")
         self.state = ActorState.DISCONNECTED
         self._disconnected_at, self._num_retries = now, 0
-        return [Deliver(Disconnected()), *self._hello(now)]
+        return [*([] if dropped else [Deliver(Disconnected())]), *self._hello(now)]
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Effect]:
         if self.linked:
             return []  # the answer to a repeated HELLO
         self.limits = welcome.limits
         self.outbox.max_groups, self.outbox.max_bytes = welcome.limits.outbox_groups, welcome.limits.outbox_bytes
-        if self.learner_epoch not in (0, welcome.learner_epoch):
-            self.outbox.unsettle()
-        else:
-            self.outbox.unsend()
+        self.outbox.unsend(new_epoch=self.learner_epoch not in (0, welcome.learner_epoch))
         self.outbox.settle(welcome.settled_upto, welcome.settled)
         self.outbox.forget(welcome.durable_upto, welcome.durable)
         self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch
@@ -254,23 +252,15 @@ class ActorSession:
 
     def _stopped(self, stop: Stop, now: float) -> list[Effect]:
         if stop.reason == StopReason.NO_LINK:
-            return self._rejoin(now) if self.linked else []
+            return self._disconnect(now, dropped=True) if self.linked else []
         if stop.reason == StopReason.EVICTED:
             self._num_evictions += 1
             if self._num_evictions >= 3:
                 return [Deliver(stop), *self._close(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
-            return self._rejoin(now)
+            return self._disconnect(now, dropped=True)
         if stop.rejoin:
             return self._disconnect(now) if self.linked else []
         return [Deliver(stop), *self._close(stop.exit_code, stop.detail)]
-
-    def _rejoin(self, now: float) -> list[Effect]:
-        if self._drain_until is not None:
-            return self._close(0, "left; the hub had dropped the session")
-        self.state = ActorState.DISCONNECTED
-        self._disconnected_at, self._num_retries = now, 0
-        self.outbox.unsend()
-        return self._hello(now)
 
     def _close(self, exit_code: int, detail: str) -> list[Effect]:
         self.state = ActorState.CLOSED

@@ -9,16 +9,10 @@ from streamrl.errors import ConfigError
 
 def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int) -> zmq.Socket:
     """A ROUTER that reports unknown peers (MANDATORY) and never hands one peer's identity to another (HANDOVER off)."""
-    socket = context.socket(zmq.ROUTER)
+    socket = _socket(context, zmq.ROUTER, max_message_bytes, receive_hwm, send_hwm=10_000)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    socket.setsockopt(zmq.SNDHWM, 10_000)
-    socket.setsockopt(zmq.RCVHWM, receive_hwm)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)  # before bind, or it is ignored
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
     socket.setsockopt(zmq.BACKLOG, 4096)
-    _keepalive(socket)
-    socket.setsockopt(zmq.LINGER, 0)
     return socket
 
 
@@ -30,16 +24,10 @@ def actor_dealer(
     Raises:
         zmq.ZMQError: no socket left, or an endpoint that cannot be connected to.
     """
-    socket = context.socket(zmq.DEALER)
+    socket = _socket(context, zmq.DEALER, max_message_bytes, receive_hwm, send_hwm=1000)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.SNDHWM, 1000)
-    socket.setsockopt(zmq.RCVHWM, receive_hwm)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-    _keepalive(socket)
-    socket.setsockopt(zmq.LINGER, 0)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError:
@@ -48,11 +36,18 @@ def actor_dealer(
     return socket
 
 
-def _keepalive(socket: zmq.Socket) -> None:
+def _socket(context: zmq.Context, kind: int, max_message_bytes: int, receive_hwm: int, *, send_hwm: int) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, send_hwm)
+    socket.setsockopt(zmq.RCVHWM, receive_hwm)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)  # before bind, or it is ignored
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    return socket
 
 
 def bound_endpoint(socket: zmq.Socket) -> str:
