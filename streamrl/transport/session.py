@@ -21,15 +21,12 @@ from streamrl.messages import (
     Ack,
     ActorHeartbeat,
     ActorState,
-    Announce,
     Bye,
     Drain,
     Group,
     Hello,
-    HubHeartbeat,
     Installed,
     LeaseRef,
-    Leases,
     Limits,
     Message,
     NcclState,
@@ -137,9 +134,8 @@ class ActorSession:
                 return self._stopped(message, now)
             case Bye():
                 return self._close(0, "left cleanly")
-            case HubHeartbeat() | Leases() | Announce() | Drain():
+            case _:  # what the session does not need itself is the worker's
                 return [Deliver(message)] if self.linked else []
-        return []
 
     def submit(self, group: Group, now: float) -> list[Effect]:
         """A finished or returned group: numbered, kept in the outbox, sent when the window allows."""
