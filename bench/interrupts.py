@@ -239,7 +239,7 @@ def serve(pipe: int, documents: list[tuple[Manifest, Path]], cut: int, dies: boo
     os.write(pipe, str(socket.bind_to_random_port("tcp://127.0.0.1")).encode())
     decoder, sent = Decoder(TO_WEIGHTS), 0
     while True:
-        while (job := server.next_job()) is not None:
+        while (job := server.deltas.next_job()) is not None:
             job.step()
         peer, frame = socket.recv_multipart()
         pull = decoder.decode(frame)

@@ -152,14 +152,14 @@ class WeightServer:
             self._prepare(message.layout, Path(message.assets_path).read_bytes())
         manifest, layout, chunks = message.manifest, self.layout, self._chunks
         assert chunks is not None and layout is not None, "the first Publish carries the layout"
-        with self.socket.held():
+        with self.socket.lock:
             chunks.add(manifest, message.path, layout)
         self.socket.serve(chunks)
         self.manifest, self._published_at = manifest, now
         self._roots[manifest.ref] = manifest.root
         while len(self._roots) > NUM_KNOWN_ROOTS:
             self._roots.pop(next(iter(self._roots)))
-        published = Published(manifest, layout, message.path, self.endpoint, chunks.delta_parent(manifest.ref))
+        published = Published(manifest, layout, message.path, self.endpoint, chunks.deltas.parent_of(manifest.ref))
         made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
         self._offers = [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
 
@@ -180,7 +180,7 @@ class WeightServer:
     def offers(self) -> tuple[Offer, ...]:
         """Transports of the current version, best first; an actor takes the first that it can verify."""
         assert self.manifest is not None and self._chunks is not None
-        parent = self._chunks.delta_parent(self.manifest.ref)  # None once the delta turned out too large
+        parent = self._chunks.deltas.parent_of(self.manifest.ref)  # None once the delta turned out too large
         return tuple(
             offer if offer.parent is None else msgspec.structs.replace(offer, parent=parent) for offer in self._offers
         )

@@ -40,15 +40,17 @@ class Published:
         return sum(self.layout.bucket_bytes)
 
 
+Brought = tuple[Document, float, float]
+"""(document, transfer_s, verify_s)"""
+
+
 class Receiver(Protocol):
     """Fetches one document that was offered; `source` says how it came, in INSTALLED and in the metrics."""
 
     source: InstallSource
 
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> tuple[Document, float, float]:
-        """(document, transfer_s, verify_s); `deadline` is on the monotonic clock.
+    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
+        """Fetch until `deadline`, on the monotonic clock.
 
         Raises:
             NotAvailable: the document cannot be had over this transport from here.
@@ -67,10 +69,6 @@ class ActorSide(Protocol):
     def zmq_receiver(self, offer: Offer) -> Receiver: ...
 
 
-def _no_offer(published: Published) -> Offer | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Transport:
     """One transport of weights.
@@ -83,7 +81,7 @@ class Transport:
         require: raises ConfigError where the learner's device cannot use it.
     """
 
-    offer: Callable[[Published], Offer | None] = _no_offer
+    offer: Callable[[Published], Offer | None] = lambda published: None
     receiver: Callable[[Offer, ActorSide], Receiver] | None = None
     require: Callable[[str], None] = lambda device: None
 
@@ -103,9 +101,7 @@ def load_transport(name: str, *, setting: str) -> Transport:
     if name in TRANSPORTS:
         found = import_attribute(TRANSPORTS[name], setting=setting)
     if not isinstance(found, Transport):
-        raise ConfigError(
-            f"{setting}={name} is {type(found).__name__}: it must be a streamrl.weights.transport.Transport"
-        )
+        raise ConfigError(f"{setting}={name} is {type(found).__name__}: it must be a {__name__}.Transport")
     return found
 
 

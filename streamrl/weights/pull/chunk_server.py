@@ -11,8 +11,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -43,6 +42,8 @@ class ChunkServer:
         keep_versions: newest documents that are served; older ones answer GONE.
         bytes_per_s: cap over all actors, above which PULLs are answered BUSY; None is no cap.
         delta_max_ratio: encoded size of a delta, over the full size, above which it is not served; 0 serves none.
+    Attributes:
+        deltas: call `step()` of its `next_job()` between two calls of `answer`, in the same thread.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ChunkServer:
         self._max_chunk_bytes = max_chunk_bytes
         self._budget = None if bytes_per_s is None else ByteBudget(bytes_per_s, max_chunk_bytes, clock)
         self._documents: OrderedDict[VersionRef, Served] = OrderedDict()
-        self._deltas = DeltaStore(delta_max_ratio)
+        self.deltas = DeltaStore(delta_max_ratio)
 
     def add(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
         """Serve the document in `path`; the oldest beyond `keep_versions` retires.
@@ -76,27 +77,19 @@ class ChunkServer:
         buckets = [body[start:end] for start, end in bucket_ranges(layout)]
         parent = None if manifest.parent is None else self._documents.get(manifest.parent)
         self._documents[ref] = Served(manifest, buckets)
-        self._deltas.add(self._documents[ref], parent, word_bytes_of(layout))
+        self.deltas.add(self._documents[ref], parent, word_bytes_of(layout))
         while len(self._documents) > self._keep_versions:
             self.retire(next(iter(self._documents)))
 
     def retire(self, ref: VersionRef) -> None:
         """Answer GONE for this version; chunks that were sent keep their bytes."""
         self._documents.pop(ref, None)
-        self._deltas.retire(ref)
+        self.deltas.retire(ref)
 
     @property
     def newest(self) -> VersionRef | None:
         """The version that was added last."""
         return next(reversed(self._documents), None)
-
-    def delta_parent(self, ref: VersionRef) -> VersionRef | None:
-        """The version from which `ref` can be pulled as a delta; None if there is none."""
-        return self._deltas.parent_of(ref)
-
-    def next_job(self) -> Encoding | None:
-        """A delta to encode: call its `step()` between two calls of `answer`, in the same thread."""
-        return self._deltas.next_job()
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
         """The CHUNK, and its payload for frame 1 (empty unless OK); nothing is copied.
@@ -128,7 +121,7 @@ class ChunkServer:
         if pull.mode == PullMode.ASSETS:
             return self._assets
         if pull.mode == PullMode.DELTA:
-            encoding = self._deltas.find(pull)
+            encoding = self.deltas.find(pull)
             return encoding.source(pull.bucket) if encoding is not None and encoding.index is not None else encoding
         document = self._documents.get(pull.target)
         if document is None:
@@ -145,9 +138,7 @@ def reply(
 ) -> Chunk:
     """The CHUNK that answers this PULL."""
     digest = xxhash.xxh3_64_intdigest(payload)
-    return Chunk(
-        pull.target, pull.mode, pull.bucket, pull.offset, status, retry_after_s, total, len(payload), digest
-    )
+    return Chunk(pull.target, pull.mode, pull.bucket, pull.offset, status, retry_after_s, total, len(payload), digest)
 
 
 class ByteBudget:
@@ -176,13 +167,14 @@ class ChunkSocket:
         socket: a bound ROUTER; used by the thread alone once it has started, closed by `close`.
     Attributes:
         num_bytes_served: payload bytes sent to all pullers.
+        lock: held, answers pause: for a change of the documents.
     """
 
     def __init__(self, socket: zmq.Socket) -> None:
         self.num_bytes_served = 0
         self._socket = socket
         self._chunks: ChunkServer | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
@@ -191,14 +183,8 @@ class ChunkSocket:
 
     def serve(self, chunks: ChunkServer) -> None:
         """Answer from this server from now on; before the first call PULLs are dropped."""
-        with self._lock:
+        with self.lock:
             self._chunks = chunks
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Pause answers while the documents change."""
-        with self._lock:
-            yield
 
     def close(self) -> None:
         self._stopping.set()
@@ -210,8 +196,8 @@ class ChunkSocket:
         """Answers come first; a delta is encoded one bucket at a time while no PULL waits."""
         decoder = Decoder(TO_WEIGHTS, max_bytes=MAX_PULL_BYTES)
         while not self._stopping.is_set():
-            with self._lock:
-                job = self._chunks.next_job() if self._chunks is not None else None
+            with self.lock:
+                job = self._chunks.deltas.next_job() if self._chunks is not None else None
             if self._socket.poll(POLL_MS if job is None else 0):
                 self._answer_one(decoder)
             elif job is not None:
@@ -222,7 +208,7 @@ class ChunkSocket:
         try:
             pull = decoder.decode(frames[0])
             assert isinstance(pull, Pull)
-            with self._lock:
+            with self.lock:
                 if self._chunks is None:
                     return
                 chunk, payload = self._chunks.answer(pull)

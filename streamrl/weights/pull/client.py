@@ -33,7 +33,7 @@ from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, 
 from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded
 from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
 from streamrl.weights.pull.plan import ChunkPlan, PullPlan, PullStats
-from streamrl.weights.transport import Transport
+from streamrl.weights.transport import Brought, Transport
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,7 @@ class ZmqReceiver:
         self.moved_bytes = 0
         self.waiting_since: float | None = None
 
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> tuple[Document, float, float]:
+    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
         """See `transport.Receiver`; afterwards `source` tells whether the version came as a delta."""
         check_manifest(manifest, layout)
         base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
@@ -79,7 +77,7 @@ class ZmqReceiver:
                 return found
             return self._receive_full(pull, manifest, layout)
 
-    def _receive_full(self, pull: _Connection, manifest: Manifest, layout: Layout) -> tuple[Document, float, float]:
+    def _receive_full(self, pull: _Connection, manifest: Manifest, layout: Layout) -> Brought:
         started = time.monotonic()
         memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
@@ -89,9 +87,7 @@ class ZmqReceiver:
         # The plan is done only when every bucket has matched its digest.
         return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
 
-    def _try_delta(
-        self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout
-    ) -> tuple[Document, float, float] | None:
+    def _try_delta(self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout) -> Brought | None:
         """None when the full version has to be pulled; raises where that could not be pulled either."""
         assert self._delta_base is not None
         try:
@@ -108,9 +104,7 @@ class ZmqReceiver:
         self.source = InstallSource.ZMQ_DELTA
         return found
 
-    def _receive_delta(
-        self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout
-    ) -> tuple[Document, float, float]:
+    def _receive_delta(self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout) -> Brought:
         started = time.monotonic()
         what = f"the delta from {base.manifest.ref} to {manifest.ref}"
         blank = Pull(self._token, manifest.ref, PullMode.DELTA, 0, 0, 0)
@@ -153,9 +147,7 @@ class ZmqReceiver:
 class _Connection:
     """One connected socket, on which plans are carried out one after another."""
 
-    def __init__(
-        self, receiver: ZmqReceiver, socket: zmq.Socket, cancelled: threading.Event, deadline: float
-    ) -> None:
+    def __init__(self, receiver: ZmqReceiver, socket: zmq.Socket, cancelled: threading.Event, deadline: float) -> None:
         self._receiver, self._socket, self._cancelled, self._deadline = receiver, socket, cancelled, deadline
         self._endpoint = receiver.endpoint
         self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)

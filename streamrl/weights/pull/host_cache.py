@@ -11,28 +11,36 @@ over at once. A process that maps the file digests every bucket, as with any oth
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import logging
 import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from streamrl.errors import RunLockedError, WeightsError
-from streamrl.messages import InstallSource, Layout, Manifest
+from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
 from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
 from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.pull.cache_folder import Watch, has_room, heartbeat, join, leave, remove_dead, retire, turn
-from streamrl.weights.shm.directory import SHM_ROOT
+from streamrl.weights.shm.directory import SHM_ROOT, check_run_id, lock_file, make_private
 from streamrl.weights.shm.writer import DocumentWriter, SpareFile
-from streamrl.weights.transport import Receiver
+from streamrl.weights.transport import Brought, Receiver
 
 log = logging.getLogger(__name__)
 
+MEMBERS = "members.lock"
+KEEP = 2
+"""Versions that stay: the newest, and the one before it, which another process may be mapping."""
+HEARTBEAT_S = 0.5
+STOPPED_S = 5.0
+"""A puller without a heartbeat for so long is stopped or hung: processes that wait for it pull for themselves."""
 _POLL_S = 0.02
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-Pulled = tuple[Document, float, float]
+_NAME = re.compile(r"w\.(\d+)\.(\d+)\.[0-9a-f]{16}")
 
 
 class HostShare:
@@ -47,8 +55,7 @@ class HostShare:
     """
 
     def __init__(self, run_id: str, root: Path = SHM_ROOT) -> None:
-        if not _RUN_ID.fullmatch(run_id):
-            raise WeightsError(f"run_id {run_id!r} cannot name a directory: use up to 64 of A-Z a-z 0-9 . _ -")
+        check_run_id(run_id)
         self._root = root
         self.path = root / f"streamrl.share.{os.getuid()}.{run_id}"
         self._membership: int | None = None
@@ -99,12 +106,11 @@ class SharedReceiver:
         self._share, self._puller = share, puller
         self.source = puller.source
 
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> Pulled:
+    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
         """As every receiver; waits while another process of this host pulls the same version."""
+        pull = partial(self._pull, manifest, layout, cancelled=cancelled, deadline=deadline)
         if not self._share.join():
-            return self._pull(manifest, layout, cancelled, deadline)
+            return pull()
         path, began = self._share.document_path(manifest), time.monotonic()
         watch = Watch(path)
         while True:
@@ -112,42 +118,40 @@ class SharedReceiver:
                 self.source = InstallSource.SHM
                 return found
             if self._share.full:
-                return self._pull(manifest, layout, cancelled, deadline)
+                return pull()
             with turn(path) as mine:
                 if mine is not None:
                     if path.exists():
                         continue  # written between the look and the lock
                     if has_room(path.parent, HEADER_BYTES + document_nbytes(layout)):
-                        return self._pull_and_leave(mine, path, manifest, layout, cancelled, deadline)
+                        with heartbeat(mine):
+                            return self._leave(path, pull())
                     self._share.no_room(f"{document_nbytes(layout) >> 20} MiB are too much")
                     continue  # with no other process waiting for us
             if watch.stopped():
                 log.warning("the process of this host that pulls version %s hangs: pulling it here, too", manifest.ref)
-                return self._pull(manifest, layout, cancelled, deadline)
+                return pull()
             if cancelled.wait(_POLL_S):
                 raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
             if time.monotonic() >= deadline:
                 raise NotAvailable(f"version {manifest.ref}: another process of this host did not bring it in time")
 
-    def _pull(self, manifest: Manifest, layout: Layout, cancelled: threading.Event, deadline: float) -> Pulled:
+    def _pull(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
         pulled = self._puller.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
         self.source = self._puller.source
         return pulled
 
-    def _pull_and_leave(
-        self, lock: int, path: Path, manifest: Manifest, layout: Layout, cancelled: threading.Event, deadline: float
-    ) -> Pulled:
-        with heartbeat(lock):
-            document, transfer_s, verify_s = self._pull(manifest, layout, cancelled, deadline)
-            try:
-                _write(document, path)
-            except OSError as error:
-                self._share.no_room(error)
-                return document, transfer_s, verify_s
-            retire(path.parent)
-            # From here on the shared pages are used, and the private copy is given back.
-            shared = _map(path, manifest, layout, time.monotonic())
-        return (shared[0] if shared is not None else document), transfer_s, verify_s
+    def _leave(self, path: Path, pulled: Brought) -> Brought:
+        """Write what was pulled; from then on the shared pages are used, and the private copy is given back."""
+        document, *seconds = pulled
+        try:
+            _write(document, path)
+        except OSError as error:
+            self._share.no_room(error)
+            return pulled
+        retire(path.parent)
+        shared = _map(path, document.manifest, document.layout, time.monotonic())
+        return pulled if shared is None else (shared[0], *seconds)
 
 
 def _write(document: Document, path: Path) -> None:
@@ -161,7 +165,7 @@ def _write(document: Document, path: Path) -> None:
         raise
 
 
-def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Pulled | None:
+def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Brought | None:
     """The verified document in this file, or None; a file with wrong bytes is removed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -177,3 +181,119 @@ def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Pulled
         return None
     finally:
         os.close(fd)
+
+
+# --- the folder: membership, the right to write a version, and cleanup ---------------------------------------------
+
+
+def has_room(path: Path, nbytes: int) -> bool:
+    """Whether the file system reports so much free space; one without a limit of its own reports nothing."""
+    status = os.statvfs(path)
+    return not status.f_blocks or status.f_bavail * status.f_frsize >= nbytes
+
+
+@contextlib.contextmanager
+def turn(path: Path) -> Iterator[int | None]:
+    """The right to write this document, or None while another process has it; released at the end, or by the kernel."""
+    try:
+        fd = lock_file(path.with_name(f"{path.name}.lock"))
+    except OSError:
+        fd = None
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def heartbeat(lock: int) -> Iterator[None]:
+    """Count in the lock file while the work goes on: the heartbeat that `Watch` looks for."""
+    done = threading.Event()
+
+    def count() -> None:
+        for number in itertools.count(1):
+            os.pwrite(lock, f"{os.getpid()} {number}".encode(), 0)
+            if done.wait(HEARTBEAT_S):
+                return
+
+    thread = threading.Thread(target=count, name="share", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Watch:
+    """Looks for the heartbeat of the process that holds a lock, by our own clock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.lock")
+        self._seen, self._changed_at = b"", time.monotonic()
+
+    def stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            now = self._path.read_bytes()
+            if now != self._seen:
+                self._seen, self._changed_at = now, time.monotonic()
+        return time.monotonic() - self._changed_at > STOPPED_S
+
+
+def join(path: Path) -> int:
+    """A descriptor that holds shared membership of the directory, made if need be."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # its last member is removing it
+            make_private(path)
+            if (fd := lock_file(path / MEMBERS, fcntl.LOCK_SH)) is not None:
+                return fd
+        time.sleep(_POLL_S)
+
+
+def leave(path: Path, fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass  # other members remain
+    else:
+        _remove(path)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """Remove what members wrote; only with the membership held exclusively."""
+    with contextlib.suppress(OSError):
+        for entry in path.iterdir():
+            if entry.name.startswith("w."):
+                entry.unlink(missing_ok=True)
+        (path / MEMBERS).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def remove_dead(root: Path) -> None:
+    """Remove directories whose members have all died: the lock shows it, not a name or an age."""
+    for path in root.glob(f"streamrl.share.{os.getuid()}.*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid != os.getuid():
+                continue
+            if not (path / MEMBERS).exists():
+                path.rmdir()  # whose maker died at once; one that lives makes it again
+                continue
+            if (fd := lock_file(path / MEMBERS)) is not None:
+                try:
+                    _remove(path)
+                finally:
+                    os.close(fd)
+
+
+def retire(path: Path) -> None:
+    """Remove all but the newest versions; mappings survive it."""
+    found: dict[VersionRef, list[Path]] = {}
+    for entry in path.iterdir():
+        if (match := _NAME.match(entry.name)) is not None:
+            found.setdefault(VersionRef(int(match[1]), int(match[2])), []).append(entry)
+    for ref in sorted(found)[:-KEEP]:
+        for entry in found[ref]:
+            entry.unlink(missing_ok=True)

@@ -161,7 +161,7 @@ class Relay:
         if welcome is None:
             return
         assets = await loop.run_in_executor(self._threads, self._fetch_assets, welcome)
-        with self.socket.held():
+        with self.socket.lock:
             chunks.put_assets(assets)
         if self._newest is None or self._welcome is None or self._welcome.layout is None:
             return
@@ -178,7 +178,7 @@ class Relay:
             document = fetched.document
             log.info("version %s came over %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
         self._document = document
-        with self.socket.held():  # if a new hub was joined meanwhile, its WELCOME is next and renames this document
+        with self.socket.lock:  # if a new hub was joined meanwhile, its WELCOME is next and renames this document
             chunks.add_bytes(manifest, document.view(0, document.nbytes), layout)
 
     def _fetch_assets(self, welcome: Welcome) -> bytes:

@@ -30,10 +30,14 @@ _DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
 _POLL_S = 0.02
 
 
-def document_directory(run_id: str, run_folder: str | Path) -> Path:
-    """The place of a run's documents: shared memory where this machine has it, else a directory in the run folder."""
+def check_run_id(run_id: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run_id):
         raise WeightsError(f"run_id {run_id!r} cannot name a directory: use up to 64 of A-Z a-z 0-9 . _ -")
+
+
+def document_directory(run_id: str, run_folder: str | Path) -> Path:
+    """The place of a run's documents: shared memory where this machine has it, else a directory in the run folder."""
+    check_run_id(run_id)
     if SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK | os.X_OK):
         return SHM_ROOT / f"streamrl-{run_id}"
     log.warning("%s is not writable: weights go through the run folder %s", SHM_ROOT, run_folder)

@@ -22,7 +22,7 @@ from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, Document, NotAv
 from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.shm.directory import SPARE_NAME, RunDirectory
 from streamrl.weights.shm.writer import DocumentWriter, SpareFile
-from streamrl.weights.transport import Transport
+from streamrl.weights.transport import Brought, Transport
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +121,9 @@ class ShmPublisher:
         self._kept.append(file.path)
         retired = [self._kept.pop(0) for _ in range(len(self._kept) - self._keep_versions)]
         self._hurry.clear()
-        self._cleanup_thread = threading.Thread(
-            target=self._cleanup, args=(retired, file), name="documents", daemon=True
-        )
-        self._cleanup_thread.start()
+        thread = threading.Thread(target=self._cleanup, args=(retired, file), name="documents", daemon=True)
+        self._cleanup_thread = thread
+        thread.start()
 
     def _cleanup(self, retired: list[Path], file: SpareFile) -> None:
         directory, nbytes = file.path.parent, file.nbytes
@@ -180,10 +179,8 @@ class ShmReceiver:
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
 
-    def receive(
-        self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float
-    ) -> tuple[Document, float, float]:
-        """(verified document, transfer_s, verify_s); `cancelled` and `deadline` are read once, before the check.
+    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
+        """The verified document; `cancelled` and `deadline` are read once, before the check.
 
         Raises:
             NotAvailable: no such file here, or another of that name (a container, another host, a retired version).

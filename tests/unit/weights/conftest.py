@@ -79,7 +79,7 @@ class WeightRouter:
     def _serve(self) -> None:
         decoder = Decoder(TO_WEIGHTS)
         while not self._stop.is_set():
-            job = self.server.next_job()
+            job = self.server.deltas.next_job()
             if not self._socket.poll(20 if job is None else 0):
                 if job is not None:
                     job.step()

@@ -125,7 +125,7 @@ class ZmqWire(HostWire):
         self._moved = 0
         puller = ZmqReceiver(
             self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, delta_base=self.delta_base,
-            parent=self.server.delta_parent(manifest.ref),
+            parent=self.server.deltas.parent_of(manifest.ref),
         )
         receiver = self._at_the_actor(puller)
         parts = receiver.receive(

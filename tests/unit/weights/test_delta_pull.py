@@ -69,7 +69,7 @@ def test_after_a_full_version_was_declined_the_hub_no_longer_offers_it(story):
     story.step()
     story.step(body_of(story.wire.layout, 99))
 
-    assert story.wire.server.delta_parent(VersionRef(1, 2)) is None
+    assert story.wire.server.deltas.parent_of(VersionRef(1, 2)) is None
 
 
 def lie_about(wire: ZmqWire, *, index: bool, times: int) -> None:

@@ -19,11 +19,9 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Announce, InstallSource, Offer
 from streamrl.weights.document import Superseded
 from streamrl.weights.manifest import make_manifest
-from streamrl.weights.pull import cache_folder as share_folder
 from streamrl.weights.pull import host_cache as host_share
-from streamrl.weights.pull.cache_folder import MEMBERS, has_room, heartbeat, turn
 from streamrl.weights.pull.chunk_server import ChunkServer
-from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
+from streamrl.weights.pull.host_cache import MEMBERS, HostShare, SharedReceiver, has_room, heartbeat, turn
 from streamrl.weights.source import WeightSource
 
 pytestmark = pytest.mark.timeout(300)
@@ -202,7 +200,7 @@ def test_when_the_puller_is_killed_another_member_takes_over(hub, member, child,
 
 
 def test_a_puller_that_is_stopped_is_not_waited_for(hub, member, child, layout, monkeypatch):
-    monkeypatch.setattr(share_folder, "STOPPED_S", 1.5)
+    monkeypatch.setattr(host_share, "STOPPED_S", 1.5)
     stuck = Stuck(9)
     _, manifest, offers, body = hub(tamper=stuck)
     puller = child(manifest, offers)
