@@ -117,7 +117,7 @@ class HubServer:
         elif now >= self._warn_at:
             self._warn_at = math.inf
             self.context.notify(
-                "no actor has joined yet: those that were started may still load (see their logs); one more starts with "
+                "no actor has joined yet: those that were started may still load (see their logs); start one with "
                 f"python -m actors connect={self.endpoint}"
             )
 
