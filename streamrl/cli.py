@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -13,21 +14,37 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
 
   streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
-  streamrl settings [WORD]                        every setting with type, default and meaning
+  streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
 
 By hand, in terminals of their own or on other machines:
-  python -m learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
-  python -m actors connect=tcp://127.0.0.1:5601
+  streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
+  streamrl actor connect=tcp://127.0.0.1:5601
 """
+HELP = {
+    "launch": """streamrl launch [key=value ...]       one run: a learner and launch.num_actors actors
+streamrl launch -m [key=value ...]    one run for each combination of comma-separated values, then a comparison
+
+  experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
+  algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
+  key=value          any setting: streamrl settings --common, streamrl settings WORD""",
+    "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
+
+  WORD        only those whose line contains every word
+  --common    only those to know first""",
+    "report": """streamrl report RUN_DIR                 write RUN_DIR/report.html again
+streamrl report RUN_DIR RUN_DIR ...     compare runs: comparison.html and comparison.md beside the first""",
+}
 
 
 def main() -> int:
     """Entry point of the console script."""
     logging.basicConfig(level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S")
     command, *words = sys.argv[1:] or [""]
-    commands = {"launch": launch, "settings": settings, "report": report, "relay": relay}
+    commands = {
+        "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
+    }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
         return 0 if command else 2
@@ -37,8 +54,16 @@ def main() -> int:
     if command not in commands:
         print(f"Unknown command `{command}`.\n\n{USAGE}", file=sys.stderr)
         return 2
+    if command in HELP and {"-h", "--help"} & set(words):
+        print(HELP[command])
+        return 0
     try:
-        return commands[command](words)
+        code = commands[command](words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has all it wants, as in `streamrl settings | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except StreamrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,9 +76,6 @@ def launch(overrides: list[str]) -> int:
     from streamrl.config.load import check_overrides
     from streamrl.launch import launch_run
 
-    if {"-h", "--help"} & set(overrides):
-        print(USAGE)
-        return 0
     if not {"-m", "--multirun"} & set(overrides):
         return launch_run(overrides)[1]
     swept = [override for override in overrides if override not in ("-m", "--multirun")]
@@ -94,14 +116,43 @@ def _sweep(overrides: list[str]) -> int:
 
 
 def settings(words: list[str]) -> int:
-    """Print settings, all or those whose line contains a word."""
+    """Print settings under their sections: all, the common ones, or those whose line contains every word."""
+    from streamrl.config.aliases import COMMON
+    from streamrl.config.load import nearest_setting
     from streamrl.config.load import settings as all_settings
 
+    wanted = [word.lower() for word in words if word != "--common"]
+    section = ""
     for name, kind, default, sentence in all_settings():
         line = f"{name}={'null' if default is None else default}  ({kind})  {sentence}"
-        if all(word.lower() in line.lower() for word in words):
-            print(line)
-    return 0
+        if ("--common" in words and name not in COMMON) or not all(word in line.lower() for word in wanted):
+            continue
+        head = name.partition(".")[0]
+        if head != section:
+            print(f"{chr(10) if section else ''}{head}")
+            section = head
+        print(f"  {line}")
+    if section:
+        return 0
+    print(f"No setting contains {' and '.join(wanted)}: {nearest_setting(wanted[0])}", file=sys.stderr)
+    return 2
+
+
+def learner(words: list[str]) -> int:
+    """A learner alone: this process becomes it."""
+    return _become("learner", words)
+
+
+def actor(words: list[str]) -> int:
+    """An actor: this process becomes it."""
+    return _become("actors", words)
+
+
+def _become(module: str, words: list[str]) -> int:
+    from streamrl.parent_watch import program
+
+    command = [*program(module), *words]
+    os.execv(command[0], command)
 
 
 def relay(options: list[str]) -> int:
@@ -119,13 +170,17 @@ def report(run_dirs: list[str]) -> int:
     if not run_dirs:
         print("name at least one run directory", file=sys.stderr)
         return 2
-    if len(run_dirs) == 1:
-        print(write_report(run_dirs[0]))
+    try:
+        if len(run_dirs) == 1:
+            print(write_report(run_dirs[0]))
+            return 0
+        out = Path(run_dirs[0]).parent / "comparison.html"
+        print(write_comparison(run_dirs, out))
+        print(out)
         return 0
-    out = Path(run_dirs[0]).parent / "comparison.html"
-    print(write_comparison(run_dirs, out))
-    print(out)
-    return 0
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

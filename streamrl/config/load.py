@@ -31,6 +31,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from streamrl.config.aliases import ALIASES
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.errors import ConfigError
@@ -121,11 +122,17 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if not equals and not override.startswith("~"):
             raise ConfigError(f"`{override}` is not a setting: write key=value, e.g. trainer.num_steps=200")
         if key not in keys and not key.startswith(open_mappings()):
-            raise ConfigError(f"Unknown key `{key}`: {_nearest(key, keys)}")
+            raise ConfigError(f"Unknown key `{key}`: {nearest_setting(key)}")
 
 
-def _nearest(key: str, keys: set[str]) -> str:
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+def nearest_setting(key: str) -> str:
+    """The setting that was probably meant, as the end of a sentence."""
+    keys = set(setting_names())
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
+    alias = ALIASES.get(key.lower().replace("-", "_").rpartition(".")[2])
+    if alias is not None and not (close and "." in key):
+        return f"did you mean `{alias}`?"
+    close = close or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     if not close:  # the section may be missing or wrong: compare the last parts
         last = {name.rpartition(".")[2]: name for name in sorted(keys, reverse=True)}
         close = [last[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
@@ -217,7 +224,7 @@ def _plain(error: Exception) -> str:
     keys = set(setting_names())
     for name in names:
         if name not in keys and not f"{name}.".startswith(open_mappings()):
-            return f"Unknown key `{name}`: {_nearest(name, keys)}"
+            return f"Unknown key `{name}`: {nearest_setting(name)}"
         if name not in text:
             text = f"{name}: {text}"
     return text

@@ -12,6 +12,8 @@ LEARNER = """
 import os, signal, sys, time
 from pathlib import Path
 
+if sys.argv[1:2] == ["--check"]:
+    sys.exit(0)
 here = Path.cwd()
 rank = int(os.environ.get("RANK", "0"))
 (here / f"learner-{rank}").write_text(" ".join(sys.argv[1:]))

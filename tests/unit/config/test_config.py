@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import from_plain, load_config, run_jobs, settings, to_plain
+from streamrl.config.aliases import ALIASES, COMMON
+from streamrl.config.load import from_plain, load_config, run_jobs, setting_names, settings, to_plain
 from streamrl.config.rules import max_lag
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
@@ -39,6 +40,15 @@ def test_every_algorithm_composes(path):
         ("loss.clip_hi=3", "did you mean `loss.clip_high`?"),
         ("clip_high=3", "did you mean `loss.clip_high`?"),
         ("actors.num_concurent=3", "did you mean `actors.num_concurrent`?"),
+        ("lr=1e-5", "did you mean `policy.optimizer.lr`?"),
+        ("learning-rate=1e-5", "did you mean `policy.optimizer.lr`?"),
+        ("trainer.learning_rate=1e-5", "did you mean `policy.optimizer.lr`?"),
+        ("model=x", "did you mean `policy.model_path`?"),
+        ("beta=0", "did you mean `kl.coef`?"),
+        ("num_generations=8", "did you mean `rollout.num_responses_per_prompt`?"),
+        ("trainer.max_steps=9", "did you mean `trainer.num_steps`?"),
+        ("output_dir=x", "did you mean `run.dir`?"),
+        ("critic.optimizer.lrr=1", "did you mean `critic.optimizer.lr`?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
@@ -167,3 +177,9 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     config = load_config([QUICK, f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match="already holds a run"):
         choose_run_dir(config)
+
+
+def test_every_alias_leads_to_a_setting_and_is_none_itself():
+    names = {name for name, *_ in settings()}
+    assert set(ALIASES.values()) <= names and set(COMMON) <= names
+    assert not set(ALIASES) & set(setting_names())

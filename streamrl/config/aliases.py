@@ -1,0 +1,59 @@
+"""Names that settings have elsewhere, and ours: for the suggestion when one of them is typed."""
+
+from __future__ import annotations
+
+ALIASES: dict[str, str] = {
+    # model
+    "model": "policy.model_path", "model_name": "policy.model_path", "model_name_or_path": "policy.model_path",
+    "base_model": "policy.model_path", "ref_model": "reference.model_path", "torch_dtype": "policy.dtype",
+    # optimizer
+    "lr": "policy.optimizer.lr", "learning_rate": "policy.optimizer.lr", "optim": "policy.optimizer.name",
+    "optimizer": "policy.optimizer.name", "weight_decay": "policy.optimizer.weight_decay",
+    "grad_clip": "policy.optimizer.max_grad_norm", "max_grad_norm": "policy.optimizer.max_grad_norm",
+    "lr_scheduler_type": "policy.scheduler.name", "lr_scheduler": "policy.scheduler.name",
+    "warmup_ratio": "policy.scheduler.warmup_ratio", "warmup_steps": "policy.scheduler.warmup_ratio",
+    # sizes
+    "max_steps": "trainer.num_steps", "num_train_steps": "trainer.num_steps", "steps": "trainer.num_steps",
+    "epochs": "trainer.num_steps", "num_epochs": "trainer.num_steps", "num_train_epochs": "trainer.num_steps",
+    "total_epochs": "trainer.num_steps", "batch_size": "rollout.num_prompts_per_step",
+    "train_batch_size": "rollout.num_prompts_per_step", "per_device_train_batch_size": "rollout.num_prompts_per_step",
+    "rollout_batch_size": "rollout.num_prompts_per_step", "group_size": "rollout.num_responses_per_prompt",
+    "num_generations": "rollout.num_responses_per_prompt", "n": "rollout.num_responses_per_prompt",
+    "n_samples_per_prompt": "rollout.num_responses_per_prompt", "max_prompt_length": "rollout.max_prompt_tokens",
+    "micro_batch_size": "learner.max_tokens_per_device", "gradient_accumulation_steps": "learner.max_tokens_per_device",
+    # sampling
+    "temperature": "rollout.train.sampling.temperature", "max_tokens": "rollout.train.sampling.max_new_tokens",
+    "max_new_tokens": "rollout.train.sampling.max_new_tokens",
+    "max_length": "rollout.train.sampling.max_new_tokens",
+    "max_completion_length": "rollout.train.sampling.max_new_tokens",
+    "max_response_length": "rollout.train.sampling.max_new_tokens", "stop": "rollout.train.sampling.stop",
+    # objective
+    "beta": "kl.coef", "kl_coef": "kl.coef", "kl_loss_coef": "kl.coef", "init_kl_coef": "kl.coef",
+    "use_kl_loss": "kl.mode", "kl_loss_type": "kl.mode", "epsilon": "loss.clip_low", "eps_clip": "loss.clip_low",
+    "clip_ratio": "loss.clip_low", "cliprange": "loss.clip_low", "epsilon_high": "loss.clip_high",
+    "loss_type": "loss.surrogate", "entropy_coeff": "loss.entropy_coef", "adv_estimator": "advantage.estimator",
+    "algo": "advantage.estimator", "gamma": "advantage.gamma", "gae_lambda": "advantage.lam", "lambda": "advantage.lam",
+    "max_staleness": "staleness.eta", "max_off_policy_steps": "staleness.eta", "async_level": "staleness.eta",
+    # task
+    "dataset": "env.path", "data_path": "env.path", "dataset_name": "env.name", "task": "env.name",
+    "environment": "env.name", "reward": "env.path", "reward_fn": "env.path", "reward_funcs": "env.path",
+    "max_turns": "env.max_turns", "system_prompt": "data.system_prompt",
+    # run
+    "seed": "run.seed", "output_dir": "run.dir", "out_dir": "run.dir", "save_dir": "run.dir", "run_name": "run.name",
+    "experiment_name": "run.name", "device": "run.device", "resume": "checkpoint.resume",
+    "resume_from_checkpoint": "checkpoint.resume", "save_steps": "checkpoint.every_steps",
+    "save_freq": "checkpoint.every_steps", "eval_steps": "eval.every_steps", "eval_batch_size": "eval.num_samples",
+    "num_workers": "launch.num_actors", "num_actors": "launch.num_actors", "num_gpus": "launch.num_learner_ranks",
+    "nproc_per_node": "launch.num_learner_ranks", "engine": "actors.engine", "use_vllm": "actors.engine",
+    "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers", "report_to": "tracking.trackers",
+    "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
+}
+"""Lower case, without sections: `trainer.learning_rate` is looked up by its last part."""
+
+COMMON = (
+    "policy.model_path", "env.name", "env.path", "trainer.num_steps", "policy.optimizer.lr",
+    "rollout.num_prompts_per_step", "rollout.num_responses_per_prompt", "rollout.train.sampling.max_new_tokens",
+    "rollout.train.sampling.temperature", "staleness.eta", "kl.mode", "actors.engine", "launch.num_actors",
+    "eval.every_steps", "run.name",
+)
+"""Settings to know first: `streamrl settings --common`."""

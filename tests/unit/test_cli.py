@@ -1,0 +1,79 @@
+"""The `streamrl` command: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from streamrl import cli
+
+
+@pytest.fixture
+def streamrl(monkeypatch, capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["streamrl", *words])
+        code = cli.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_settings_stand_under_their_sections(streamrl):
+    code, out, _ = streamrl("settings", "optimizer")
+
+    lines = out.splitlines()
+    assert code == 0 and "critic" in lines and "policy" in lines and "hub" not in lines
+    assert lines.index("critic") < lines.index("policy")
+    assert lines.index("policy") < lines.index(next(line for line in lines if "  policy.optimizer.lr=1e-06" in line))
+
+
+def test_common_settings_are_few(streamrl):
+    code, out, _ = streamrl("settings", "--common")
+
+    assert code == 0 and "policy.optimizer.lr=" in out and "policy.model_path=" in out
+    assert 10 <= out.count("=") <= 25
+    assert streamrl("settings", "--common", "actors")[1].count("=") == 2
+
+
+def test_a_word_that_no_setting_has_leads_to_the_nearest(streamrl):
+    code, out, err = streamrl("settings", "learning_rate")
+
+    assert (code, out) == (2, "")
+    assert err == "No setting contains learning_rate: did you mean `policy.optimizer.lr`?\n"
+
+
+@pytest.mark.parametrize("command", ["launch", "settings", "report", "relay"])
+def test_every_command_has_help(streamrl, command):
+    code, out, _ = streamrl(command, "--help")
+
+    assert code == 0 and f"streamrl {command} " in out
+
+
+def test_a_report_of_nothing_says_what_is_missing(streamrl):
+    code, _, err = streamrl("report", "runs/none")
+
+    assert code == 2
+    assert err.startswith("error: runs/none/metrics.jsonl does not exist: runs/none is not a run directory")
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(python_env):
+    line = f"set -o pipefail; {sys.executable} -m streamrl.cli settings | head -n 1"
+    done = subprocess.run(["bash", "-c", line], env=python_env, capture_output=True, text=True, timeout=60)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trainer\n", "")
+
+
+@pytest.mark.parametrize(("command", "usage"), [("learner", "learner [key=value"), ("actor", "connect=tcp://HOST:PORT")])
+def test_no_folder_of_the_user_shadows_a_program(tmp_path, python_env, command, usage):
+    for name in ("actors", "configs", "envs", "learner", "streamrl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('shadowed')\n")
+
+    done = subprocess.run(  # as the console script does: without the working directory on the path
+        [sys.executable, "-P", "-m", "streamrl.cli", command, "--help"], cwd=tmp_path, env=python_env,
+        capture_output=True, text=True, timeout=60,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "") and usage in done.stdout
