@@ -103,7 +103,7 @@ class Undying(ScriptedBroadcaster):
         return not self.ended
 
 
-def test_a_broadcaster_that_will_not_die_is_replaced_all_the_same_and_let_go_of_when_it_does(harness):
+def test_a_broadcaster_that_will_not_die_is_replaced_all_the_same_and_reaped_when_it_does(harness):
     one = harness("publish.nccl_bucket_deadline_s=0.1", make_broadcaster=Undying)
     first = one.broadcaster()
     second = one.broadcaster()
@@ -137,7 +137,7 @@ def watch_at(*seconds: float) -> BroadcasterWatch:
     return one
 
 
-def test_silence_is_counted_from_the_last_word():
+def test_silence_is_counted_from_the_last_report():
     one = watch_at(100.0, 114.9)
     assert not one.hangs
     one.heard()
