@@ -105,9 +105,6 @@ class EpisodeRunner:
         self.num_env_errors = 0
         self.last_env_error = ""
 
-    def close(self) -> None:
-        self.executor.close()
-
     async def play(
         self, record: Record, index: int, seed: int, sampling: Sampling,
         on_progress: Callable[[], None] = lambda: None,

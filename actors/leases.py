@@ -8,12 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.rollout import returned
-from streamrl.messages import Group, Lease, Purpose, ReturnReason, VersionRef
+from streamrl.messages import Group, Lease, LeaseRef, Purpose, ReturnReason, VersionRef
 
 log = logging.getLogger("streamrl.actor")
-
-Ref = tuple[int, int]
-"""Group id and attempt."""
 
 
 @dataclass(slots=True)
@@ -33,17 +30,17 @@ class RunningLeases:
 
     def __init__(self, send: Callable[[Group], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock
-        self._running: dict[Ref, RunningLease] = {}
+        self._running: dict[LeaseRef, RunningLease] = {}
 
     @property
-    def held(self) -> tuple[Ref, ...]:
+    def held(self) -> tuple[LeaseRef, ...]:
         return tuple(self._running)
 
     @property
     def num_train(self) -> int:
         return sum(running.lease.purpose == Purpose.TRAIN for running in self._running.values())
 
-    def stuck(self, longer_than_s: float) -> tuple[Ref, ...]:
+    def stuck(self, longer_than_s: float) -> tuple[LeaseRef, ...]:
         return tuple(ref for ref, running in self._running.items() if self._idle_s(running) > longer_than_s)
 
     def add(self, lease: Lease, task: asyncio.Task[None], since: VersionRef) -> None:
@@ -56,7 +53,7 @@ class RunningLeases:
     def finish(self, lease: Lease) -> None:
         self._running.pop(lease.ref, None)
 
-    def cancel(self, ref: Ref) -> None:
+    def cancel(self, ref: LeaseRef) -> None:
         if (running := self._running.pop(ref, None)) is not None:
             running.task.cancel()
 

@@ -63,8 +63,8 @@ class ActorRuntime:
         self.installer.close()
         if self.device_weights is not None:
             await asyncio.to_thread(self.device_weights.close)
-        self.train.close()
-        self.test.close()
+        self.train.executor.close()
+        self.test.executor.close()
         await self.engine.close()
 
 
@@ -76,13 +76,12 @@ class RuntimeHandle:
         self._build = build
         self._building: asyncio.Future[ActorRuntime] | None = None
 
-    @property
-    def begun(self) -> bool:
-        return self._building is not None
-
-    def begin(self, welcome: Welcome) -> None:
-        """Build in a thread, once; may take minutes."""
+    def begin(self, welcome: Welcome) -> bool:
+        """Build in a thread, which may take minutes; False if that was begun before."""
+        if self._building is not None:
+            return False
         self._building = asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
+        return True
 
     async def finished(self) -> ActorRuntime:
         """The runtime, or whatever error building raised. Cancelling this does not stop the thread: see `close`."""

@@ -152,8 +152,7 @@ class Worker:
             if self._fits(self._runtime, welcome):
                 self._runtime.set_welcome(welcome)
                 self._spawn(self._install_newest())
-        elif not self._handle.begun:
-            self._handle.begin(welcome)
+        elif self._handle.begin(welcome):
             self._spawn(self._build(welcome))
 
     async def _build(self, welcome: Welcome) -> None:

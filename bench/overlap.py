@@ -90,7 +90,7 @@ async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[b
     times: list[float] = []
     await asyncio.gather(*(worker() for _ in range(config.actors.num_concurrent // GROUP + 1)))
     await engine.close()
-    runner.close()
+    runner.executor.close()
     return done[:BATCH], (times[-1] - times[BATCH - 1]) / num_batches
 
 

@@ -58,12 +58,11 @@ class DeviceWeights:
         """An announcement: take part in its broadcast, if any, whether or not the installer wants the version."""
         if self._member is None:
             return
-        offer = next((offer for offer in offers if offer.nccl is not None and offer.manifest is not None), None)
-        if offer is None:
-            self._member.uninvite(manifest.ref)
-        else:
-            assert offer.nccl is not None and offer.manifest is not None
-            self._member.invite(offer.manifest, layout, offer.nccl)
+        for offer in offers:
+            if offer.nccl is not None and offer.manifest is not None:
+                self._member.invite(offer.manifest, layout, offer.nccl)
+                return
+        self._member.uninvite(manifest.ref)
 
     def close(self) -> None:
         """Leave the communicator; may be called twice."""

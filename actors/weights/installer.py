@@ -124,24 +124,16 @@ class Installer:
         log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 
-    async def check(self) -> Installed | None:
-        """Probe the version that serves; None if nothing is installed. Raises EngineError if it fails to score."""
-        async with self._engine_turn:
-            if self.document is None:
-                return None
-            return _report(self.document.manifest, probed=await self._probe(self.document))
-
-    async def reload(self) -> Installed | None:
-        """Load the serving version's document again, after a failed probe, and probe it again.
+    async def check(self, *, reload: bool = False) -> Installed | None:
+        """Probe the version that serves, after loading its document again if `reload`; None if nothing is installed.
 
         Raises:
-            EngineError: it cannot be loaded: the engine must not generate.
+            EngineError: it cannot be loaded or scored with: the engine must not generate.
         """
         async with self._engine_turn:
-            document = self.document
-            if document is None:
+            if (document := self.document) is None:
                 return None
-            times = await self._load(document, document.manifest.ref)
+            times = await self._load(document, document.manifest.ref) if reload else None
             return _report(document.manifest, times=times, probed=await self._probe(document))
 
     async def _probe(self, document: Document) -> Probed | None:

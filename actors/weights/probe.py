@@ -81,11 +81,8 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
             continue
         place = offset + index * expected[spec.name].element_size()
         ranges = bucket_ranges(document.layout)
-        bucket = next(i for i, (start, end) in enumerate(ranges) if start <= place < end)
-        return (
-            f"bucket {bucket} of {len(ranges)} is not what was published: "
-            f"{spec.name} differs from element {index} on"
-        )
+        bucket = f"{next(i for i, (start, end) in enumerate(ranges) if start <= place < end)} of {len(ranges)}"
+        return f"bucket {bucket} is not what was published: {spec.name} differs from element {index} on"
     return None
 
 

@@ -63,7 +63,7 @@ class WeightUpdater:
         if not _failed(report):
             return
         try:
-            again = await self._installer.reload()
+            again = await self._installer.check(reload=True)
         except WeightsError as error:
             log.error("its document cannot be loaded again: %s", error)
             return

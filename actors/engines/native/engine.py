@@ -19,8 +19,15 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
-from actors.engines.checks import check_install_policy, check_request
+from actors.engines.base import (
+    EngineSpec,
+    EngineStats,
+    GenerateRequest,
+    Generation,
+    InstallTimes,
+    check_install_policy,
+    check_request,
+)
 from actors.engines.native.attention import ATTENTION_NAME, slot_attention
 from actors.engines.native.forward import Forward
 from actors.engines.native.scheduler import Scheduler, Sequence

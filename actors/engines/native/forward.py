@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engines.native.attention import PassView, Prompt
-from actors.engines.native.kv_cache import SlotCache
+from actors.engines.native.attention import PassView, Prompt, SlotCache
 from actors.engines.native.weight_sets import checkpoint_tensors
 from streamrl.errors import EngineError
 

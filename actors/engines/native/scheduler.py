@@ -109,7 +109,10 @@ class Scheduler:
         self.steps_total += 1
         self.prefill_tokens_total += sum(map(len, fresh))
         if joined:
-            self._share(joined, dict(zip(fresh, logits[n:], strict=True)))
+            # What each prompt led to is kept for members of its group that are still to come.
+            self._shared |= {p: _SharedPrompt(row.clone(), set()) for p, row in zip(fresh, logits[n:], strict=True)}
+            for sequence in joined:
+                self._shared[sequence.prompt].members.add(sequence)
             logits = torch.cat([logits[:n], *(self._shared[sequence.prompt].logits[None] for sequence in joined)])
         self._advance(logits)
 
@@ -141,13 +144,6 @@ class Scheduler:
         sequence.mark(self.ref)
         self._cached[row] = len(sequence.prompt)
         self._seeds[row] = sequence.request.seed & 0xFFFF_FFFF_FFFF_FFFF
-
-    def _share(self, joined: list[Sequence], read: dict[tuple[int, ...], Tensor]) -> None:
-        """Remember what each prompt led to, for members of its group that are still to come."""
-        for prompt, logits in read.items():
-            self._shared[prompt] = _SharedPrompt(logits.clone(), set())
-        for sequence in joined:
-            self._shared[sequence.prompt].members.add(sequence)
 
     # --- decoding ----------------------------------------------------------------------------------------------
 

@@ -50,21 +50,17 @@ class WeightSets:
     """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._live = checkpoint_tensors(model)
-        self._spare: Staged | None = None
-
-    @property
-    def live(self) -> Mapping[str, Tensor]:
+        self.live: Mapping[str, Tensor] = MappingProxyType(checkpoint_tensors(model))
         """The tensors that serve now, by checkpoint name."""
-        return MappingProxyType(self._live)
+        self._spare: Staged | None = None
 
     def stage(self, tensors: Mapping[str, Any]) -> Staged:
         """Copy a document that fits the model (else WeightsError) into spare tensors, casting floats."""
-        check_document(tensors, self._live)
+        check_document(tensors, self.live)
         # Moved out: if this call is abandoned halfway, the next one allocates tensors of its own.
         staged, self._spare = self._spare, None
         if staged is None:
-            staged = {name: torch.empty_like(live, requires_grad=False) for name, live in self._live.items()}
+            staged = {name: torch.empty_like(live, requires_grad=False) for name, live in self.live.items()}
         with torch.no_grad():
             for name, target in staged.items():
                 target.copy_(tensors[name])
@@ -75,7 +71,7 @@ class WeightSets:
     def swap(self, staged: Staged) -> None:
         """Exchange the storage of each tensor: tied weights stay tied, and the old storage becomes the spare."""
         old: Staged = {}
-        for name, live in self._live.items():
+        for name, live in self.live.items():
             old[name] = live.data
             live.data = staged[name]
         self._spare = old

@@ -1,15 +1,21 @@
-"""Requests to vLLM's core and their outputs; every open request fails when the core dies."""
+"""Requests to vLLM's core, in its terms, and what their outputs must hold; all fail when the core dies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.vllm.core import Core
 from actors.engines.vllm.imports import vllm
 from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
+
+LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and records log-probs of what it did
+_WORD = (1 << 64) - 1
 
 
 class CoreDiedError(EngineError):
@@ -75,3 +81,68 @@ class RequestTracker:
         if self.closed:
             return EngineError("the engine is closed")
         return CoreDiedError("vLLM's core died; its sequences are lost, another core is started")
+
+
+def check_temperature(temperature: float) -> None:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise EngineError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
+
+
+def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams. The end-of-sequence ids are ours, so that every engine ends alike."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p,
+        "top_k": max(sampling.top_k, 0), "max_tokens": request.max_new_tokens, "seed": turn_seed(request),
+        "ignore_eos": True, "stop_token_ids": [] if request.ignore_eos else list(eos_ids),
+        "stop": list(request.stop), "include_stop_str_in_output": True, "detokenize": bool(request.stop),
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "logprobs": 0, "flat_logprobs": True,
+    }
+
+
+def scoring_arguments(token_ids: Sequence[int], start: int, temperature: float, context: int) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams for log-probs of the prompt alone.
+
+    Raises:
+        EngineError: it cannot be scored; one token of the context is kept for the one that vLLM must sample.
+    """
+    if not 1 <= start <= len(token_ids) < context or temperature != 1.0:
+        raise EngineError(
+            f"score needs 1 <= start <= tokens < {context} and temperature 1; "
+            f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
+        )
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def turn_seed(request: GenerateRequest) -> int:
+    """Below 2**63. vLLM counts draws from 0 in every request, so the prompt's length must tell turns apart."""
+    mixed = (request.seed * 0x9E3779B97F4A7C15 + len(request.prompt_ids) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) & _WORD
+    return mixed >> 1
+
+
+def generation_of(output: Any, greedy: bool) -> Generation:
+    """A finished CompletionOutput as ours. Raises EngineError if log-probs or version labels are missing or wrong."""
+    token_ids = list(output.token_ids)
+    logprobs = [float(number) for number in output.logprobs.logprobs] if output.logprobs is not None else []
+    if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
+        raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, or some are no numbers")
+    spans = spans_of(output.weight_versions, len(token_ids))
+    # Greedy is a distribution of its own, with all its mass on the token taken.
+    return Generation(token_ids, [0.0] * len(token_ids) if greedy else logprobs, spans, output.finish_reason or "abort")
+
+
+def spans_of(spans: Any, num_tokens: int) -> list[VersionSpan]:
+    """vLLM's spans of labels as versions. Raises EngineError for a label that is not ours, or tokens without one."""
+    found: list[VersionSpan] = []
+    for span in spans or ():
+        epoch, _, version = span.version.partition(":")
+        if not (epoch.isdecimal() and version.isdecimal()):
+            raise EngineError(f"vLLM labeled tokens with {span.version!r}, which is no version")
+        if span.end > span.start:
+            found.append(VersionSpan(VersionRef(int(epoch), int(version)), span.start, span.end))
+    covered = found[-1].end if found else 0
+    if covered != num_tokens:
+        raise EngineError(f"vLLM's version labels cover {covered} of {num_tokens} tokens")
+    return found

@@ -20,11 +20,25 @@ from typing import Any
 
 import torch
 
-from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes
-from actors.engines.checks import check_install_policy, check_request
+from actors.engines.base import (
+    EngineSpec,
+    EngineStats,
+    GenerateRequest,
+    Generation,
+    InstallTimes,
+    check_install_policy,
+    check_request,
+)
 from actors.engines.native.engine import build_model, end_of_sequence_ids
 from actors.engines.native.weight_sets import check_document, checkpoint_tensors
-from actors.engines.vllm.client import CoreDiedError, RequestTracker
+from actors.engines.vllm.client import (
+    CoreDiedError,
+    RequestTracker,
+    check_temperature,
+    generation_of,
+    sampling_arguments,
+    scoring_arguments,
+)
 from actors.engines.vllm.core import Core
 from actors.engines.vllm.imports import vllm
 from actors.engines.vllm.process import (
@@ -34,7 +48,6 @@ from actors.engines.vllm.process import (
     engine_arguments,
     kv_bytes_per_token,
 )
-from actors.engines.vllm.requests import check_temperature, generation_of, sampling_arguments, scoring_arguments
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 

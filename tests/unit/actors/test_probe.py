@@ -111,7 +111,7 @@ def test_an_engine_that_computes_something_else_is_found_by_its_log_probs_though
         hook = model.model.norm.register_forward_hook(lambda module, args, out: -out)
         wrong = await installer.check()
         assert "log-probs" in wrong.probe.failed and "bucket" not in wrong.probe.failed and wrong.probe.mean > 0.01
-        assert (await installer.reload()).probe.failed, "loading again cannot help"
+        assert (await installer.check(reload=True)).probe.failed, "loading again cannot help"
         hook.remove()
         assert (await installer.check()).probe.failed == ""
         await engine.close()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.checks import check_sampling
+from actors.engines.base import check_sampling
 from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs, uniforms
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from actors.engines.base import VersionSpan
+from actors.engines.vllm.client import generation_of, spans_of, turn_seed
 from actors.engines.vllm.process import (
     OURS,
     StagedDocument,
@@ -24,7 +25,6 @@ from actors.engines.vllm.process import (
     kv_bytes_per_token,
 )
 from actors.engines.vllm.reaper import MARK, group_pids
-from actors.engines.vllm.requests import generation_of, spans_of, turn_seed
 from actors.engines.vllm.worker import mapped_tensors
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef

@@ -58,7 +58,7 @@ def test_the_ratio_at_lag_0_is_1(tmp_path, make, name, value):
                 runner = EpisodeRunner(two_turns(), engine, Renderer(tokenizer), rules)
                 leased = lease(number, sampling=wire_sampling(sampling))
                 groups.append(await run_group(leased, runner))
-                runner.close()
+                runner.executor.close()
             return groups
 
     groups = asyncio.run(rollout())
