@@ -23,12 +23,13 @@ By hand, in terminals of their own or on other machines:
   streamrl actor connect=tcp://127.0.0.1:5601
 """
 HELP = {
-    "launch": """streamrl launch [key=value ...]       one run: a learner and launch.num_actors actors
-streamrl launch -m [key=value ...]    one run for each combination of comma-separated values, then a comparison
+    "launch": """streamrl launch [FILE.yaml] [key=value ...]       one run: a learner and launch.num_actors actors
+streamrl launch -m [FILE.yaml] [key=value ...]    one run for each combination of comma-separated values, compared
 
   experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
-  key=value          any setting: streamrl settings --common, streamrl settings WORD""",
+  key=value          any setting: streamrl settings --common, streamrl settings WORD
+  FILE.yaml          settings of one's own, below the words beside it; the config.yaml of a run starts it anew""",
     "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
 
   WORD        only those whose line contains every word
@@ -73,12 +74,12 @@ def main() -> int:
 
 def launch(overrides: list[str]) -> int:
     """One run, or with -m / --multirun one for each combination of comma-separated values."""
-    from streamrl.config.load import check_overrides
+    from streamrl.config.load import check_overrides, read_files
     from streamrl.launch import launch_run
 
     if not {"-m", "--multirun"} & set(overrides):
         return launch_run(overrides)[1]
-    swept = [override for override in overrides if override not in ("-m", "--multirun")]
+    swept = read_files([override for override in overrides if override not in ("-m", "--multirun")])
     check_overrides(swept)
     return _sweep(swept)
 

@@ -30,10 +30,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from streamrl.config.aliases import ALIASES
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
+from streamrl.config.settings_file import as_words, is_file
 from streamrl.errors import ConfigError
 
 GROUPS = ("experiment", "algorithm")
@@ -46,11 +48,12 @@ ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml 
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose configs/ with `key=value` overrides.
+    """Compose configs/ with `key=value` overrides; a word that ends in .yaml is a settings file, below them.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
     """
+    overrides = read_files(overrides)
     check_overrides(overrides)
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
@@ -60,6 +63,28 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
     except HydraException as error:
         raise ConfigError(_plain(error)) from error
+
+
+def read_files(words: Sequence[str]) -> list[str]:
+    """The words, each settings file among them replaced by what it sets. Raises ConfigError for one that it cannot."""
+    typed = [word for word in words if not is_file(word)]
+    found: list[str] = []
+    for file in filter(is_file, words):
+        try:
+            values = OmegaConf.to_container(OmegaConf.load(file))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
+        except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"{file} cannot be read as settings: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file} holds no settings: write sections with keys, as `trainer: {{num_steps: 200}}`")
+        own = as_words(file, values, typed)
+        try:
+            check_overrides(own)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+        found += own
+    return [*found, *typed]
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:

@@ -1,0 +1,57 @@
+"""A settings file of one's own, as the `key=value` words that would say the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPLACES: Mapping[str, tuple[str, ...]] = {
+    "policy.model_path": ("policy.tiny.enabled",), "policy.tiny.enabled": ("policy.model_path",),
+    "env.name": ("env.path", "env.options"), "env.path": ("env.options",), "env.options": ("env.options",),
+}
+"""A setting on the command line -> what it replaces in the file beside its own value there."""
+
+
+def is_file(word: str) -> bool:
+    """Whether a word of the command line names a settings file."""
+    return "=" not in word and word.endswith((".yaml", ".yml"))
+
+
+def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list[str]:
+    """The settings of a file that no typed word replaces.
+
+    A run's own `config.yaml` names its directory and says whether it was resumed: that is left out, for a run anew.
+    """
+    keys = {word.partition("=")[0].lstrip("+~") for word in typed}
+    replaced = keys.union(*(REPLACES.get(key, ()) for key in keys))
+    own_dir = values.get("run", {}).get("dir") if isinstance(values.get("run"), Mapping) else None
+    if own_dir is not None and Path(path).resolve().parent == Path(os.path.abspath(own_dir)).resolve():
+        replaced |= {"run.dir", "checkpoint.resume"}
+    return [
+        f"{key}={_literal(value)}" for key, value in _leaves(values)
+        if key not in replaced and not key.startswith(tuple(f"{one}." for one in replaced))
+    ]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _literal(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, str):
+        quoted = value.replace("\\'", "\\\\'").replace("'", "\\'")
+        return f"'{quoted}'"
+    return str(value)
