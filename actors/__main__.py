@@ -1,4 +1,4 @@
-"""python -m actors connect=tcp://HOST:PORT [key=value ...]
+"""streamrl actor connect=tcp://HOST:PORT [key=value ...]
 
 Start as many as you like, wherever the address can be reached, before or after the learner; stop them at any time.
 Model, task and sampling come from the learner; `actors.*` and other words given here override them.

@@ -1,4 +1,4 @@
-"""python -m learner [key=value ...]    torchrun --nproc_per_node=N -m learner [key=value ...]
+"""streamrl learner [key=value ...]    torchrun --nproc_per_node=N -m learner [key=value ...]
 
 The only finite process of a run: owns the version number, the leases (in its hub) and the checkpoint.
 """
@@ -87,7 +87,7 @@ def learn(config: Config, words: list[str]) -> int:
         tear_down(run)
     if not completed and run.ranks.rank == 0:
         kept = [word for word in words if not word.startswith(("run.dir=", "checkpoint.resume="))]
-        log.info("stopped at version %d; go on with:  python -m learner %s", run.version,
+        log.info("stopped at version %d; go on with:  streamrl learner %s", run.version,
                  shlex.join([*kept, f"run.dir={run_dir}", "checkpoint.resume=true"]))
     return 0
 

@@ -174,7 +174,7 @@ def _announce(run: Run) -> None:
     """Log where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
-    log.info("hub listens at %s: start actors with  python -m actors connect=%s", connect, connect)
+    log.info("hub listens at %s: start actors with  streamrl actor connect=%s", connect, connect)
     every = steps_between_checkpoints(run.config)
     if every != run.config.checkpoint.every_steps:
         log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "

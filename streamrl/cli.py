@@ -29,7 +29,7 @@ streamrl launch -m [FILE.yaml] [key=value ...]    one run for each combination o
   experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
   key=value          any setting: streamrl settings --common, streamrl settings WORD
-  FILE.yaml          settings of one's own, below the words beside it; the config.yaml of a run starts it anew""",
+  FILE.yaml          settings of one's own, below the words beside it; the config.yaml of a run repeats it""",
     "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
 
   WORD        only those whose line contains every word

@@ -186,7 +186,7 @@ class Launcher:
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
         if not self._actors:
-            print(f"launch.num_actors=0: start actors with  python -m actors connect={self._endpoint}", flush=True)
+            print(f"launch.num_actors=0: start actors with  streamrl actor connect={self._endpoint}", flush=True)
 
     def _restart_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):

@@ -118,7 +118,7 @@ class HubServer:
             self._warn_at = math.inf
             self.context.notify(
                 "no actor has joined yet: those that were started may still load (see their logs); start one with "
-                f"python -m actors connect={self.endpoint}"
+                f"streamrl actor connect={self.endpoint}"
             )
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float) -> None:

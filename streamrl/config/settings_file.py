@@ -22,7 +22,7 @@ def is_file(word: str) -> bool:
 def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list[str]:
     """The settings of a file that no typed word replaces.
 
-    A run's own `config.yaml` names its directory and says whether it was resumed: that is left out, for a run anew.
+    A run's own `config.yaml` names its directory and says whether it was resumed: that is left out, for a new run.
     """
     keys = {word.partition("=")[0].lstrip("+~") for word in typed}
     replaced = keys.union(*(REPLACES.get(key, ()) for key in keys))

@@ -31,7 +31,7 @@ def test_every_make_target_exists():
 
 
 def test_every_command_names_real_settings():
-    lines = re.findall(r"^(?:streamrl launch|python -m learner) (.+)$", README, re.M)
+    lines = re.findall(r"^streamrl (?:launch|learner) (.+)$", README, re.M)
     assert len(lines) >= 4
     for line in lines:
         words = [word for word in line.partition("#")[0].split() if word != "-m"]

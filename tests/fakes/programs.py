@@ -1,4 +1,4 @@
-"""Small programs in place of `python -m learner` and `python -m actors`, for tests of what starts them.
+"""Small programs in place of `streamrl learner` and `streamrl actor`, for tests of what starts them.
 
 Programs are started by module name, so packages of these names in the first directory of PYTHONPATH are started
 instead. Files in the working directory tell them what to do.

@@ -69,7 +69,7 @@ class BroadcasterThread:
 
 
 class ActorThread:
-    """An actor as `python -m actors` builds it, in a thread."""
+    """An actor as `streamrl actor` builds it, in a thread."""
 
     def __init__(self, endpoint: str, name: str, words: list[str], folder: Path, gpu: str) -> None:
         self.library = FakeLibrary()

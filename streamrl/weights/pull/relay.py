@@ -198,7 +198,7 @@ USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://127.0.0.1:PORT
 Pulls every version of the weights once from the learner and serves it to any number of actors, so that the learner
 sends it once and not once an actor. Start it where the actors are; start them with
 
-  python -m actors connect=tcp://HOST:PORT actors.relay=tcp://127.0.0.1:PORT
+  streamrl actor connect=tcp://HOST:PORT actors.relay=tcp://127.0.0.1:PORT
 
 They stay connected to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
 

@@ -73,7 +73,7 @@ def test_without_actors_the_command_that_starts_one_is_printed(here, capfd):
 
     assert launch(here, "launch.num_actors=0") == 0
 
-    assert "python -m actors connect=tcp://127.0.0.1:1" in capfd.readouterr().out
+    assert "streamrl actor connect=tcp://127.0.0.1:1" in capfd.readouterr().out
 
 
 def test_vllm_without_vllm_is_refused_before_anything_starts(here, monkeypatch):

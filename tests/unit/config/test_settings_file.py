@@ -44,7 +44,7 @@ def test_the_config_that_a_run_wrote_can_be_given_back(folder, experiment):
 
     again = load_config([str(file)])
 
-    assert again.run.dir is None and not again.checkpoint.resume, "a run anew, in a directory of its own"
+    assert again.run.dir is None and not again.checkpoint.resume, "a new run, in a directory of its own"
     again.run.dir, again.checkpoint.resume = "runs/one", True
     assert to_plain(again) == to_plain(first)
 

@@ -170,4 +170,4 @@ def test_without_an_actor_the_hub_says_how_to_start_one(tmp_path, model_dir, mon
             time.sleep(0.01)
 
         assert "no actor has joined yet" in caplog.text
-        assert f"python -m actors connect={hub.server.endpoint}" in caplog.text
+        assert f"streamrl actor connect={hub.server.endpoint}" in caplog.text
