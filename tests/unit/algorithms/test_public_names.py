@@ -38,14 +38,16 @@ def test_the_promised_names_are_importable_and_listed_once():
 
 
 def read_names(path: Path) -> set[str]:
-    """Names that a module imports, or reads after it has defined them."""
-    found = set()
+    """Names that a module imports, reads after it has defined them, or takes from a module that it imports."""
+    imported, found, taken = set(), set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
+            imported |= {name for alias in node.names for name in (alias.name, alias.asname) if name is not None}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found.add(node.id)
-    return found
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            taken.add((node.value.id, node.attr))
+    return imported | found | {attribute for owner, attribute in taken if owner in imported}
 
 
 def test_every_public_name_is_used_by_the_product_or_documented():
