@@ -34,7 +34,7 @@ class EpisodeRules:
     max_prompt_tokens: int
     max_new_tokens: int
     max_turns: int
-    max_tokens: int | None = None  # prompt and everything after it; None is no limit
+    max_tokens: int = 1 << 31  # prompt and everything after it
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     step_timeout_s: float = 60.0
@@ -126,10 +126,10 @@ class EpisodeRunner:
             return self._failed(index, transcript, error)
         on_progress()
         num_prompt, rules = len(transcript.prompt_ids), self.rules
-        if num_prompt > rules.max_prompt_tokens or (rules.max_tokens and num_prompt >= rules.max_tokens):
+        if num_prompt > rules.max_prompt_tokens or num_prompt >= rules.max_tokens:
             raise PromptTooLongError(
                 f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {rules.max_prompt_tokens} "
-                f"and a whole trajectory may have {rules.max_tokens or 'any number'}"
+                f"and a whole trajectory may have {rules.max_tokens}"
             )
         return await self._turns(env, transcript, index, seed, sampling, on_progress)
 
@@ -147,7 +147,9 @@ class EpisodeRunner:
                 text = self.renderer.text(generation.token_ids)
                 step = checked(await self.executor.run(env.step, text, self.rules.step_timeout_s), source)
                 scores = _add_scores(scores, step, source)
-                more = [] if step.done or last else self._render_more(step, generation)
+                # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
+                last_token = generation.token_ids[-1] if generation.token_ids else -1
+                more = [] if step.done or last else self.renderer.render_more(step.messages, last_token=last_token)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
@@ -169,8 +171,6 @@ class EpisodeRunner:
 
     def _room(self, transcript: Transcript, num_more: int = 0) -> int:
         """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""
-        if self.rules.max_tokens is None:
-            return self.rules.max_new_tokens
         used = len(transcript.prompt_ids) + len(transcript.token_ids) + num_more
         return min(self.rules.max_new_tokens, self.rules.max_tokens - used)
 
@@ -179,11 +179,6 @@ class EpisodeRunner:
             prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling, seed=seed,
             max_new_tokens=self._room(transcript), stop=self.rules.stop, ignore_eos=self.rules.ignore_eos,
         )
-
-    def _render_more(self, step: Step, generation: Generation) -> list[int]:
-        # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
-        last_token = generation.token_ids[-1] if generation.token_ids else -1
-        return self.renderer.render_more(step.messages, last_token=last_token)
 
     def _failed(self, index: int, transcript: Transcript, error: Exception) -> Member:
         """`env.on_error`: aborted (leased again), or an explicit floor reward if there is something to train on."""
@@ -209,11 +204,7 @@ def _aborted(index: int, finish: str) -> Member:
 
 
 def checked(step: Any, source: str) -> Step:
-    """The step with plain numbers only: numpy's floats are floats to Python, but not to the wire.
-
-    Raises:
-        TaskError: not a Step, or a number or name that cannot be sent.
-    """
+    """The step with plain numbers only, for the wire. Raises TaskError for no Step, or what cannot be sent."""
     if not isinstance(step, Step):
         raise TaskError(f"{source} returned {type(step).__name__}, expected streamrl.Step")
     return replace(

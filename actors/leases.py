@@ -22,11 +22,7 @@ class RunningLease:
 
 
 class RunningLeases:
-    """Every lease with a task; what is handed back is sent as a RETURNED group.
-
-    Args:
-        clock: monotonic seconds; tells which leases make progress.
-    """
+    """Every lease with a task; what is handed back is sent as a RETURNED group. `clock` tells which make progress."""
 
     def __init__(self, send: Callable[[Group], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock

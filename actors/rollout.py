@@ -25,7 +25,7 @@ from streamrl.messages import (
     ReturnReason,
 )
 from streamrl.messages.codec import Decoder, encode
-from streamrl.messages.validate import GroupBounds, check_group
+from streamrl.messages.validate import check_group
 
 log = logging.getLogger("streamrl.actor")
 
@@ -68,9 +68,8 @@ def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
     """
     if group.outcome != Outcome.COMPLETE:
         return group
-    bounds = GroupBounds(limits.vocab_size, limits.max_prompt_tokens, limits.max_new_tokens)
     try:
-        check_group(group, bounds, leased=lease.members)
+        check_group(group, limits, leased=lease.members)
         Decoder(TO_HUB, limits.max_message_bytes).decode(encode(group))
     except WireError as error:
         detail = f"{error.counter}: {error}"

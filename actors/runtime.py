@@ -113,11 +113,7 @@ def weight_source(
     local: Config, context: zmq.Context,
     make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
 ) -> tuple[WeightSource, DeviceWeights | None]:
-    """The transports that `actors.transports` allows, known before the run is.
-
-    Raises:
-        ConfigError: a transport that is unknown or cannot work on this machine.
-    """
+    """The transports that `actors.transports` allows; ConfigError for one that cannot work on this machine."""
     names = local.actors.transports
     source = WeightSource(context, transports=names)
     if not device_transports(names, setting="actors.transports"):
@@ -140,7 +136,8 @@ def build_runtime(
     source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
     task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
     with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
-        fetch_assets(welcome, source, model_dir)
+        assets = source.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest)
+        unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
         engine = build_engine(config.actors.engine, engine_spec(config, Path(model_dir), tokenizer))
     renderer = Renderer(
@@ -156,14 +153,6 @@ def build_runtime(
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome),
     )
-
-
-def fetch_assets(welcome: Welcome, source: WeightSource, target: str) -> None:
-    """Model configuration and tokenizer files, into a folder."""
-    endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
-    if endpoint is None:
-        raise StreamrlError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
-    unpack_assets(source.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest), target)
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:

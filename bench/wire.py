@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from bench.record import exit_status, record, shared_arguments
-from streamrl.messages import TO_HUB, Group, Member, Sampling, Span, Turn
+from streamrl.messages import TO_HUB, Group, Limits, Member, Sampling, Span, Turn
 from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs, unpack_ids
-from streamrl.messages.validate import GroupBounds, check_group
+from streamrl.messages.validate import check_group
 
 SIZES = (1_000, 4_096, 32_768)
 
@@ -77,8 +77,8 @@ def measure(num_tokens: int, members: int, repeats: int, seed: int) -> list[dict
         f"wire.encode_decode_us.{label}", value, "us", "lower", both, params, goal=goal,
         baseline=measure_lists(lists, number=max(5, number // 20), repeats=repeats),
     ))
-    bounds = GroupBounds(vocab_size=150_000)
-    checking = microseconds(lambda: check_group(group, bounds, range(members)), max(5, number // 4), repeats)
+    limits = Limits(vocab_size=150_000)
+    checking = microseconds(lambda: check_group(group, limits, range(members)), max(5, number // 4), repeats)
     lines.append(record(
         f"wire.check_us.{label}", sorted(checking)[len(checking) // 2], "us", "lower", checking, params,
     ))

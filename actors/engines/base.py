@@ -171,9 +171,6 @@ class ExposesWeights(Protocol):
 EngineFactory = Callable[[EngineSpec], Engine]
 
 
-# --- what every engine refuses before it runs ---------------------------------------------------------------------
-
-
 def check_install_policy(policy: str) -> None:
     if policy not in INSTALL_POLICIES:
         raise EngineError(f"install_policy={policy!r} is unknown: choose one of {INSTALL_POLICIES}")

@@ -28,11 +28,7 @@ def engine_factory(name: str) -> EngineFactory:
 
 
 def build_engine(name: str, spec: EngineSpec) -> Engine:
-    """The engine that `actors.engine` names; may take minutes.
-
-    Raises:
-        ConfigError: no such engine, or what its factory returned is none.
-    """
+    """The engine that `actors.engine` names; may take minutes. Raises ConfigError if there is none."""
     engine = engine_factory(name)(spec)
     if missing := [attribute for attribute in _PROTOCOL if not hasattr(engine, attribute)]:
         raise ConfigError(

@@ -178,11 +178,7 @@ class Installer:
         return fetched
 
     async def _wait_or_abandon(self, ref: VersionRef) -> None:
-        """Abandon the running fetch in favor of this version; after an abandoned one let it end first.
-
-        Raises:
-            Superseded: a still newer version came while this one waited.
-        """
+        """Abandon the running fetch for this version, or let it end; Superseded if a newer one came meanwhile."""
         running = self._fetching
         if running is None:
             return

@@ -22,12 +22,7 @@ RECHECK_S = 60.0
 
 
 class WeightUpdater:
-    """Drives one installer.
-
-    Args:
-        report: sends an INSTALLED.
-        broken: called with the reason when the engine must not generate any more.
-    """
+    """Drives one installer; `report` sends an INSTALLED, `broken` is told why the engine must not generate any more."""
 
     def __init__(
         self, installer: Installer, *, report: Callable[[Installed], None], broken: Callable[[str], None]

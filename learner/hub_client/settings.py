@@ -12,7 +12,6 @@ from streamrl.config import schema
 from streamrl.config.load import to_plain
 from streamrl.config.rules import lag_rule, largest_eta, largest_max_lag
 from streamrl.messages import Limits, Lineage, Sampling
-from streamrl.messages.validate import GroupBounds
 
 OUTBOX_GROUPS = 1024
 """Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
@@ -117,5 +116,5 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         on_stale=config.staleness.on_stale.name, mode=config.staleness.mode.name,
         group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,
         group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
-        bounds=GroupBounds(vocab_size, config.rollout.max_prompt_tokens, response_limit(config)),
+        limits=limits(config, vocab_size),
     )

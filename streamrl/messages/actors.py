@@ -46,6 +46,7 @@ class Limits(Message):
     outbox_bytes: U64 = 1 << 30
     max_prompt_tokens: U32 = 1 << 20
     max_new_tokens: U32 = 1 << 20
+    """Action tokens of one member over its whole episode, all turns together."""
     vocab_size: U32 = 1 << 31
     max_lag: U32 = 1 << 31
 

@@ -51,12 +51,7 @@ def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
 
 
 class Decoder:
-    """Typed decoding for one direction; made once, because making one is slow.
-
-    Args:
-        kinds: those that are legal here, e.g. `messages.TO_HUB`.
-        max_bytes: larger frames are refused unread.
-    """
+    """Typed decoding of one direction, up to `max_bytes` a frame; made once, because making one is slow."""
 
     def __init__(self, kinds: Direction, max_bytes: int = 64 << 20) -> None:
         self._decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in kinds.items()}

@@ -26,27 +26,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
+from streamrl.messages import Group, Limits, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBounds:
-    """Sizes that the hub allows."""
-
-    vocab_size: int = 1 << 31
-    max_prompt_tokens: int = 1 << 20
-    max_new_tokens: int = 1 << 20
-    """Action tokens of one member over its whole episode, all turns together."""
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
@@ -58,10 +47,7 @@ class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
 
 
 class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
-    """What the ledger keeps of a checked member besides its bytes.
-
-    `num_tokens` counts prompt, actions and observations; `spans` leaves out versions without action tokens.
-    """
+    """What the ledger keeps of a checked member besides its bytes; `num_tokens` counts prompt and all after it."""
 
     index: int
     status: MemberStatus
@@ -77,7 +63,7 @@ class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
         return self.status == MemberStatus.ABORTED
 
 
-def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> tuple[MemberSummary, ...]:
+def check_group(group: Group, limits: Limits, leased: Collection[int]) -> tuple[MemberSummary, ...]:
     """Check every rule above; a summary of each member, in message order.
 
     Args:
@@ -97,7 +83,7 @@ def check_group(group: Group, bounds: GroupBounds, leased: Collection[int]) -> t
         if member.index not in leased:
             raise ContentError("member_not_leased", f"{where} is not in the lease, which has {sorted(leased)}")
         seen.add(member.index)
-        summaries.append(_check_member(member, group.members[0].prompt_ids, bounds, where))
+        summaries.append(_check_member(member, group.members[0].prompt_ids, limits, where))
     return tuple(summaries)
 
 
@@ -107,17 +93,17 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ContentError("sampling", f"{sampling} is not a distribution: every number must be finite and >= 0")
 
 
-def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, where: str) -> MemberSummary:
+def _check_member(member: Member, first_prompt: bytes, limits: Limits, where: str) -> MemberSummary:
     aborted = member.status == MemberStatus.ABORTED
     prompt = member.prompt_ids or first_prompt
     if not prompt and not aborted:
         raise ContentError("prompt_missing", f"{where} has no prompt, and neither has the first member")
-    num_prompt = _check_ids(prompt, bounds.vocab_size, "prompt", where)
-    if num_prompt > bounds.max_prompt_tokens:
+    num_prompt = _check_ids(prompt, limits.vocab_size, "prompt", where)
+    if num_prompt > limits.max_prompt_tokens:
         raise ContentError(
-            "prompt_too_long", f"{where} has a prompt of {num_prompt} tokens, the limit is {bounds.max_prompt_tokens}"
+            "prompt_too_long", f"{where} has a prompt of {num_prompt} tokens, the limit is {limits.max_prompt_tokens}"
         )
-    num_tokens = _check_ids(member.token_ids, bounds.vocab_size, "token", where)
+    num_tokens = _check_ids(member.token_ids, limits.vocab_size, "token", where)
     mask = _mask(member, num_tokens, where)
     _check_logprobs(member.logprobs, mask, where)
     before = np.zeros(num_tokens + 1, dtype=np.int64)  # [T + 1] action tokens before position t
@@ -125,9 +111,9 @@ def _check_member(member: Member, first_prompt: bytes, bounds: GroupBounds, wher
     num_actions = int(before[-1])
     if num_actions == 0 and not aborted:
         raise ContentError("no_action_tokens", f"{where} has no action token and is not marked aborted")
-    if num_actions > bounds.max_new_tokens:
+    if num_actions > limits.max_new_tokens:
         raise ContentError(
-            "response_too_long", f"{where} has {num_actions} action tokens, the limit is {bounds.max_new_tokens}"
+            "response_too_long", f"{where} has {num_actions} action tokens, the limit is {limits.max_new_tokens}"
         )
     counts = _cover(member.versions, before, "version", where)
     _cover(member.turns, before, "turn", where)

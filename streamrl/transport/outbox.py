@@ -51,11 +51,8 @@ class Outbox:
     def waiting(self) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.sent_at is None and not entry.settled]
 
-    def num_unsettled_sent(self) -> int:
-        return sum(1 for entry in self._entries.values() if entry.sent_at is not None and not entry.settled)
-
-    def oldest_unsettled(self) -> Entry | None:
-        return next((e for e in self._entries.values() if not e.settled and e.sent_at is not None), None)
+    def in_flight(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.sent_at is not None and not entry.settled]
 
     def all_settled(self) -> bool:
         return all(entry.settled for entry in self._entries.values())

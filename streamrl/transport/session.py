@@ -177,9 +177,9 @@ class ActorSession:
         effects: list[Effect] = []
         if now - self._beat_at >= self.limits.heartbeat_s:
             effects += self._send_beat(now)
-        oldest = self.outbox.oldest_unsettled()
-        if oldest is not None and oldest.sent_at is not None and now - oldest.sent_at > self.limits.ack_timeout_s:
-            effects.append(self._send_entry(oldest, now))
+        for oldest in self.outbox.in_flight()[:1]:
+            if oldest.sent_at is not None and now - oldest.sent_at > self.limits.ack_timeout_s:
+                effects.append(self._send_entry(oldest, now))
         return effects + self._leave_if_done(now)
 
     @property
@@ -280,7 +280,7 @@ class ActorSession:
     def _flush(self, now: float) -> list[Effect]:
         if not self.linked:
             return []
-        room = MAX_UNSETTLED - self.outbox.num_unsettled_sent()
+        room = MAX_UNSETTLED - len(self.outbox.in_flight())
         return [self._send_entry(entry, now) for entry in self.outbox.waiting()[: max(0, room)]]
 
     def _send_entry(self, entry: Entry, now: float) -> Send:

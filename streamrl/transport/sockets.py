@@ -19,11 +19,7 @@ def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int
 def actor_dealer(
     context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20, receive_hwm: int = 1000
 ) -> zmq.Socket:
-    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with back-off.
-
-    Raises:
-        zmq.ZMQError: no socket left, or an endpoint that cannot be connected to.
-    """
+    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with back-off. Raises zmq.ZMQError."""
     socket = _socket(context, zmq.DEALER, max_message_bytes, receive_hwm, send_hwm=1000)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)

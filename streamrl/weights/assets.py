@@ -32,11 +32,7 @@ def pack_assets(model_dir: str | Path) -> bytes:
 
 
 def unpack_assets(data: bytes, target_dir: str | Path) -> list[Path]:
-    """Write the assets into `target_dir` (made if needed); returns the files.
-
-    Raises:
-        WeightsError: too large, no such map, or a name outside the closed list. Nothing is written then.
-    """
+    """Write the assets into `target_dir` and return the files; WeightsError, and none, if one may not travel."""
     if len(data) > MAX_ASSETS_BYTES:
         raise WeightsError(f"the assets are {len(data)} bytes, over the limit of {MAX_ASSETS_BYTES}")
     try:

@@ -77,11 +77,7 @@ def pack_header(probe: bytes, ref: VersionRef, nbytes: int) -> bytes:
 
 
 def unpack_header(raw: bytes) -> tuple[bytes, VersionRef, int]:
-    """(probe, version, bytes of the body).
-
-    Raises:
-        WeightsError: too short, or not a document.
-    """
+    """(probe, version, bytes of the body). Raises WeightsError if too short, or not a document."""
     if len(raw) < HEADER_BYTES:
         raise WeightsError(f"a document has a header of {HEADER_BYTES} bytes, this file has {len(raw)} bytes")
     probe, magic, epoch, version, nbytes = _HEADER.unpack_from(raw)
@@ -110,11 +106,7 @@ class Document:
 
     @classmethod
     def map_file(cls, path: str | Path, manifest: Manifest, layout: Layout) -> Document:
-        """The document in `path`, mapped privately: writes never reach the file.
-
-        Raises:
-            OSError: the file cannot be opened. WeightsError: it is no document of this version.
-        """
+        """The document in `path`, mapped privately: writes never reach it. Raises OSError or WeightsError."""
         with open(path, "rb") as file:
             return cls.map_open_file(file.fileno(), manifest, layout)
 
@@ -176,11 +168,7 @@ class Document:
         return memoryview(self._body)[start:end].toreadonly()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Checkpoint name to tensor in wire dtype, as views of the document: read them, never write them.
-
-        Raises:
-            WeightsError: the document was not verified.
-        """
+        """Checkpoint name to tensor in wire dtype, as views: never write them. WeightsError if not verified."""
         self._require_verified("tensors")
         return {spec.name: _tensor(self._body, offset, spec) for spec, offset in tensor_offsets(self.layout)}
 
@@ -267,7 +255,12 @@ class DocumentMemory:
         """Writable memory with arbitrary contents; it returns here once nothing refers to it any more."""
         with self._lock:
             spare, self._spare = self._spare, None
-        pages = spare if spare is not None and len(spare) == nbytes else _new_pages(nbytes)
+        if spare is not None and len(spare) == nbytes:
+            pages = spare
+        else:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError, AttributeError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
         # Views, arrays and tensors of the memory keep this array alive, and this array alone.
         array = np.frombuffer(pages, dtype=np.uint8)
         weakref.finalize(array, self._give_back, pages).atexit = False
@@ -276,10 +269,3 @@ class DocumentMemory:
     def _give_back(self, pages: mmap.mmap) -> None:
         with self._lock:
             self._spare = pages
-
-
-def _new_pages(nbytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages

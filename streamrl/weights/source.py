@@ -178,12 +178,15 @@ class WeightSource:
         return Fetched(document, receiver.source, transfer_s, verify_s)
 
     def fetch_assets(
-        self, endpoint: str, nbytes: int, digest: bytes, *,
-        cancelled: threading.Event | None = None, deadline_s: float = 120.0,
+        self, offers: Sequence[Offer], nbytes: int, digest: bytes, *, cancelled: threading.Event | None = None,
+        deadline_s: float = 120.0,
     ) -> bytes:
         """The packed asset files of the model; unpack them with `streamrl.weights.assets.unpack_assets`."""
         cancelled, deadline = cancelled or threading.Event(), time.monotonic() + deadline_s
-        *nearer, last = self._with_relay([Offer("zmq", endpoint, nbytes)])
+        over_zmq = [offer for offer in offers if offer.transport == "zmq"][:1]
+        if not over_zmq:
+            raise WeightsError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
+        *nearer, last = self._with_relay(over_zmq)
         for offer in nearer:
             try:
                 return self._puller(offer).receive_assets(nbytes, digest, cancelled=cancelled, deadline=deadline)

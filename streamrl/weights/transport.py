@@ -92,11 +92,7 @@ class Transport:
 
 
 def load_transport(name: str, *, setting: str) -> Transport:
-    """The transport that a setting names.
-
-    Raises:
-        ConfigError: no such transport, module or attribute, or it is no `Transport`.
-    """
+    """The transport that a setting names. Raises ConfigError if there is none, or it is no `Transport`."""
     found: object = resolve(name, TRANSPORTS, setting=setting)
     if name in TRANSPORTS:
         found = import_attribute(TRANSPORTS[name], setting=setting)

@@ -56,10 +56,7 @@ def _is_ranked(sampling: Sampling) -> bool:
 
 
 def processed_logprobs(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Log-probs of the distribution that is drawn from: [n, vocab] float32, -inf on what was cut off.
-
-    Rows with temperature 0 are processed as if it were 1; `draw` does not use them.
-    """
+    """Log-probs of the distribution drawn from: [n, vocab] float32, -inf on what was cut off; greedy rows as at 1."""
     scores = logits.float()
     if plan.temperatures is not None:
         scores = scores / plan.temperatures

@@ -16,10 +16,7 @@ _KEPT = "The old version goes on serving."
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Checkpoint name -> the live tensor: parameters and persistent buffers.
-
-    Of tied weights, which are one tensor, only the first name appears, as in a checkpoint.
-    """
+    """Checkpoint name -> live tensor: parameters and persistent buffers; of tied weights only the first name."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -23,11 +23,7 @@ class CoreDiedError(EngineError):
 
 
 class RequestTracker:
-    """The open requests of the present core.
-
-    Args:
-        on_death: called with an AsyncLLM that turned out to be dead.
-    """
+    """The open requests of the present core; `on_death` is called with an AsyncLLM that turned out to be dead."""
 
     def __init__(self, core: Core, on_death: Callable[[Any], None]) -> None:
         self.closed = False
@@ -102,11 +98,7 @@ def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict
 
 
 def scoring_arguments(token_ids: Sequence[int], start: int, temperature: float, context: int) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams for log-probs of the prompt alone.
-
-    Raises:
-        EngineError: it cannot be scored; one token of the context is kept for the one that vLLM must sample.
-    """
+    """Keyword arguments of SamplingParams for log-probs of a prompt alone; vLLM must be left one token to sample."""
     if not 1 <= start <= len(token_ids) < context or temperature != 1.0:
         raise EngineError(
             f"score needs 1 <= start <= tokens < {context} and temperature 1; "

@@ -45,11 +45,7 @@ class Core:
         return self.llm is not None and not self.llm.errored
 
     def start(self) -> None:
-        """Block for as long as vLLM starts (seconds on a CPU).
-
-        Raises:
-            EngineError: it does not start, or does not know an argument.
-        """
+        """Block for as long as vLLM starts. Raises EngineError if it does not, or does not know an argument."""
         eager = bool(self._arguments.get("enforce_eager"))
         with environment(self.group.mark, self._device, self._num_threads, eager), block_interrupts():
             check_names()

@@ -198,10 +198,7 @@ class VllmEngine:
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - began)
 
     async def _replace(self, staged: StagedDocument, ref: VersionRef) -> float:
-        """Pause, load, label, resume; how long sequences stood still.
-
-        Cancelled halfway it leaves `_open` cleared: only a complete load admits sequences again.
-        """
+        """Pause, load, label, resume; how long sequences stood still. Only a complete load admits sequences again."""
         self._open.clear()
         mode, clear_cache = _PAUSES[self._policy]
         try:
@@ -249,11 +246,7 @@ class VllmEngine:
                     log.error("%s", error)
 
     async def _restart(self) -> None:
-        """A new core with the former version, if there was one.
-
-        Raises:
-            EngineError: that failed, or the core died too often; the engine is dead from now on.
-        """
+        """A new core with the former version, if any. Raises EngineError: the engine is dead from then on."""
         self._open.clear()
         self._deaths_in_a_row += 1
         self._restarting = True

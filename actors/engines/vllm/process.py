@@ -36,11 +36,7 @@ _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 def engine_arguments(
     *, max_num_seqs: int, max_tokens: int, device: str, dtype: str, extra: Mapping[str, Any], kv_bytes_per_token: int
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs but the model: ours, our defaults, and `actors.vllm.*` over the defaults.
-
-    Raises:
-        EngineError: `extra` names one of ours.
-    """
+    """Arguments of AsyncEngineArgs but the model: ours, and `extra` over our defaults; EngineError for ours in it."""
     taken = sorted(OURS & extra.keys())
     if taken:
         raise EngineError(

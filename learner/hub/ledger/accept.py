@@ -139,7 +139,7 @@ class Acceptance:
 
     def _check_content(self, group: Group, leased: Collection[int]) -> Summaries:
         try:
-            return check_group(group, self.settings.bounds, leased)
+            return check_group(group, self.settings.limits, leased)
         except ContentError as error:
             self.counts[f"num_malformed_{error.check}"] += 1
             raise _Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from streamrl.lag_rule import LagRule
-from streamrl.messages.validate import GroupBounds
+from streamrl.messages import Limits
 
 OnStale = Literal["reissue", "drop"]
 Mode = Literal["drop", "mask_old_tokens", "reweight", "wait"]
@@ -28,7 +28,7 @@ class LedgerSettings:
         group_deadline_s: age at which an incomplete group follows `group_policy`; 0 never (under "accept_partial" 0
             accepts as soon as the lease ends).
         dedupe_window: sequence numbers that may be open per sender.
-        bounds: limits of the semantic checks.
+        limits: sizes that a group may have.
     Raises:
         ValueError: a number is impossible or contradicts another.
     """
@@ -45,7 +45,7 @@ class LedgerSettings:
     min_members: int = 2
     group_deadline_s: float = 0.0
     dedupe_window: int = 1024
-    bounds: GroupBounds = field(default_factory=GroupBounds)
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         for name in ("group_size", "max_attempts", "dedupe_window"):

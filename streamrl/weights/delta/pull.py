@@ -112,11 +112,7 @@ class IndexPlan(ChunkPlan):
 def apply_delta(
     base: Document, manifest: Manifest, layout: Layout, payloads: list[memoryview], memory: memoryview
 ) -> tuple[Document, float]:
-    """(the verified new document in `memory`, seconds); `base` is only read.
-
-    Raises:
-        DeltaError: a payload is malformed or made for other buckets; the contents of `memory` are then undefined.
-    """
+    """(the verified new document in `memory`, seconds). Raises DeltaError; `memory` is undefined then."""
     assert len(memory) == document_nbytes(layout), (len(memory), document_nbytes(layout))
     started = time.perf_counter()
     for at, (start, end) in enumerate(bucket_ranges(layout)):

@@ -59,11 +59,7 @@ class ChunkServer:
         self.deltas = DeltaStore(delta_max_ratio)
 
     def add(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
-        """Serve the document in `path`; the oldest beyond `keep_versions` retires.
-
-        Raises:
-            OSError, WeightsError: the file cannot be mapped or holds another version.
-        """
+        """Serve the document in `path`; the oldest ones retire. Raises OSError, or WeightsError for another version."""
         with open(path, "rb") as file:
             _, ref, nbytes = unpack_header(file.read(HEADER_BYTES))
             if ref != manifest.ref or nbytes != document_nbytes(layout):

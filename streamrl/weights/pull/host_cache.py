@@ -96,11 +96,7 @@ class HostShare:
 
 
 class SharedReceiver:
-    """A puller that looks at the host's cache first, and leaves there what it had to pull.
-
-    Attributes:
-        source: SHM if another process had pulled it, else the puller's own.
-    """
+    """A puller that looks at the host's cache first (`source` is SHM then), and leaves there what it had to pull."""
 
     def __init__(self, share: HostShare, puller: Receiver) -> None:
         self._share, self._puller = share, puller

@@ -148,12 +148,7 @@ class ChunkPlan(ABC):
 
 
 class PullPlan(ChunkPlan):
-    """Buckets of known size and digest; a bucket counts only when it matches.
-
-    Args:
-        buckets: writable memory of every bucket, filled here.
-        digests: xxh3-128 of every bucket.
-    """
+    """Fills `buckets`, writable memory of known sizes; one counts only when it has its digest (xxh3-128)."""
 
     def __init__(
         self, buckets: Sequence[memoryview], digests: Sequence[bytes], limits: Limits, *, what: str, now: float

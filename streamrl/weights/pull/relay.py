@@ -184,11 +184,8 @@ class Relay:
     def _fetch_assets(self, welcome: Welcome) -> bytes:
         if self._assets is not None and self._assets[0] == welcome.assets_digest:
             return self._assets[1]
-        endpoint = next((offer.name for offer in welcome.offers if offer.transport == "zmq"), None)
-        if endpoint is None:
-            raise WeightsError("the hub offers no zmq endpoint to fetch the model's files from")
         nbytes, digest = welcome.assets_nbytes, welcome.assets_digest
-        data = self.source.fetch_assets(endpoint, nbytes, digest, cancelled=self._cancelled)
+        data = self.source.fetch_assets(welcome.offers, nbytes, digest, cancelled=self._cancelled)
         self._assets = (digest, data)
         return data
 

@@ -29,12 +29,7 @@ class Puller(Protocol):
 
 
 class InFlightVersions:
-    """The versions that a relay is fetching; set by the fetching side, read by the socket's thread.
-
-    Args:
-        puller: the receiver at work, if bytes come through a socket at all.
-        clock: monotonic seconds, the puller's.
-    """
+    """The versions that a relay is fetching, with `puller` if by a socket; read by the thread that serves."""
 
     def __init__(self, puller: Callable[[], Puller | None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._puller, self._clock = puller, clock

@@ -76,11 +76,7 @@ class RunDirectory:
 
 
 def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
-    """Remove the documents and the directory of a run whose owner is dead; True if nothing of it is left.
-
-    Args:
-        wait_s: for the owner to die; a second or two for a hub that has just lost its learner.
-    """
+    """Remove the directory of a run whose owner is dead, or dies within `wait_s`; True if nothing of it is left."""
     path = Path(path)
     deadline = time.monotonic() + wait_s
     while path.exists():
@@ -97,11 +93,7 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> boo
 
 
 def make_private(path: Path) -> None:
-    """Make the directory, mode 0700, if it is not there.
-
-    Raises:
-        RunLockedError: it is not a directory of this user. FileNotFoundError: another process is removing it.
-    """
+    """Make the directory, mode 0700. Raises RunLockedError if it is not this user's, FileNotFoundError in a removal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -111,11 +103,7 @@ def make_private(path: Path) -> None:
 
 
 def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> int | None:
-    """A descriptor that holds the `flock`, or None while another process does.
-
-    Raises:
-        FileNotFoundError: the directory (or, without `create`, the file) is not there.
-    """
+    """A descriptor that holds the `flock`; None while another process does; FileNotFoundError without a directory."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ from streamrl.messages import (
     Hello,
     Lease,
     LeaseRef,
+    Limits,
     Member,
     MemberStatus,
     Outcome,
@@ -30,17 +31,16 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
-from streamrl.messages.validate import GroupBounds
 
 STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
 """For every property test here: the same examples each time, and no outcome that depends on the machine's load."""
 NUM_RECORDS = 1000
-BOUNDS = GroupBounds(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
+LIMITS = Limits(vocab_size=100, max_prompt_tokens=64, max_new_tokens=64)
 
 
 def settings(**changes: object) -> LedgerSettings:
     """Small settings; the numbers of the lag rule are given by name too."""
-    values = {"groups_per_batch": 2, "group_size": 2, "eta": 1, "window": 2, "max_lag": 2, "bounds": BOUNDS, **changes}
+    values = {"groups_per_batch": 2, "group_size": 2, "eta": 1, "window": 2, "max_lag": 2, "limits": LIMITS, **changes}
     terms = {term.name: values.pop(term.name) for term in fields(LagRule) if term.name in values}
     lag = LagRule(**terms)  # type: ignore[arg-type]
     return LedgerSettings(lag=lag, **values)  # type: ignore[arg-type]

@@ -11,13 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn, VersionRef
+from streamrl.messages import (
+    Group,
+    Limits,
+    Member,
+    MemberStatus,
+    Outcome,
+    ReturnReason,
+    Sampling,
+    Span,
+    Turn,
+    VersionRef,
+)
 from streamrl.messages import validate as group_checks
 from streamrl.messages.codec import pack_ids, pack_logprobs
-from streamrl.messages.validate import GroupBounds, VersionTokens, check_group
+from streamrl.messages.validate import VersionTokens, check_group
 from tests.unit.hub.factories import STEADY
 
-BOUNDS = GroupBounds(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
+LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
 
 
 def spans(*rows: tuple[int, int, int, int]) -> tuple[Span, ...]:
@@ -82,14 +93,14 @@ BROKEN = {
 
 
 def test_an_honest_group_gives_its_facts():
-    (facts,) = check_group(group(HONEST), BOUNDS, range(2))
+    (facts,) = check_group(group(HONEST), LIMITS, range(2))
 
     assert (facts.index, facts.num_tokens, facts.num_action_tokens, facts.reward) == (0, 10, 5, 1.5)
     assert facts.spans == (VersionTokens(1, 4, 2), VersionTokens(1, 5, 2), VersionTokens(2, 5, 1))
 
 
 def test_the_first_prompt_serves_the_members_that_name_none():
-    facts = check_group(group(HONEST, changed(index=1, prompt_ids=b"")), BOUNDS, range(2))
+    facts = check_group(group(HONEST, changed(index=1, prompt_ids=b"")), LIMITS, range(2))
 
     assert [one.num_tokens for one in facts] == [10, 10]
 
@@ -99,20 +110,20 @@ def test_an_aborted_member_may_be_empty():
         status=MemberStatus.ABORTED, prompt_ids=b"", token_ids=b"", logprobs=b"", mask=(), versions=(), turns=()
     )
 
-    assert check_group(group(empty), BOUNDS, range(2))[0].aborted
+    assert check_group(group(empty), LIMITS, range(2))[0].aborted
 
 
 def test_a_lease_that_is_handed_back_needs_no_members():
-    assert check_group(group(outcome=Outcome.RETURNED), BOUNDS, range(2)) == ()
+    assert check_group(group(outcome=Outcome.RETURNED), LIMITS, range(2)) == ()
 
 
 def test_a_log_of_one_may_be_rounded_a_little_above_zero():
-    check_group(group(changed(logprobs=pack_logprobs([5e-5, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]))), BOUNDS, range(2))
+    check_group(group(changed(logprobs=pack_logprobs([5e-5, -0.2, -0.3, 0.0, -0.5, -0.6, 0.0]))), LIMITS, range(2))
 
 
 def test_a_span_without_action_tokens_is_checked_against_the_lineage_but_has_no_age():
     (facts,) = check_group(
-        group(changed(versions=spans((1, 4, 0, 3), (1, 1, 3, 4), (1, 5, 4, 6)))), BOUNDS, range(2)
+        group(changed(versions=spans((1, 4, 0, 3), (1, 1, 3, 4), (1, 5, 4, 6)))), LIMITS, range(2)
     )
 
     assert facts.spans == (VersionTokens(1, 4, 3), VersionTokens(1, 5, 2)) and VersionRef(1, 1) in facts.all_versions
@@ -121,7 +132,7 @@ def test_a_span_without_action_tokens_is_checked_against_the_lineage_but_has_no_
 @pytest.mark.parametrize("check", BROKEN)
 def test_each_rule_is_caught_under_its_own_name(check):
     with pytest.raises(ContentError) as caught:
-        check_group(BROKEN[check], BOUNDS, range(2))
+        check_group(BROKEN[check], LIMITS, range(2))
 
     assert caught.value.check == check
     assert check == "sampling" or "group 3" in str(caught.value)
@@ -151,7 +162,7 @@ def test_facts_agree_with_a_token_by_token_count(data):
         versions=tuple(Span(1, v, *span) for span, v in zip(cells, versions, strict=True)), turns=turns((0, num, 0.0)),
     )
 
-    (facts,) = check_group(group(member), GroupBounds(vocab_size=50), range(2))
+    (facts,) = check_group(group(member), Limits(vocab_size=50), range(2))
 
     slow = [(1, v, sum(mask[i] for i in range(*span))) for span, v in zip(cells, versions, strict=True)]
     assert facts.spans == tuple(VersionTokens(*row) for row in slow if row[2])
@@ -166,6 +177,6 @@ RANGE = st.tuples(st.integers(0, 9), st.integers(0, 9))
 def test_hostile_bytes_raise_nothing_but_content_errors(tokens, logprobs, ranges):
     hostile = changed(token_ids=tokens, logprobs=logprobs, mask=tuple(ranges))
     try:
-        check_group(group(hostile), BOUNDS, range(2))
+        check_group(group(hostile), LIMITS, range(2))
     except ContentError as error:
         assert error.check in BROKEN

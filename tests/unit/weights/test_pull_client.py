@@ -187,14 +187,15 @@ def test_assets_travel_by_the_same_socket(context, token, limits, serve, tmp_pat
     router = serve(ChunkServer(pull_token=token, assets=assets))
     source = WeightSource(context, pull_token=token, limits=limits)
 
-    received = source.fetch_assets(router.endpoint, len(assets), bucket_digest(assets), deadline_s=20)
+    offers = [Offer("zmq", router.endpoint, len(assets))]
+    received = source.fetch_assets(offers, len(assets), bucket_digest(assets), deadline_s=20)
     unpack_assets(received, tmp_path / "copy")
 
     assert (tmp_path / "copy" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
     with pytest.raises(WeightsError, match="bucket 0 of 1"):
-        source.fetch_assets(router.endpoint, len(assets), bytes(16), deadline_s=20)
+        source.fetch_assets(offers, len(assets), bytes(16), deadline_s=20)
     with pytest.raises(WeightsError, match="bytes of assets"):
-        source.fetch_assets(router.endpoint, 1 << 40, bytes(16))
+        source.fetch_assets(offers, 1 << 40, bytes(16))
 
 
 @pytest.fixture

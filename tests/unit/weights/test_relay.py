@@ -135,7 +135,7 @@ def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_pa
         welcome = peer.join()
         with relay_of(hub) as relay, ThreadPoolExecutor(num_actors) as threads:
             actors = [puller(hub, welcome, relay.endpoint) for _ in range(num_actors)]
-            news, endpoint = (welcome.manifest, welcome.offers), welcome.offers[-1].name
+            news = (welcome.manifest, welcome.offers)
             for version in range(NUM_VERSIONS):
                 if version:
                     change(hub)
@@ -145,7 +145,7 @@ def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_pa
                 fetched = list(threads.map(lambda one, news=news: one.fetch(*news, welcome.layout), actors))
                 assert all(one.document.manifest == news[0] and one.source == InstallSource.ZMQ for one in fetched)
             assets = list(threads.map(
-                lambda one: one.fetch_assets(endpoint, welcome.assets_nbytes, welcome.assets_digest), actors
+                lambda one: one.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest), actors
             ))
 
         assert {xxhash.xxh3_128_digest(one) for one in assets} == {welcome.assets_digest}
@@ -289,11 +289,11 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
         with relay_of(hub) as relay:
             until(lambda: relay.relay.source.puller is not None)
             one = puller(hub, welcome, None)
+            offers = [msgspec.structs.replace(welcome.offers[-1], name=relay.endpoint)]
             with pytest.raises(source_module.VersionRetired):
-                one.fetch(welcome.manifest, [msgspec.structs.replace(welcome.offers[-1], name=relay.endpoint)],
-                          welcome.layout, deadline_s=200)
+                one.fetch(welcome.manifest, offers, welcome.layout, deadline_s=200)
             with pytest.raises(source_module.VersionRetired):
-                one.fetch_assets(relay.endpoint, welcome.assets_nbytes, welcome.assets_digest, deadline_s=200)
+                one.fetch_assets(offers, welcome.assets_nbytes, welcome.assets_digest, deadline_s=200)
 
 
 def manifest_of(ref: VersionRef) -> Manifest:

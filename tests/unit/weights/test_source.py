@@ -66,7 +66,7 @@ def test_when_every_way_runs_out_of_something_all_of_it_is_said_as_one_weights_e
         with pytest.raises(WeightsError, match="(?s)ipc: .*CUDA out of memory.*zmq: .*Too many open files"):
             one.fetch(manifest, offers, layout)
         with pytest.raises(WeightsError, match="Too many open files"):
-            one.fetch_assets(offers[-1].name, 10, bytes(16))
+            one.fetch_assets(offers[-1:], 10, bytes(16))
     finally:
         only.close()
         full.destroy(linger=0)
