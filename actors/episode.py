@@ -58,7 +58,11 @@ class Transcript:
         start = len(self.token_ids)
         end = start + len(generation.token_ids)
         if start == end:
-            self._add_reward(reward)
+            if not self.turns:
+                self.pending_reward += reward
+            else:
+                last = self.turns[-1]
+                self.turns[-1] = Turn(last.start, last.end, last.reward + reward)
             return
         reward, self.pending_reward = reward + self.pending_reward, 0.0
         self.token_ids += generation.token_ids
@@ -68,13 +72,6 @@ class Transcript:
         for span in generation.spans:
             ref = span.ref
             self.versions.append(Span(ref.learner_epoch, ref.version, start + span.start, start + span.end))
-
-    def _add_reward(self, reward: float) -> None:
-        if not self.turns:
-            self.pending_reward += reward
-            return
-        last = self.turns[-1]
-        self.turns[-1] = Turn(last.start, last.end, last.reward + reward)
 
     def pay_only(self, reward: float) -> None:
         """The whole reward on the last turn, in place of what the turns earned."""

@@ -49,12 +49,7 @@ FAILED_DRAIN_S = 5.0
 
 
 class Worker:
-    """Drives one engine for one hub.
-
-    Args:
-        build: makes the runtime from the first WELCOME; may take minutes, heartbeats go on meanwhile.
-        clock: monotonic seconds; tells which leases make progress.
-    """
+    """Drives one engine for one hub; `build` makes the runtime from the first WELCOME, while heartbeats go on."""
 
     def __init__(
         self, client: HubClient, build: Callable[[Welcome], ActorRuntime], *,

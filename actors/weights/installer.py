@@ -125,11 +125,7 @@ class Installer:
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 
     async def check(self, *, reload: bool = False) -> Installed | None:
-        """Probe the version that serves, after loading its document again if `reload`; None if nothing is installed.
-
-        Raises:
-            EngineError: it cannot be loaded or scored with: the engine must not generate.
-        """
+        """Probe what serves, None if nothing; with `reload` load it again first. EngineError: it must not generate."""
         async with self._engine_turn:
             if (document := self.document) is None:
                 return None

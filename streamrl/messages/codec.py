@@ -97,11 +97,7 @@ def pack_logprobs(logprobs: np.ndarray | list[float]) -> bytes:
 
 
 def unpack_ids(raw: bytes, *, vocab_size: int | None = None, what: str = "token") -> np.ndarray:
-    """Raw `<i4` to an int32 array [T] (a read-only view of `raw`).
-
-    Raises:
-        ContentError: `length` if the bytes are no whole number of ids, `vocabulary` if an id is not in 0..vocab_size-1.
-    """
+    """Raw `<i4` to an int32 array [T], a read-only view. Raises ContentError: `length`, or `vocabulary` for an id."""
     if len(raw) % 4:
         raise ContentError("length", f"{what} ids are {len(raw)} bytes, which is no multiple of 4")
     ids = np.frombuffer(raw, dtype="<i4")
@@ -114,11 +110,7 @@ def unpack_ids(raw: bytes, *, vocab_size: int | None = None, what: str = "token"
 
 
 def unpack_logprobs(raw: bytes, *, num_tokens: int | None = None) -> np.ndarray:
-    """Raw `<f4` to a float32 array [T] (a read-only view of `raw`).
-
-    Raises:
-        ContentError: `length` if the size is not 4 * num_tokens, `finite` if a value is NaN or infinite.
-    """
+    """Raw `<f4` to a float32 array [T], a read-only view. Raises ContentError: `length`, or `finite` for a value."""
     if len(raw) % 4 or (num_tokens is not None and len(raw) != 4 * num_tokens):
         wanted = "a multiple of 4" if num_tokens is None else f"{4 * num_tokens} for {num_tokens} tokens"
         raise ContentError("length", f"log-probs are {len(raw)} bytes, expected {wanted}")

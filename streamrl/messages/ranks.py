@@ -70,10 +70,7 @@ class BatchShare(Message):
 
 @message(35, RANK_TO_HUB)
 class StepDone(Message):
-    """The optimizer step is done (or skipped: the batch is quarantined, no new version).
-
-    `bounds` are the eta and the max_lag that hold from now on; None leaves them.
-    """
+    """The optimizer step is done or skipped (no new version); `bounds`: eta and max_lag from now on, if changed."""
 
     version: U64
     skipped: bool

@@ -149,11 +149,7 @@ class Document:
         return self
 
     def renamed(self, manifest: Manifest) -> Document:
-        """The same verified bytes under another version, as a restarted learner publishes them.
-
-        Raises:
-            WeightsError: the manifest describes other bytes, or these were never verified.
-        """
+        """The same verified bytes under another version, of a restarted learner; WeightsError for other bytes."""
         if not self._verified or not same_weights(self.manifest, manifest):
             raise WeightsError(f"version {manifest.ref} is not the verified document {self.manifest.ref}")
         return Document(self._body, manifest, self.layout, verified=True)

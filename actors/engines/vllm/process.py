@@ -164,10 +164,7 @@ class EngineProcessGroup:
 
 
 class StagedDocument:
-    """A document's tensors in anonymous shared memory, which other processes map by `path`.
-
-    It is freed with the last process that has it open, also after a kill.
-    """
+    """A document's tensors in shared memory that other processes map by `path`; freed with the last of them."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.entries: list[tuple[str, str, list[int], int]] = []

@@ -88,11 +88,7 @@ class ChunkServer:
         return next(reversed(self._documents), None)
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
-        """The CHUNK, and its payload for frame 1 (empty unless OK); nothing is copied.
-
-        Raises:
-            ContentError: `pull_range`, the PULL asks for bytes that cannot exist or for more than `max_chunk_bytes`.
-        """
+        """The CHUNK, and its payload for frame 1 (empty unless OK), not copied. Raises ContentError: `pull_range`."""
         if pull.pull_token != self._token:
             return reply(pull, ChunkStatus.DENIED), EMPTY
         source = self._source(pull)

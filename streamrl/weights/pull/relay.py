@@ -39,11 +39,7 @@ EXIT_WRONG_RUN = 6
 
 
 class Relay:
-    """One session with the hub at `learner`, one weight socket at `address` (port 0: any free), one fetch at a time.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """One session with the hub at `learner`, one weight socket at `address` (port 0: any free). Raises ConfigError."""
 
     def __init__(self, learner: str, address: str) -> None:
         self.learner = learner
