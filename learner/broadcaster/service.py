@@ -50,11 +50,6 @@ ALIVE_S = 1.0
 """Between two ALIVE reports; the hub ends a broadcaster that sends none for long."""
 
 
-def broadcaster_is_stuck(broadcaster: Broadcaster | None) -> bool:
-    """Whether it has an abandoned thread; then this process is to be replaced."""
-    return broadcaster is not None and broadcaster.threads.num_abandoned > 0
-
-
 class BroadcasterService:
     """Holds the communicator and the slots for one hub.
 
@@ -123,9 +118,9 @@ class BroadcasterService:
             case BroadcastDocument():
                 self._take(message)
             case BroadcastForm(epoch, world):
-                self._work.put(lambda: self._form(epoch, world))
+                self._work.put(lambda: self._attempt(epoch, lambda broadcaster: self._form(broadcaster, epoch, world)))
             case BroadcastSend(epoch, ref):
-                self._work.put(lambda: self._send(epoch, ref))
+                self._work.put(lambda: self._attempt(epoch, lambda broadcaster: self._send(broadcaster, epoch, ref)))
             case BroadcastAbort(epoch):
                 self._over.add(epoch)
                 if self._broadcaster is not None:
@@ -153,9 +148,7 @@ class BroadcasterService:
 
     def _open(self, message: BroadcastDocument) -> Document:
         """The document, verified. ALIVE reports continue meanwhile: it may take longer than the hub's deadline."""
-        done = self._files.submit(
-            lambda: Document.map_file(message.path, message.manifest, message.layout).verify()
-        )
+        done = self._files.submit(lambda: Document.map_file(message.path, message.manifest, message.layout).verify())
         while not wait([done], timeout=ALIVE_S).done:
             self._say_alive()
         return done.result()
@@ -172,45 +165,35 @@ class BroadcasterService:
         while (work := self._work.get()) is not None:
             work()
 
-    def _form(self, epoch: int, world: int) -> None:
-        broadcaster = self._broadcaster
-        assert broadcaster is not None, "the hub asks for epochs only where nccl is set"
+    def _form(self, broadcaster: Broadcaster, epoch: int, world: int) -> None:
+        unique_id = broadcaster.name()
+        self._report(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
+        # The hub's deadline comes first: it knows which member is missing, and ends this process.
+        broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
+        self._report(BroadcastReport(epoch, BroadcastStage.FORMED))
 
-        def form() -> None:
-            unique_id = broadcaster.name()
-            self._report(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
-            # The hub's deadline comes first: it knows which member is missing, and ends this process.
-            broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
-            self._report(BroadcastReport(epoch, BroadcastStage.FORMED))
+    def _send(self, broadcaster: Broadcaster, epoch: int, ref: VersionRef) -> None:
+        document = self._documents.get(ref)
+        if document is None:
+            raise WeightsError(f"version {ref} is not loaded")
+        began = time.monotonic()
+        broadcaster.send(
+            ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
+            progress=lambda: self._report(BroadcastReport(epoch, BroadcastStage.PROGRESS)),
+        )
+        self._report(BroadcastReport(epoch, BroadcastStage.SENT, seconds=time.monotonic() - began))
 
-        self._attempt(epoch, form)
-
-    def _send(self, epoch: int, ref: VersionRef) -> None:
-        broadcaster = self._broadcaster
-        assert broadcaster is not None
-
-        def send() -> None:
-            document = self._documents.get(ref)
-            if document is None:
-                raise WeightsError(f"version {ref} is not loaded")
-            began = time.monotonic()
-            broadcaster.send(
-                ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
-                progress=lambda: self._report(BroadcastReport(epoch, BroadcastStage.PROGRESS)),
-            )
-            self._report(BroadcastReport(epoch, BroadcastStage.SENT, seconds=time.monotonic() - began))
-
-        self._attempt(epoch, send)
-
-    def _attempt(self, epoch: int, work: Callable[[], None]) -> None:
+    def _attempt(self, epoch: int, work: Callable[[Broadcaster], None]) -> None:
         if epoch in self._over:
             return
+        broadcaster = self._broadcaster
+        assert broadcaster is not None, "the hub asks for epochs only where nccl is set"
         try:
-            work()
+            work(broadcaster)
         except Exception as error:  # a library may raise anything; the hub must be told
             if not isinstance(error, StreamrlError):
                 log.exception("epoch %d failed", epoch)
-            if isinstance(error, CommunicatorStuck) or broadcaster_is_stuck(self._broadcaster):
+            if isinstance(error, CommunicatorStuck) or broadcaster.threads.num_abandoned:
                 log.error("a call neither returns nor can be aborted: %s", error)
                 self._stuck.set()
                 self._wake()

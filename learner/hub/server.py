@@ -22,7 +22,7 @@ import zmq
 from learner.hub.broadcaster_process import BroadcasterProcess
 from learner.hub.context import HubContext, Outbound
 from learner.hub.handlers.actors import ActorHandler
-from learner.hub.handlers.broadcaster import Broadcaster, BroadcastHandler
+from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.connections import Connections
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.settings import HubSettings
@@ -47,7 +47,8 @@ class HubServer:
     """Owns the sockets and the loop; see the drawing above."""
 
     def __init__(
-        self, settings: HubSettings, *, start_broadcaster: Callable[[HubSettings], Broadcaster] = BroadcasterProcess
+        self, settings: HubSettings, *,
+        start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
     ) -> None:
         ledger = build_ledger(settings)
         self._zmq = zmq.Context()

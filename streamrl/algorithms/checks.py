@@ -8,8 +8,6 @@ NaN would). Computation is in the widest input dtype, at least float32. Wrong sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -36,34 +34,30 @@ def check_mask(mask: Tensor) -> None:
     require(mask.dim() == 2, f"mask has shape {list(mask.shape)}, expected [B, T]")
 
 
+def check_shape(shape: torch.Size, name: str, like: Tensor, expected: str, /, **tensors: Tensor) -> None:
+    """Raise `ValueError` unless every tensor has `shape`, which follows from the tensor `like` called `name`."""
+    for other, tensor in tensors.items():
+        found = f"{other} has shape {list(tensor.shape)} but {name} has shape {list(like.shape)}"
+        require(tensor.shape == shape, f"{found}: {expected}")
+
+
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
     """Raise `ValueError` unless every tensor has the shape of `mask`."""
-    _check_shape(mask, mask.shape, "both must be [B, T]", tensors)
+    check_mask(mask)
+    check_shape(mask.shape, "mask", mask, "both must be [B, T]", **tensors)
 
 
 def check_rows(mask: Tensor, **tensors: Tensor) -> None:
     """Raise `ValueError` unless every tensor is [B], one entry per row of `mask`."""
-    _check_shape(mask, mask.shape[:1], "expected [B] and [B, T]", tensors)
-
-
-def _check_shape(mask: Tensor, shape: torch.Size, expected: str, tensors: Mapping[str, Tensor]) -> None:
     check_mask(mask)
-    for name, tensor in tensors.items():
-        require(
-            tensor.shape == shape,
-            f"{name} has shape {list(tensor.shape)} but mask has shape {list(mask.shape)}: {expected}",
-        )
+    check_shape(mask.shape[:1], "mask", mask, "expected [B] and [B, T]", **tensors)
 
 
 def check_alike(**tensors: Tensor) -> None:
     """Raise `ValueError` unless all tensors have the shape of the first, which must be [B]."""
-    (first_name, first), *rest = tensors.items()
-    require(first.dim() == 1, f"{first_name} has shape {list(first.shape)}, expected [B]")
-    for name, tensor in rest:
-        require(
-            tensor.shape == first.shape,
-            f"{name} has shape {list(tensor.shape)} but {first_name} has shape {list(first.shape)}: both must be [B]",
-        )
+    name, first = next(iter(tensors.items()))
+    require(first.dim() == 1, f"{name} has shape {list(first.shape)}, expected [B]")
+    check_shape(first.shape, name, first, "both must be [B]", **tensors)
 
 
 def only(mask: Tensor, values: Tensor) -> Tensor:

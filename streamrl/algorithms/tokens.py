@@ -8,16 +8,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from streamrl.algorithms.checks import check_rows, check_tokens, discounts, float_dtype, only, read, require
+from streamrl.algorithms.checks import (
+    check_rows,
+    check_shape,
+    check_tokens,
+    discounts,
+    float_dtype,
+    only,
+    read,
+    require,
+)
 from streamrl.algorithms.estimators.scan import last_action, suffix_scan
 from streamrl.algorithms.types import Moments
 
 __all__ = ["broadcast_rows", "moments", "place_terminal", "reward_to_go", "token_entropy", "token_logprobs", "whiten"]
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024
-) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024) -> Tensor:
     """Log-probability of each token under the tempered softmax, [B, T], nats, differentiable in `logits`.
 
     Args:
@@ -28,10 +35,7 @@ def token_logprobs(
         chunk: tokens whose float32 logits exist at one time; forward and backward never hold a full copy.
     """
     inverse = _inverse_temperature(logits, temperature, chunk)
-    require(
-        tokens.shape == logits.shape[:2],
-        f"tokens has shape {list(tokens.shape)} but logits has shape {list(logits.shape)}: expected [B, T], [B, T, A]",
-    )
+    check_shape(logits.shape[:2], "logits", logits, "expected [B, T], [B, T, A]", tokens=tokens)
     return _ChosenLogprob.apply(logits, tokens, inverse, chunk)
 
 
@@ -106,10 +110,7 @@ def _inverse_temperature(logits: Tensor, temperature: float | Tensor, chunk: int
     require(chunk >= 1, f"chunk={chunk} must be at least 1")
     dtype = float_dtype(logits)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        require(
-            temperature.shape == logits.shape[:1],
-            f"temperature has shape {list(temperature.shape)} but logits has shape {list(logits.shape)}: expected [B]",
-        )
+        check_shape(logits.shape[:1], "logits", logits, "expected [B]", temperature=temperature)
         return 1.0 / temperature.detach().to(device=logits.device, dtype=dtype)[:, None, None]
     require(float(temperature) > 0.0, f"temperature={temperature} must be positive")
     return torch.full((logits.shape[0], 1, 1), 1.0 / float(temperature), dtype=dtype, device=logits.device)

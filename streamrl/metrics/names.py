@@ -39,6 +39,15 @@ def _section(*rows: tuple[str, str, str, str]) -> list[Metric]:
     return [Metric(key, unit, Reduction(reduction), meaning) for key, unit, reduction, meaning in rows]
 
 
+def _by_split(*rows: tuple[str, str, str]) -> list[Metric]:
+    """Means of (key, unit, meaning), each once of training and once of evaluation."""
+    splits = (("train", "training"), ("test", "evaluation"))
+    return [
+        Metric(f"{key}/{split}", unit, Reduction.mean, f"{meaning}, in {name}.")
+        for key, unit, meaning in rows for split, name in splits
+    ]
+
+
 SECTIONS: dict[str, list[Metric]] = {
     "Run": _section(
         ("run/version", "steps", "last", "Optimizer steps done after this step."),
@@ -54,21 +63,13 @@ SECTIONS: dict[str, list[Metric]] = {
         ("advantage/std", "reward", "std", "Spread of the advantages of trained tokens."),
         ("reward/*", "reward", "mean", "A named part of the reward, as the task reports it."),
     ),
-    "Trajectories": _section(
-        ("rollout/response_tokens/train", "tokens", "mean", "Action tokens of a trajectory, in training."),
-        ("rollout/response_tokens/test", "tokens", "mean", "Action tokens of a trajectory, in evaluation."),
-        ("rollout/length_clip_ratio/train", "fraction", "mean",
-         "Trajectories cut by a length or turn limit, in training."),
-        ("rollout/length_clip_ratio/test", "fraction", "mean",
-         "Trajectories cut by a length or turn limit, in evaluation."),
-        ("rollout/num_turns/train", "turns", "mean", "Turns of a trajectory, in training."),
-        ("rollout/num_turns/test", "turns", "mean", "Turns of a trajectory, in evaluation."),
-        ("rollout/reward/train", "reward", "mean", "Reward of a trajectory, in training."),
-        ("rollout/reward/test", "reward", "mean", "Reward of a trajectory, in evaluation."),
-        ("rollout/score/train", "score", "mean", "Score of a trajectory, which only measures, in training."),
-        ("rollout/score/test", "score", "mean", "Score of a trajectory, which only measures, in evaluation."),
-        ("rollout/filtered_ratio/train", "fraction", "mean", "Groups removed by filters, in training."),
-        ("rollout/filtered_ratio/test", "fraction", "mean", "Groups removed by filters, in evaluation."),
+    "Trajectories": _by_split(
+        ("rollout/response_tokens", "tokens", "Action tokens of a trajectory"),
+        ("rollout/length_clip_ratio", "fraction", "Trajectories cut by a length or turn limit"),
+        ("rollout/num_turns", "turns", "Turns of a trajectory"),
+        ("rollout/reward", "reward", "Reward of a trajectory"),
+        ("rollout/score", "score", "Score of a trajectory, which only measures"),
+        ("rollout/filtered_ratio", "fraction", "Groups removed by filters"),
     ),
     "Evaluation": _section(
         ("eval/score", "score", "last", "Mean score over the held-out prompts."),
@@ -81,15 +82,13 @@ SECTIONS: dict[str, list[Metric]] = {
         ("eval/version", "steps", "last", "Version that the evaluation asked for."),
     ),
     "Lag": _section(
-        ("lag/head_mean", "steps", "mean",
-         "Head lag of a trajectory: version at training minus its oldest token's version."),
+        ("lag/head_mean", "steps", "mean", "Head lag of a trajectory: the lag of its oldest token."),
         ("lag/token_mean", "steps", "mean", "Version at training minus the version that sampled the token."),
         ("lag/span", "steps", "mean", "Newest minus oldest version within one trajectory."),
         ("lag/queue", "steps", "mean", "Part of the head lag that passed after the trajectory was finished."),
         ("lag/flight", "steps", "mean", "Part of the head lag that passed while it was generated."),
         ("lag/group_spread", "steps", "mean", "Largest minus smallest head lag within one group."),
-        ("lag/weight", "factor", "mean",
-         "Factor on the token losses for their lag; only under staleness.mode=reweight."),
+        ("lag/weight", "factor", "mean", "Factor on token losses for their lag, under staleness.mode=reweight."),
         ("lag/head_groups", "groups", "mean", "Head lag counted in groups consumed since the oldest token."),
         ("lag/head_max", "steps", "max", "Largest head lag in the batch; the lag bound is about this number."),
         ("lag/token_max", "steps", "max", "Largest lag of a trained token."),
@@ -115,8 +114,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("trace/fraction", "fraction", "mean", "Trace length over (T + 1) / 2, its value without any cut."),
         ("keep/veto", "fraction", "mean", "Tokens removed by the ratio veto."),
         ("keep/opsm", "fraction", "mean", "Tokens removed by off-policy sequence masking."),
-        ("keep/zscore", "fraction", "mean",
-         "Harmful tokens removed because their lag does not explain their log-ratio."),
+        ("keep/zscore", "fraction", "mean", "Harmful tokens removed: their lag does not explain their log-ratio."),
         ("keep/rejected", "fraction", "mean", "Tokens removed by rejection rules."),
         ("keep/lag", "fraction", "mean", "Tokens masked because of their lag."),
         ("clip/positive", "fraction", "mean", "Clipped share of the tokens with a positive advantage."),
@@ -124,8 +122,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("ratio/max", "ratio", "max", "Largest token ratio of the batch."),
         ("drift/m2_by_lag", "nats^2", "mean by bin", "Mean squared log-ratio of a token, for each lag."),
         ("drift/exponent", "power", "last", "Fitted p of m2 = s0 + a * lag^p."),
-        ("drift/oscillation", "fraction", "last",
-         "How far m2 at the current lag dips below its peak; high: over-shooting."),
+        ("drift/oscillation", "fraction", "last", "How far m2 at the current lag is below its peak; high: overshoot."),
         ("lr/scale", "factor", "last", "Factor on the learning rate from the staleness control."),
         ("control/eta", "batches", "last", "Current allowed lead of generation over training."),
         ("control/max_lag", "steps", "last", "Current bound on the head lag."),
@@ -179,8 +176,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("throughput/train_tokens_per_s", "tokens/s", "last", "Action tokens trained on per second of this step."),
         ("throughput/generate_tokens_per_s", "tokens/s", "last", "Action tokens generated per second by all actors."),
         ("throughput/trajectories_per_s", "trajectories/s", "last", "Trajectories trained on per second of this step."),
-        ("throughput/wire_bytes_per_token", "bytes/token", "last",
-         "Bytes of the incoming groups over their action tokens."),
+        ("throughput/wire_bytes_per_token", "bytes/token", "last", "Bytes of incoming groups over action tokens."),
     ),
     "Hub": _section(
         ("hub/num_actors", "actors", "last", "Connected actors."),
@@ -195,8 +191,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("hub/num_leases_retried", "leases", "last", "Of those, because episodes failed in their environment."),
         ("hub/num_episodes_failed", "episodes", "last",
          "Episodes that failed in their environment since the hub began, evaluation included."),
-        ("hub/num_actor_restarts", "actors", "last",
-         "Actors that came back under a new incarnation since the hub began."),
+        ("hub/num_actor_restarts", "actors", "last", "New incarnations of known actors since the hub began."),
         ("hub/num_installs", "installs", "last", "Versions that actors made live since the hub began."),
         ("hub/num_install_failures", "installs", "last", "Versions that actors refused since the hub began."),
         ("hub/num_installs_shm", "installs", "last", "Of those, by shared memory."),
@@ -206,22 +201,17 @@ SECTIONS: dict[str, list[Metric]] = {
         ("hub/num_installs_ipc", "installs", "last", "Of those, through IPC buffers on the learner's GPU."),
         ("hub/num_installs_other", "installs", "last", "Of those, over a transport of the user's own."),
         ("hub/num_installs_same", "installs", "last", "Of those, without a transfer: the actor had the bytes."),
-        ("hub/num_nccl_epochs", "epochs", "last",
-         "Communicators formed and tested for broadcasts since the hub began."),
+        ("hub/num_nccl_epochs", "epochs", "last", "Communicators formed and tested since the hub began."),
         ("hub/num_nccl_broadcasts", "versions", "last", "Versions broadcast to a whole communicator."),
         ("hub/num_nccl_reformations", "epochs", "last", "Epochs that failed and had a successor for the same version."),
         ("hub/num_nccl_given_up", "versions", "last", "Versions to be broadcast that every member pulled instead."),
         ("hub/num_sender_restarts", "processes", "last", "Broadcaster processes that died or hung and were replaced."),
         ("hub/num_abandoned_threads", "threads", "last", "Actors' threads that are stuck in a call of NCCL now."),
-        ("hub/num_bytes_pulled", "bytes", "last",
-         "Bytes of weights and model files that the hub's weight socket served."),
-        ("hub/num_probes", "probes", "last",
-         "Comparisons of an actor's engine with what was published, since the hub began."),
+        ("hub/num_bytes_pulled", "bytes", "last", "Bytes of weights and model files served by the weight socket."),
+        ("hub/num_probes", "probes", "last", "Comparisons of engines with the published weights since the hub began."),
         ("hub/num_probe_failures", "probes", "last", "Comparisons that failed and put the actor in quarantine."),
-        ("hub/num_quarantined", "actors", "last",
-         "Actors that get no leases because their engine failed its last probe."),
-        ("hub/probe_mean_difference", "nats", "last",
-         "Worst actor's mean log-prob difference from the learner, last probe."),
+        ("hub/num_quarantined", "actors", "last", "Actors without leases because their engine failed its last probe."),
+        ("hub/probe_mean_difference", "nats", "last", "Worst mean log-prob difference from the learner, last probe."),
         ("hub/probe_largest_difference", "nats", "last", "Worst actor's largest log-prob difference, last probe."),
         ("hub/tokens_generated", "tokens", "last", "Action tokens generated by all actors since the hub began."),
         ("hub/*", "count", "last", "Any other counter of the hub, under its own name."),

@@ -190,10 +190,10 @@ class ActorHandler:
 
     def _announce_again(self, actor: Connection, beat: ActorHeartbeat, now: float) -> None:
         """An actor that stays behind may have failed to fetch or install: it is told again."""
-        manifest = self._hub.weights.manifest
+        manifest, membership = self._hub.weights.manifest, self._broadcast.membership
         if manifest is None or (beat.installed is not None and beat.installed >= manifest.ref):
             actor.announced_at = now
-        elif now - actor.announced_at > REANNOUNCE_S and not self._broadcast.expects(actor, manifest):
+        elif now - actor.announced_at > REANNOUNCE_S and not membership.expects(actor.actor_id, manifest.ref):
             actor.announced_at = now
             self._broadcast.announce(actor)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from learner.hub.broadcaster_process import BroadcasterWatch
+from learner.hub.broadcaster_process import BroadcasterProcess, BroadcasterWatch
 from learner.hub.context import HubContext
 from learner.hub.handlers.connections import Connection
 from streamrl.messages import (
@@ -32,7 +31,7 @@ from streamrl.messages import (
     Shutdown,
     VersionRef,
 )
-from streamrl.weights.gpu.membership import Abort, Effect, Form, Invite, Membership, Pull, Send
+from streamrl.weights.gpu.membership import Abort, Effect, Invite, Membership, Pull
 
 log = logging.getLogger("streamrl.hub")
 
@@ -44,16 +43,6 @@ SILENCE_GRACE_S = 5.0
 """How much longer than for one bucket a broadcaster may send no report; it sends one every second."""
 
 
-class Broadcaster(Protocol):
-    """A running broadcaster process, or a stand-in."""
-
-    def alive(self) -> bool: ...
-
-    def kill(self) -> None:
-        """Terminate it; does not wait for its end."""
-        ...
-
-
 class BroadcastHandler:
     """Announces versions, and manages epochs and the broadcaster process.
 
@@ -61,16 +50,16 @@ class BroadcastHandler:
         start: makes a broadcaster that reports to this hub's rank socket; None where no device transport is set.
     """
 
-    def __init__(self, hub: HubContext, start: Callable[[], Broadcaster] | None) -> None:
+    def __init__(self, hub: HubContext, start: Callable[[], BroadcasterProcess] | None) -> None:
         publish = hub.settings.publish
         self._hub, self._start = hub, start
         self.membership = Membership(
             init_deadline_s=publish.nccl_init_deadline_s, bucket_deadline_s=publish.nccl_bucket_deadline_s
         )
         self._nccl = "nccl" in publish.transports
-        self._broadcaster: Broadcaster | None = None
+        self._broadcaster: BroadcasterProcess | None = None
         self._watch = BroadcasterWatch(publish.nccl_bucket_deadline_s + SILENCE_GRACE_S)
-        self._ended: list[Broadcaster] = []
+        self._ended: list[BroadcasterProcess] = []
         self._route: bytes | None = None
         self._up: BroadcastUp | None = None
         self._start_at = float("-inf")
@@ -114,10 +103,6 @@ class BroadcastHandler:
             if ticket is not None:
                 offers.append(Offer("nccl", "", nbytes, manifest=device_manifest, nccl=ticket))
         return tuple(sorted(offers, key=lambda offer: order.index(offer.transport)))
-
-    def expects(self, link: Connection, manifest: Manifest) -> bool:
-        """Whether a broadcast of the version to this actor is in progress."""
-        return self.membership.expects(link.actor_id, manifest.ref)
 
     def beat(self, link: Connection, beat: ActorHeartbeat, now: float) -> None:
         """An actor's heartbeat: its state in the communicator."""
@@ -225,54 +210,38 @@ class BroadcastHandler:
 
     def _do(self, effects: list[Effect], now: float) -> set[str]:
         """Carry out the effects; returns the actors to which the newest version was announced."""
-        told: set[str] = set()
+        publish, told = self._hub.settings.publish, set()
         for effect in effects:
             match effect:
-                case Form(epoch, world):
-                    self._to_broadcaster(BroadcastForm(epoch, world))
-                case Invite():
-                    log.debug("epoch %d of %d ranks is to bring version %s", effect.epoch, effect.world, effect.ref)
-                    told |= self._invite(effect)
-                case Send(epoch, ref):
-                    self._to_broadcaster(BroadcastSend(epoch, ref))
+                case BroadcastForm() | BroadcastSend():
+                    self._to_broadcaster(effect)
+                case Invite(epoch, ref, unique_id, world, first_rank):
+                    log.debug("epoch %d of %d ranks is to bring version %s", epoch, world, ref)
+                    deadlines = publish.nccl_init_deadline_s, publish.nccl_bucket_deadline_s
+                    told |= self._announce_to(ref, {
+                        member: NcclTicket(epoch, unique_id, world, rank, *deadlines)
+                        for member, rank in first_rank.items()
+                    })
+                case Pull(ref, members):
+                    told |= self._announce_to(ref, dict.fromkeys(members))
                 case Abort(epoch, reason, hung):
                     log.warning("epoch %d is over: %s", epoch, reason)
-                    self._abort(epoch, hung, now)
-                case Pull(ref, members):
-                    told |= self._have_pulled(ref, members)
+                    if hung:
+                        log.error("the broadcaster hangs in epoch %d: killed and replaced", epoch)
+                        self._lost(now)
+                    else:
+                        self._to_broadcaster(BroadcastAbort(epoch))
         return told
 
-    def _invite(self, invite: Invite) -> set[str]:
-        publish, told = self._hub.settings.publish, set()
-        for actor_id, rank in invite.first_rank.items():
+    def _announce_to(self, ref: VersionRef, tickets: Mapping[str, NcclTicket | None]) -> set[str]:
+        """Announce the version to these actors if it is still the newest; returns those that are connected."""
+        manifest, told = self._hub.weights.manifest, set()
+        for actor_id, ticket in tickets.items():
             link = self._hub.connections.of_actor(actor_id)
-            if link is not None and self._is_newest(invite.ref):
+            if link is not None and manifest is not None and manifest.ref == ref:
                 told.add(actor_id)
-                self.announce(link, NcclTicket(
-                    invite.epoch, invite.unique_id, invite.world, rank,
-                    publish.nccl_init_deadline_s, publish.nccl_bucket_deadline_s,
-                ))
+                self.announce(link, ticket)
         return told
-
-    def _have_pulled(self, ref: VersionRef, members: tuple[str, ...]) -> set[str]:
-        told = set()
-        for actor_id in members:
-            link = self._hub.connections.of_actor(actor_id)
-            if link is not None and self._is_newest(ref):
-                told.add(actor_id)
-                self.announce(link)
-        return told
-
-    def _is_newest(self, ref: VersionRef) -> bool:
-        manifest = self._hub.weights.manifest
-        return manifest is not None and manifest.ref == ref
-
-    def _abort(self, epoch: int, hung: bool, now: float) -> None:
-        if not hung:
-            self._to_broadcaster(BroadcastAbort(epoch))
-            return
-        log.error("the broadcaster hangs in epoch %d: killed and replaced", epoch)
-        self._lost(now)
 
     def _lost(self, now: float) -> None:
         """Kill it, and keep its handle until it has been reaped, which may take long."""

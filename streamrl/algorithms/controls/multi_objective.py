@@ -6,10 +6,12 @@ constant added to a loss has no gradient, so nothing here is a loss. All results
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import float_dtype, require
+from streamrl.algorithms.checks import check_shape, float_dtype, require
 
 __all__ = [
     "crowding_distance", "domination_count", "hypervolume", "hypervolume_contributions", "tchebycheff", "weighted_sum",
@@ -83,12 +85,7 @@ def hypervolume_contributions(objectives: Tensor, reference: Tensor) -> Tensor:
 
 def _check(objectives: Tensor, **per_objective: Tensor) -> None:
     require(objectives.dim() == 2, f"objectives has shape {list(objectives.shape)}, expected [N, K]")
-    for name, tensor in per_objective.items():
-        require(
-            tensor.shape == objectives.shape[1:],
-            f"{name} has shape {list(tensor.shape)} but objectives has shape {list(objectives.shape)}: "
-            "expected [K] and [N, K]",
-        )
+    check_shape(objectives.shape[1:], "objectives", objectives, "expected [K] and [N, K]", **per_objective)
 
 
 def _above(objectives: Tensor, reference: Tensor) -> list[_Point]:
@@ -124,8 +121,5 @@ def _volume(front: list[_Point]) -> float:
 
 def _exclusive(point: _Point, others: list[_Point]) -> float:
     """Volume of the point's box outside the others': the box minus the union of the others cut down to it."""
-    box = 1.0
-    for extent in point:
-        box *= extent
     overlaps = [tuple(min(a, b) for a, b in zip(point, other, strict=True)) for other in others]
-    return box - _volume(_front(overlaps))
+    return math.prod(point) - _volume(_front(overlaps))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamrl.algorithms.checks import (
     LOG_BOUND,
+    check_shape,
     check_tokens,
     float_dtype,
     only,
@@ -83,10 +84,7 @@ def effective_sample_size(weights: Tensor, keep: Tensor | None = None) -> Tensor
     the variance of the mask. Equal tiny weights give 1, so read the mean weight next to it. Weights are not clamped.
     """
     kept = torch.ones_like(weights, dtype=torch.bool) if keep is None else keep
-    require(
-        kept.shape == weights.shape,
-        f"keep has shape {list(kept.shape)} but weights has shape {list(weights.shape)}: both must be equal",
-    )
+    check_shape(weights.shape, "weights", weights, "both must be equal", keep=kept)
     require(kept.dtype == torch.bool, f"keep has dtype {kept.dtype}, expected torch.bool")
     # float64: squares of ratios span e^-40 to e^40
     wide = only(kept, weights.double())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_rows, discounts, float_dtype, only, read, require
+from streamrl.algorithms.checks import check_rows, check_shape, discounts, float_dtype, only, read, require
 from streamrl.algorithms.estimators.ratios import token_log_ratios
 from streamrl.algorithms.estimators.scan import next_action, suffix_scan
 from streamrl.algorithms.types import Returns
@@ -84,12 +84,10 @@ def dueling_q(
         f"action_advantages has shape {list(action_advantages.shape)} but policy_logprobs_all has shape "
         f"{list(policy_logprobs_all.shape)}: both must be [B, T, A]",
     )
-    for name, tensor in (("values", values), ("tokens", tokens)):
-        require(
-            tensor.shape == action_advantages.shape[:2],
-            f"{name} has shape {list(tensor.shape)} but action_advantages has shape {list(action_advantages.shape)}: "
-            "expected [B, T] and [B, T, A]",
-        )
+    check_shape(
+        action_advantages.shape[:2], "action_advantages", action_advantages, "expected [B, T] and [B, T, A]",
+        values=values, tokens=tokens,
+    )
     dtype = float_dtype(values, action_advantages, policy_logprobs_all)
     values, advantages = values.to(dtype), action_advantages.to(dtype)
     mean = (policy_logprobs_all.detach().to(dtype).exp() * advantages).sum(-1)

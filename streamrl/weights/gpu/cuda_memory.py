@@ -30,14 +30,18 @@ class IpcBufferMemory(Protocol):
         ...
 
 
-def require_ipc(device: str) -> None:
+def require_gpu(transport: str, where: str, device: str) -> None:
     """Refuse at start-up what could not work later. Raises ConfigError."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         visible = "" if torch.cuda.is_available() else " and no CUDA device is visible"
         raise ConfigError(
-            f"the transport ipc moves weights inside one GPU, and the device here is {device}{visible}: take ipc "
-            "off the list of transports"
+            f"the transport {transport} moves weights {where}, and the device here is {device}{visible}: take "
+            f"{transport} off the list of transports"
         )
+
+
+def require_ipc(device: str) -> None:
+    require_gpu("ipc", "inside one GPU", device)
 
 
 class _Handle(ctypes.Structure):

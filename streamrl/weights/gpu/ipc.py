@@ -18,26 +18,15 @@ import torch
 import zmq
 
 from streamrl.errors import WeightsError, WireError
-from streamrl.messages import (
-    ACTOR_TO_IPC,
-    IPC_TO_ACTOR,
-    InstallSource,
-    IpcBufferEnd,
-    IpcBufferFilled,
-    IpcBufferFree,
-    IpcBufferOpen,
-    IpcBufferTicket,
-    Layout,
-    Manifest,
-    Message,
-    Offer,
-    VersionRef,
-)
+from streamrl.messages.actors import InstallSource
+from streamrl.messages.base import ACTOR_TO_IPC, IPC_TO_ACTOR, Message, VersionRef
+from streamrl.messages.broadcaster import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen
 from streamrl.messages.codec import Decoder, encode
+from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest, Offer
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
 from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
 from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket
-from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, End, Fill, IpcBufferRing, Tell
+from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, Fill, IpcBufferRing, Tell
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
 log = logging.getLogger(__name__)
@@ -150,10 +139,8 @@ class IpcBufferServer:
             match effect:
                 case Fill(ref, bucket, slot):
                     todo.extend(self._fill(ref, bucket, slot))
-                case Tell(reader, ref, bucket, slot):
-                    todo.extend(self._send(reader, IpcBufferFilled(ref, bucket, slot)))
-                case End(reader, ref, reason, gone):
-                    todo.extend(self._send(reader, IpcBufferEnd(ref, reason[:512], gone)))
+                case Tell(reader, message):
+                    todo.extend(self._send(reader, message))
 
     def _fill(self, ref: VersionRef, bucket: int, slot: int) -> list[Effect]:
         self._filling_since = time.monotonic()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from streamrl.messages import VersionRef
+from streamrl.messages import IpcBufferEnd, IpcBufferFilled, VersionRef
 
 NUM_SLOTS = 2
 
@@ -28,25 +28,13 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """To a reader: this bucket lies in this slot."""
+    """To a reader: a bucket lies in a slot, or no more of a version comes."""
 
     reader: bytes
-    ref: VersionRef
-    bucket: int
-    slot: int
+    message: IpcBufferFilled | IpcBufferEnd
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """To a reader: no more of this version. `gone`: it was retired for a newer one."""
-
-    reader: bytes
-    ref: VersionRef
-    reason: str
-    gone: bool = False
-
-
-Effect = Fill | Tell | End
+Effect = Fill | Tell
 
 
 @dataclass(slots=True)
@@ -90,18 +78,16 @@ class IpcBufferRing:
         for reader, (wanted, _) in list(self._waiting.items()):
             if wanted < ref:
                 self._drop_waiting(reader, f"version {wanted} was retired for {ref}", gone=True)
-        self._start(now)
-        return self._take()
+        return self._go_on()
 
     def opened(self, reader: bytes, ref: VersionRef, now: float) -> list[Effect]:
         """A reader asks for a version, instead of what it asked for before."""
-        self._forget(reader, now)
+        self._forget(reader)
         if self._newest is not None and ref < self._newest:
-            self._effects.append(End(reader, ref, f"version {ref} was retired for {self._newest}", gone=True))
+            self._end(reader, ref, f"version {ref} was retired for {self._newest}", gone=True)
         else:
             self._waiting[reader] = (ref, now + self._deadline_s)
-        self._start(now)
-        return self._take()
+        return self._go_on()
 
     def filled(self, ref: VersionRef, bucket: int, slot: int, now: float) -> list[Effect]:
         """The shell has copied the bucket."""
@@ -110,9 +96,8 @@ class IpcBufferRing:
         place.filling = False
         if self._pass is not None and self._pass.ref == ref:
             place.readers = dict.fromkeys(self._pass.readers, now + self._deadline_s)
-            self._effects += [Tell(reader, ref, bucket, slot) for reader in sorted(self._pass.readers)]
-        self._go_on(now)
-        return self._take()
+            self._effects += [Tell(reader, IpcBufferFilled(ref, bucket, slot)) for reader in sorted(self._pass.readers)]
+        return self._go_on()
 
     def fill_failed(self, ref: VersionRef, slot: int, reason: str, now: float) -> list[Effect]:
         """The document could not be read."""
@@ -120,8 +105,7 @@ class IpcBufferRing:
         if self._pass is not None and self._pass.ref == ref:
             for reader in sorted(self._pass.readers):
                 self._drop_reading(reader, reason)
-        self._go_on(now)
-        return self._take()
+        return self._go_on()
 
     def freed(self, reader: bytes, ref: VersionRef, bucket: int, now: float) -> list[Effect]:
         """A reader has copied a bucket; messages about slots that it does not hold change nothing."""
@@ -129,13 +113,12 @@ class IpcBufferRing:
             for slot in self._slots:
                 if slot.bucket == bucket:
                     slot.readers.pop(reader, None)
-        self._go_on(now)
-        return self._take()
+        return self._go_on()
 
     def left(self, reader: bytes, now: float) -> list[Effect]:
         """A reader has left."""
-        self._forget(reader, now)
-        return self._take()
+        self._forget(reader)
+        return self._go_on()
 
     def tick(self, now: float) -> list[Effect]:
         """Drop late readers."""
@@ -146,58 +129,58 @@ class IpcBufferRing:
         for reader in sorted(late):
             self.num_dropped += 1
             self._drop_reading(reader, f"a bucket was not copied in {self._deadline_s:g} s")
-        self._go_on(now)
-        return self._take()
+        return self._go_on()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _start(self, now: float) -> None:
-        """Begin a pass for all readers that wait for the newest version."""
-        if self._pass is not None or not all(slot.free for slot in self._slots):
-            return
-        ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}
-        if not ready or self._newest is None:
-            return
-        for reader in ready:
-            del self._waiting[reader]
-        self._pass, self._num_buckets = _Pass(self._newest, readers=ready), self._num_buckets_next
-        self.num_passes += 1
-        self._go_on(now)
+    def _go_on(self) -> list[Effect]:
+        self._advance()
+        effects, self._effects = self._effects, []
+        return effects
 
-    def _go_on(self, now: float) -> None:
-        """Fill free slots, or end the pass."""
-        current = self._pass
-        if current is not None:
+    def _advance(self) -> None:
+        """Begin a pass if none is in progress, fill free slots, end the pass."""
+        while self._pass is not None or self._begin():
+            current = self._pass
             for number, slot in enumerate(self._slots):
                 if current.readers and slot.free and current.next_bucket < self._num_buckets:
                     slot.bucket, slot.filling = current.next_bucket, True
                     self._effects.append(Fill(current.ref, current.next_bucket, number))
                     current.next_bucket += 1
             done = current.next_bucket == self._num_buckets and all(slot.free for slot in self._slots)
-            if done or not current.readers:
-                self._pass = None
-        if self._pass is None:
-            self._start(now)
+            if not done and current.readers:
+                return
+            self._pass = None
 
-    def _forget(self, reader: bytes, now: float) -> None:
+    def _begin(self) -> bool:
+        """Begin a pass for all readers that wait for the newest version; False if there is none to begin."""
+        ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}
+        if not ready or not all(slot.free for slot in self._slots):
+            return False
+        for reader in ready:
+            del self._waiting[reader]
+        self._pass, self._num_buckets = _Pass(self._newest, readers=ready), self._num_buckets_next
+        self.num_passes += 1
+        return True
+
+    def _forget(self, reader: bytes) -> None:
         self._waiting.pop(reader, None)
         if self._pass is not None:
             self._pass.readers.discard(reader)
         for slot in self._slots:
             slot.readers.pop(reader, None)
-        self._go_on(now)
+        self._advance()
 
     def _drop_waiting(self, reader: bytes, reason: str, *, gone: bool = False) -> None:
         ref, _ = self._waiting.pop(reader)
-        self._effects.append(End(reader, ref, reason, gone))
+        self._end(reader, ref, reason, gone)
 
     def _drop_reading(self, reader: bytes, reason: str) -> None:
         assert self._pass is not None
         self._pass.readers.discard(reader)
         for slot in self._slots:
             slot.readers.pop(reader, None)
-        self._effects.append(End(reader, self._pass.ref, reason))
+        self._end(reader, self._pass.ref, reason)
 
-    def _take(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
+    def _end(self, reader: bytes, ref: VersionRef, reason: str, gone: bool = False) -> None:
+        self._effects.append(Tell(reader, IpcBufferEnd(ref, reason[:512], gone)))

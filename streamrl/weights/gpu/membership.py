@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from streamrl.messages import VersionRef
+from streamrl.messages import BroadcastForm, BroadcastSend, VersionRef
 
 MAX_REFORMATIONS = 2
 """In one publish; then all actors pull the version."""
@@ -40,14 +40,6 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """To the broadcaster: make a unique id for epoch `epoch` of `world` ranks, you are rank 0."""
-
-    epoch: int
-    world: int
-
-
-@dataclass(frozen=True, slots=True)
 class Invite:
     """To each member: version `ref` will come by this epoch. `first_rank` by member."""
 
@@ -56,14 +48,6 @@ class Invite:
     unique_id: bytes
     world: int
     first_rank: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """To the broadcaster: broadcast this version now."""
-
-    epoch: int
-    ref: VersionRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +67,8 @@ class Pull:
     members: tuple[str, ...]
 
 
-Effect = Form | Invite | Send | Abort | Pull
+Effect = BroadcastForm | Invite | BroadcastSend | Abort | Pull
+"""The messages among them go to the broadcaster as they are."""
 
 
 class Membership:
@@ -211,8 +196,6 @@ class Membership:
             self._expire(now)
         return self._take()
 
-    # --- questions ----------------------------------------------------------------------------------------------
-
     def expects(self, member: str, ref: VersionRef) -> bool:
         """Whether a broadcast of this version to the member is in progress: it needs no other offer yet."""
         return self.phase is not Phase.IDLE and member in self.members and ref in (self._ref, self._next)
@@ -235,18 +218,15 @@ class Membership:
             self._form_or_give_up(now)
 
     def _form_or_give_up(self, now: float) -> None:
-        if self._broadcaster_up and self._candidates:
-            self._form(now)
-        else:
+        if not self._broadcaster_up or not self._candidates:
             self._give_up()
-
-    def _form(self, now: float) -> None:
+            return
         self.epoch += 1
         self.members = dict(sorted(self._candidates.items()))
         self.phase, self._deadline = Phase.NAMING, now + self._init_s
         self._broadcaster_formed, self._unique_id = False, b""
         self._reported, self._joined = set(), set()
-        self._effects.append(Form(self.epoch, 1 + sum(self.members.values())))
+        self._effects.append(BroadcastForm(self.epoch, 1 + sum(self.members.values())))
 
     def _invite(self) -> None:
         assert self._ref is not None
@@ -260,7 +240,7 @@ class Membership:
         assert self._ref is not None
         # The first bucket's deadline includes the time to form, as the members count it too.
         self.phase, self._deadline = Phase.SENDING, now + self._init_s + self._bucket_s + self._grace_s
-        self._effects.append(Send(self.epoch, self._ref))
+        self._effects.append(BroadcastSend(self.epoch, self._ref))
 
     def _expire(self, now: float) -> None:
         if self.phase is Phase.WAITING:

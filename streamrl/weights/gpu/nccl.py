@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from streamrl.errors import ConfigError, WeightsError
+from streamrl.weights.gpu.cuda_memory import require_gpu
 
 UNIQUE_ID_BYTES = 128
 
@@ -22,12 +23,7 @@ def require_nccl(device: str) -> None:
     Raises:
         ConfigError: no GPU, no cupy, or a cupy without NCCL; says what to install.
     """
-    if not device.startswith("cuda") or not torch.cuda.is_available():
-        visible = "" if torch.cuda.is_available() else " and no CUDA device is visible"
-        raise ConfigError(
-            f"the transport nccl moves weights between GPUs, and the device here is {device}{visible}: take nccl "
-            "off the list of transports"
-        )
+    require_gpu("nccl", "between GPUs", device)
     _nccl()
 
 
@@ -120,9 +116,7 @@ class CupyCommunicator:
                                f"{buffer.device}")
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            self._inner.bcast(
-                buffer.data_ptr(), buffer.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream
-            )
+            self._inner.bcast(buffer.data_ptr(), buffer.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
             self._stream.synchronize()
             self._inner.check_async_error()
 

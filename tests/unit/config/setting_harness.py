@@ -13,7 +13,6 @@ import zmq
 from transformers import AutoModelForCausalLM
 
 from learner.hub.broadcaster_process import BroadcasterProcess
-from learner.hub.handlers.broadcaster import Broadcaster
 from learner.hub.server import HubServer
 from learner.hub.settings import HubSettings
 from learner.hub_client.link import HubLink
@@ -53,7 +52,7 @@ class LiveHub:
 
     def __init__(
         self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE,
-        start_broadcaster: Callable[[HubSettings], Broadcaster] = BroadcasterProcess,
+        start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
     ) -> None:
         self.path, self.config = path, config
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from learner.hub.handlers.broadcaster import Broadcaster
+from learner.hub.broadcaster_process import BroadcasterProcess
 from learner.hub.settings import HubSettings
 from streamrl.messages import (
     HUB_TO_BROADCASTER,
@@ -72,7 +72,7 @@ class BroadcastHarness:
 
     def __init__(
         self, path: Path, model_dir: Path, *words: str, slots: IpcBufferTicket | None = None,
-        make_broadcaster: Callable[[HubSettings], Broadcaster] | None = None,
+        make_broadcaster: Callable[[HubSettings], BroadcasterProcess] | None = None,
     ) -> None:
         self.broadcasters: list[Any] = []
         self._came = threading.Semaphore(0)
@@ -83,7 +83,7 @@ class BroadcastHarness:
         self.hub = LiveHub(path, config_of(NCCL, *words), start_broadcaster=self._start)
         self.publish()
 
-    def _start(self, settings: HubSettings) -> Broadcaster:
+    def _start(self, settings: HubSettings) -> BroadcasterProcess:
         self.broadcasters.append(self._make(settings))
         self._came.release()
         return self.broadcasters[-1]

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.messages import VersionRef
-from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, End, Fill, IpcBufferRing, Tell
+from streamrl.messages import IpcBufferEnd, IpcBufferFilled, VersionRef
+from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Fill, IpcBufferRing, Tell
 
 DEADLINE_S = 5.0
 A, B, C = b"a", b"b", b"c"
@@ -27,10 +27,10 @@ def test_two_slots_are_filled_ahead_and_a_freed_one_takes_the_next_bucket():
     one = ring()
 
     assert one.opened(A, v(1), 0.0) == [Fill(v(1), 0, 0), Fill(v(1), 1, 1)]
-    assert one.filled(v(1), 0, 0, 0.0) == [Tell(A, v(1), 0, 0)]
-    assert one.filled(v(1), 1, 1, 0.0) == [Tell(A, v(1), 1, 1)]
+    assert one.filled(v(1), 0, 0, 0.0) == [Tell(A, IpcBufferFilled(v(1), 0, 0))]
+    assert one.filled(v(1), 1, 1, 0.0) == [Tell(A, IpcBufferFilled(v(1), 1, 1))]
     assert one.freed(A, v(1), 0, 0.0) == [Fill(v(1), 2, 0)]
-    assert one.filled(v(1), 2, 0, 0.0) == [Tell(A, v(1), 2, 0)]
+    assert one.filled(v(1), 2, 0, 0.0) == [Tell(A, IpcBufferFilled(v(1), 2, 0))]
 
 
 def test_a_slot_is_written_again_only_when_every_reader_has_copied_it():
@@ -56,7 +56,7 @@ def test_a_late_reader_is_dropped_and_the_others_go_on():
         one.freed(A, v(1), bucket, 1.0)
 
     end, fill = one.tick(DEADLINE_S)
-    assert (end.reader, end.gone) == (B, False) and fill == Fill(v(1), 2, 0)
+    assert (end.reader, end.message.gone) == (B, False) and fill == Fill(v(1), 2, 0)
     assert one.freed(B, v(1), 0, 6.0) == []  # too late to mean anything
 
 
@@ -67,13 +67,13 @@ def test_who_comes_during_a_pass_gets_the_next_one():
     assert one.opened(B, v(1), 0.0) == []
     one.filled(v(1), 0, 0, 0.0)
     assert one.freed(A, v(1), 0, 0.0) == [Fill(v(1), 0, 0)]
-    assert one.filled(v(1), 0, 0, 0.0) == [Tell(B, v(1), 0, 0)]
+    assert one.filled(v(1), 0, 0, 0.0) == [Tell(B, IpcBufferFilled(v(1), 0, 0))]
 
 
 def test_an_old_version_is_gone_and_a_coming_one_is_waited_for():
     one = ring(version=4)
 
-    assert one.opened(A, v(3), 0.0) == [End(A, v(3), "version 1:3 was retired for 1:4", gone=True)]
+    assert one.opened(A, v(3), 0.0) == [Tell(A, IpcBufferEnd(v(3), "version 1:3 was retired for 1:4", gone=True))]
     assert one.opened(A, v(5), 0.0) == []
     assert one.published(v(5), 1, 1.0) == [Fill(v(5), 0, 0)]
 
@@ -83,7 +83,7 @@ def test_a_version_that_never_comes_ends_the_wait():
     one.opened(A, v(9), 0.0)
 
     (end,) = one.tick(DEADLINE_S)
-    assert (end.reader, end.ref, end.gone) == (A, v(9), False)
+    assert (end.reader, end.message.ref, end.message.gone) == (A, v(9), False)
 
 
 def test_a_newer_version_waits_for_the_pass_that_is_under_way():
@@ -102,7 +102,7 @@ def test_readers_are_told_when_the_document_cannot_be_read():
     one = ring()
     one.opened(A, v(1), 0.0)
 
-    assert one.fill_failed(v(1), 0, "no such file", 0.0) == [End(A, v(1), "no such file")]
+    assert one.fill_failed(v(1), 0, "no such file", 0.0) == [Tell(A, IpcBufferEnd(v(1), "no such file"))]
     one.filled(v(1), 1, 1, 0.0)
     assert one.opened(A, v(1), 0.0) == [Fill(v(1), 0, 0), Fill(v(1), 1, 1)]
 
@@ -126,12 +126,12 @@ class Slots(RuleBasedStateMachine):
                     assert slot not in self.filling and slot < NUM_SLOTS and bucket < self.buckets[ref]
                     assert not [key for key in self.reading if key[1] == slot], "a slot is written while it is read"
                     self.filling[slot] = effect
-                case Tell(reader, ref, bucket, slot):
+                case Tell(reader, IpcBufferFilled(ref, bucket, slot)):
                     assert self.wants.get(reader) == ref and slot not in self.filling
                     assert bucket == len(self.got[reader]), "buckets come in order, each once"
                     self.got[reader].append(bucket)
                     self.reading[reader, slot] = (ref, bucket)
-                case End(reader, ref, _):
+                case Tell(reader, IpcBufferEnd(ref)):
                     assert self.wants.get(reader) == ref
                     self.forget(reader)
 

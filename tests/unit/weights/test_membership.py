@@ -7,18 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from streamrl.messages import BroadcastForm as Form
+from streamrl.messages import BroadcastSend as Send
 from streamrl.messages import VersionRef
-from streamrl.weights.gpu.membership import (
-    JOIN_INTERVAL_S,
-    MAX_REFORMATIONS,
-    Abort,
-    Form,
-    Invite,
-    Membership,
-    Phase,
-    Pull,
-    Send,
-)
+from streamrl.weights.gpu.membership import JOIN_INTERVAL_S, MAX_REFORMATIONS, Abort, Invite, Membership, Phase, Pull
 
 INIT_S, BUCKET_S, GRACE_S = 20.0, 10.0, 5.0
 
