@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class BroadcasterProcess:
         write_settings(settings, path)
         self._process = subprocess.Popen(
             [*program("learner.broadcaster"), str(path)], stdin=subprocess.PIPE, env=child_environment(),
-            start_new_session=True, cwd=os.getcwd(),
+            start_new_session=True,
         )
 
     def alive(self) -> bool:

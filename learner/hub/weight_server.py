@@ -129,14 +129,14 @@ class WeightServer:
         self.manifest: Manifest | None = None
         self.assets = b""
         self.assets_digest = bytes(16)
-        self.health = WeightHealthTable(self.root_of, settings.publish.probe_tolerance)
+        self._roots: dict[VersionRef, bytes] = {}
+        self.health = WeightHealthTable(self._roots.get, settings.publish.probe_tolerance)
         self._settings = settings
         self._published_at = 0.0
         self._transports = {
             name: load_transport(name, setting="publish.transports") for name in settings.publish.transports
         }
         self._offers: list[Offer] = []
-        self._roots: dict[VersionRef, bytes] = {}
         self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
         router = hub_router(context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=64)
@@ -172,10 +172,6 @@ class WeightServer:
             max_chunk_bytes=self._settings.limits.chunk_bytes, bytes_per_s=float(options.max_bytes_per_s) or None,
             delta_max_ratio=options.delta_max_ratio,
         )
-
-    def root_of(self, ref: VersionRef) -> bytes | None:
-        """The root published for this version; None if it is too old to be known."""
-        return self._roots.get(ref)
 
     def offers(self) -> tuple[Offer, ...]:
         """Transports of the current version, best first; an actor takes the first that it can verify."""

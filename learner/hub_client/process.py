@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -33,7 +32,7 @@ class HubProcess:
         write_settings(settings, path)
         self._process = subprocess.Popen(
             [*program("learner.hub"), str(path)], stdin=subprocess.PIPE,
-            env={**child_environment(), "OMP_NUM_THREADS": "1"}, start_new_session=True, cwd=os.getcwd(),
+            env={**child_environment(), "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )
 
     def check(self) -> None:

@@ -18,8 +18,9 @@ from streamrl.metrics.names import Reduction, lookup
 PERCENTILES = {"lag/token": (("lag/token_p50", 0.5), ("lag/token_p99", 0.99))}
 """Histogram -> the keys derived from it when the step ends."""
 
-_ADDITIVE = (Reduction.mean, Reduction.sum, Reduction.std, Reduction.ess)
 _BINNED = (Reduction.histogram, Reduction.mean_by_bin)
+_NUM_FIELDS = {Reduction.mean: 2, Reduction.std: 3, Reduction.ess: 3, Reduction.mean_by_bin: 2}
+"""Sums and counts that a value is held as; 1 of the others."""
 
 
 class Meter:
@@ -33,8 +34,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}
-        self._bins: dict[str, dict[int, list[float]]] = {}
+        self._held: dict[str, dict[int, list[float]]] = {}  # key -> bin -> fields; bin 0 of a metric without bins
 
     def add(self, key: str, value: float, weight: float = 1.0) -> None:
         """Add one value.
@@ -56,11 +56,11 @@ class Meter:
         if weight == 0:
             return
         if not math.isfinite(value):
-            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+            self._combine("meter/num_nonfinite", Reduction.sum, 0, [1.0])
         elif reduction is Reduction.histogram:
-            self._add_to_bin(key, value, [float(weight)])
+            self._combine(key, reduction, value, [float(weight)])
         else:
-            self._combine(key, reduction, _fields(reduction, float(value), float(weight)))
+            self._combine(key, reduction, 0, _fields(reduction, float(value), float(weight)))
 
     def add_all(self, values: Mapping[str, float], weight: float = 1.0) -> None:
         """`add` each item with the same weight."""
@@ -73,9 +73,9 @@ class Meter:
         if reduction not in (Reduction.std, Reduction.ess):
             raise ValueError(f"{key} is a {reduction.value} metric: it takes no moments.")
         if not (math.isfinite(total) and math.isfinite(squares)):
-            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+            self._combine("meter/num_nonfinite", Reduction.sum, 0, [1.0])
         elif count > 0:
-            self._combine(key, reduction, [float(count), float(total), float(squares)])
+            self._combine(key, reduction, 0, [float(count), float(total), float(squares)])
 
     def add_histogram(self, key: str, counts: Mapping[int, float]) -> None:
         """Add ready counts per bin."""
@@ -87,22 +87,20 @@ class Meter:
         if lookup(key).reduction is not Reduction.mean_by_bin:
             raise ValueError(f"{key} is a {lookup(key).reduction.value} metric: it has no means by bin.")
         if not math.isfinite(value):
-            self._combine("meter/num_nonfinite", Reduction.sum, [1.0])
+            self._combine("meter/num_nonfinite", Reduction.sum, 0, [1.0])
         elif weight > 0:
-            self._add_to_bin(key, which, [float(value) * weight, float(weight)])
+            self._combine(key, Reduction.mean_by_bin, which, [float(value) * weight, float(weight)])
 
     def totals_for_ranks(self) -> list[float]:
         """Everything added so far as one self-describing list of floats, for an all-gather between ranks.
 
         Lists of different ranks differ in length: pad them with zeros at the end, `merge` ignores the padding. Layout:
-        number of entries; for each, the key's length and code points, the number of values, and the values (for a
-        binned metric, rows of bin and fields).
+        number of entries; for each, the key's length and code points, the number of values, and the values: rows of bin
+        and fields.
         """
-        entries: list[tuple[str, list[float]]] = list(self._sums.items())
-        for key, bins in self._bins.items():
-            entries.append((key, [x for which, fields in bins.items() for x in (float(which), *fields)]))
-        out = [float(len(entries))]
-        for key, values in entries:
+        out = [float(len(self._held))]
+        for key, bins in self._held.items():
+            values = [x for which, fields in bins.items() for x in (float(which), *fields)]
             out += [float(len(key)), *(float(ord(c)) for c in key), float(len(values)), *values]
         return out
 
@@ -116,53 +114,47 @@ class Meter:
             values = flat[end + 1 : end + 1 + int(flat[end])]
             at = end + 1 + len(values)
             reduction = lookup(key).reduction
-            if reduction in _BINNED:
-                width = 2 if reduction is Reduction.histogram else 3
-                for row in range(0, len(values), width):
-                    self._add_to_bin(key, values[row], values[row + 1 : row + width])
-            elif reduction is not Reduction.last or key not in self._sums:
-                self._combine(key, reduction, values)
+            if reduction is Reduction.last and key in self._held:
+                continue
+            width = 1 + _NUM_FIELDS.get(reduction, 1)
+            for row in range(0, len(values), width):
+                self._combine(key, reduction, values[row], values[row + 1 : row + width])
 
     def value(self, key: str) -> float | None:
         """The scalar that `flush` would give this key if the step ended now; None if it got no value."""
-        fields = self._sums.get(key)
-        return None if fields is None else _result(lookup(key).reduction, fields)
+        held, reduction = self._held.get(key), lookup(key).reduction
+        return None if held is None or reduction in _BINNED else _result(reduction, held[0])
 
     def bins(self, key: str) -> dict[int, tuple[float, float]]:
         """Bin -> (sum, count) of a mean-by-bin metric as it stands now."""
-        return {which: (fields[0], fields[1]) for which, fields in sorted(self._bins.get(key, {}).items())}
+        return {which: (fields[0], fields[1]) for which, fields in sorted(self._held.get(key, {}).items())}
 
     def flush(self, step: int) -> dict[str, Any]:
         """End the step: divide, derive percentiles, forget. A key that got no value this step is absent."""
         row: dict[str, Any] = {"step": int(step)}
-        for key, fields in self._sums.items():
-            row[key] = _result(lookup(key).reduction, fields)
-        for key, bins in self._bins.items():
-            if lookup(key).reduction is Reduction.histogram:
+        for key, bins in self._held.items():
+            reduction = lookup(key).reduction
+            if reduction is Reduction.histogram:
                 row[key] = {which: int(round(bins[which][0])) for which in sorted(bins)}
                 row.update((name, percentile(row[key], share)) for name, share in PERCENTILES.get(key, ()))
-            else:
+            elif reduction is Reduction.mean_by_bin:
                 row[key] = {which: bins[which][0] / bins[which][1] for which in sorted(bins)}
-        self._sums.clear()
-        self._bins.clear()
+            else:
+                row[key] = _result(reduction, bins[0])
+        self._held.clear()
         return row
 
-    def _combine(self, key: str, reduction: Reduction, fields: list[float]) -> None:
-        held = self._sums.get(key)
+    def _combine(self, key: str, reduction: Reduction, which: float, fields: list[float]) -> None:
+        if which != int(which):
+            raise ValueError(f"{key}: bin {which} is not an integer.")
+        bins = self._held.setdefault(key, {})
+        held = bins.get(int(which))
         if held is None or reduction is Reduction.last:
-            self._sums[key] = list(fields)
+            bins[int(which)] = fields
         elif reduction is Reduction.max:
             held[0] = max(held[0], fields[0])
         else:
-            assert reduction in _ADDITIVE, f"{key} has reduction {reduction}"
-            self._sums[key] = [a + b for a, b in zip(held, fields, strict=True)]
-
-    def _add_to_bin(self, key: str, which: float, fields: list[float]) -> None:
-        if which != int(which):
-            raise ValueError(f"{key}: bin {which} is not an integer.")
-        bins = self._bins.setdefault(key, {})
-        held = bins.get(int(which))
-        bins[int(which)] = fields if held is None else [a + b for a, b in zip(held, fields, strict=True)]
+            bins[int(which)] = [a + b for a, b in zip(held, fields, strict=True)]
 
 
 def percentile(counts: Mapping[int, float], share: float) -> int:

@@ -49,7 +49,7 @@ class ActorHandler:
     # --- incoming ---------------------------------------------------------------------------------------------------
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
-        actor = self._hub.connections.of_route(routing_id)
+        actor = self._hub.connections.by_route.get(routing_id)
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")
@@ -147,7 +147,7 @@ class ActorHandler:
         return None
 
     def _connect(self, routing_id: bytes, hello: Hello, now: float) -> Connection:
-        old = self._hub.connections.of_actor(hello.actor_id)
+        old = self._hub.connections.by_actor.get(hello.actor_id)
         if old is not None and old.incarnation != hello.incarnation:
             self._send(old.routing_id, _stop(StopReason.FENCED, "a newer process with this actor_id has taken over"))
         known = self._incarnations.get(hello.actor_id)
@@ -224,7 +224,7 @@ class ActorHandler:
     def tick(self, now: float) -> None:
         """Evict silent actors and send revocations."""
         for effect in self._hub.ledger.tick(now):
-            actor = self._hub.connections.of_actor(effect.actor_id)
+            actor = self._hub.connections.by_actor.get(effect.actor_id)
             if actor is None:
                 continue
             if effect.kind == "revoke":
@@ -241,7 +241,7 @@ class ActorHandler:
         while granted:
             granted = False
             for actor_id in ledger.grant_order(now):
-                actor = connections.of_actor(actor_id)
+                actor = connections.by_actor.get(actor_id)
                 if actor is None:
                     continue
                 leases = ledger.grant(actor_id, now)

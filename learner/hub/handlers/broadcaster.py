@@ -237,7 +237,7 @@ class BroadcastHandler:
         """Announce the version to these actors if it is still the newest; returns those that are connected."""
         manifest, told = self._hub.weights.manifest, set()
         for actor_id, ticket in tickets.items():
-            link = self._hub.connections.of_actor(actor_id)
+            link = self._hub.connections.by_actor.get(actor_id)
             if link is not None and manifest is not None and manifest.ref == ref:
                 told.add(actor_id)
                 self.announce(link, ticket)

@@ -54,32 +54,26 @@ class Connections:
     """Routing id <-> actor. A new HELLO of an actor replaces its old connection."""
 
     def __init__(self) -> None:
-        self._by_route: dict[bytes, Connection] = {}
-        self._by_actor: dict[str, Connection] = {}
+        self.by_route: dict[bytes, Connection] = {}
+        self.by_actor: dict[str, Connection] = {}
 
     def bind(self, new: Connection) -> None:
-        old = self.of_actor(new.actor_id)
+        old = self.by_actor.get(new.actor_id)
         if old is not None:
             self.drop(new.actor_id)
             if old.incarnation == new.incarnation:
                 new.tokens_total, new.tokens_per_s, new.rate_at = old.tokens_total, old.tokens_per_s, old.rate_at
                 new.strikes = old.strikes
-        self._by_route[new.routing_id] = self._by_actor[new.actor_id] = new
+        self.by_route[new.routing_id] = self.by_actor[new.actor_id] = new
 
     def drop(self, actor_id: str) -> None:
-        connection = self._by_actor.pop(actor_id, None)
+        connection = self.by_actor.pop(actor_id, None)
         if connection is not None:
-            self._by_route.pop(connection.routing_id, None)
-
-    def of_route(self, routing_id: bytes) -> Connection | None:
-        return self._by_route.get(routing_id)
-
-    def of_actor(self, actor_id: str) -> Connection | None:
-        return self._by_actor.get(actor_id)
+            self.by_route.pop(connection.routing_id, None)
 
     def all(self) -> list[Connection]:
-        return list(self._by_actor.values())
+        return list(self.by_actor.values())
 
     def __len__(self) -> int:
         """Actors that may generate; relays do not count."""
-        return sum(connection.max_leases > 0 for connection in self._by_actor.values())
+        return sum(connection.max_leases > 0 for connection in self.by_actor.values())

@@ -46,11 +46,6 @@ def _grouping(group_ids: Tensor) -> _Grouping:
     return _Grouping(index=index, count=sizes.double()[index], num_groups=unique.numel())
 
 
-def _one_group(scores: Tensor) -> _Grouping:
-    index = torch.zeros(scores.shape, dtype=torch.int64, device=scores.device)
-    return _Grouping(index=index, count=torch.full_like(scores, scores.numel(), dtype=torch.float64), num_groups=1)
-
-
 def _centered_in(scores: Tensor, groups: _Grouping) -> tuple[Tensor, Tensor]:
     """`score - mean` and the unbiased std of each row's group, float64 [B]."""
     above = scores - groups.minimum(scores)
@@ -66,7 +61,7 @@ def _centered(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     if not scores.numel():
         return wide, wide, wide
     own, own_std = _centered_in(wide, groups)
-    batch, batch_std = _centered_in(wide, _one_group(wide))
+    batch, batch_std = _centered_in(wide, _grouping(torch.zeros_like(group_ids)))
     alone = groups.count == 1
     count = torch.where(alone, float(scores.numel()), groups.count)
     return torch.where(alone, batch, own), torch.where(alone, batch_std, own_std), count
@@ -261,6 +256,6 @@ def _baseline(
 def _row_std(centered: Tensor, moments: Moments | None) -> Tensor:
     """Unbiased std over rows, from the given moments or this batch."""
     if moments is None:
-        return _centered_in(centered, _one_group(centered))[1] if centered.numel() else centered
+        return _centered_in(centered, _grouping(torch.zeros_like(centered)))[1] if centered.numel() else centered
     variance = moments.total_squares - moments.total * moments.total / max(float(moments.count), 1.0)
     return torch.as_tensor(variance).clamp(min=0.0).div(max(float(moments.count) - 1.0, 1.0)).sqrt()

@@ -1,8 +1,7 @@
 """Surrogates that keep the ratio differentiable and bound it: the PPO family.
 
 Every function takes log-probs from oldest to newest and advantages without own ratio, all [B, T], and returns a
-`TokenLoss` to be minimized, differentiable in `policy_logprobs` only. Shapes that differ and impossible knobs raise
-`ValueError`.
+`TokenLoss` to be minimized, differentiable in `policy_logprobs` only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Every function takes behavior log-probs as recorded by the actor, current policy log-probs and advantages without own
 ratio, all [B, T], and returns a `TokenLoss` to be minimized, differentiable in `policy_logprobs` only. u = pi/mu is the
-ratio of a token, S the sum of the row's log-ratios, clamped to +-20. Shapes that differ and impossible knobs raise
-`ValueError`.
+ratio of a token, S the sum of the row's log-ratios, clamped to +-20.
 """
 
 from __future__ import annotations

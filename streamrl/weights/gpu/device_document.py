@@ -69,10 +69,6 @@ class DeviceDocument:
     def nbytes(self) -> int:
         return self._buffer.numel()
 
-    def host_bytes(self) -> bytes:
-        """A copy on the host."""
-        return self._buffer.cpu().numpy().tobytes()
-
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
 

@@ -109,7 +109,7 @@ def bytes_of(document: Document | DeviceDocument) -> bytes:
     """All bytes; raises if the document was not verified."""
     document.tensors()
     if isinstance(document, DeviceDocument):
-        return document.host_bytes()
+        return document._buffer.cpu().numpy().tobytes()
     return bytes(memoryview(document._body))
 
 

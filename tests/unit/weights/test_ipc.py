@@ -60,7 +60,7 @@ class Slots:
         document, _, _ = IpcBufferReceiver(offer, reader).receive(
             manifest, self.layout, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + NEVER_S
         )
-        return document.host_bytes()
+        return document._buffer.cpu().numpy().tobytes()
 
     def close(self) -> None:
         for server in self._servers:
