@@ -144,7 +144,7 @@ class Document:
                 f"{document_nbytes(self.layout)}"
             )
         for index, digest in enumerate(digest_all([view[start:end] for start, end in ranges])):
-            _check_digest(index, digest, self.manifest)
+            check_digest(index, digest, self.manifest)
         self._verified = True
         return self
 
@@ -173,7 +173,8 @@ class Document:
             raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before {method}()")
 
 
-def _check_digest(index: int, digest: bytes, manifest: Manifest) -> None:
+def check_digest(index: int, digest: bytes, manifest: Manifest) -> None:
+    """Raise WeightsError unless this is the digest of bucket `index` of the manifest."""
     expected = manifest.digests[index]
     if digest != expected:
         raise WeightsError(

@@ -124,7 +124,7 @@ def scene() -> Iterator[Scene]:
 
 
 def sums_of(manifest: Manifest, body: torch.Tensor) -> str:
-    tensors = DeviceDocument(body, manifest, manifest, LAYOUT).verify().tensors()
+    tensors = DeviceDocument(body, manifest, manifest, LAYOUT).tensors()
     return " ".join(["sums", *(str(int(t.view(torch.uint8).to(torch.int64).sum())) for t in tensors.values())])
 
 

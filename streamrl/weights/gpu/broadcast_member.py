@@ -288,5 +288,5 @@ class BroadcastReceiver:
         check_manifest(device_manifest, layout, DIGEST_FOLD128)
         self._member.invite(device_manifest, layout, ticket)
         came = self._member.wait_for(manifest.ref, cancelled=cancelled, deadline=deadline)
-        document = DeviceDocument(came.body, manifest, device_manifest, layout, verified=True)
+        document = DeviceDocument(came.body, manifest, device_manifest, layout)
         return document, came.transfer_s, came.verify_s

@@ -142,17 +142,9 @@ class GuardedCommunicator:
             CommunicatorError: not formed; a thread that still waits for the others is abandoned: nothing can end it.
         """
         deadline = time.monotonic() + deadline_s
-        try:
-            self._inner = self._threads.run(
-                lambda: self._library.connect(self._world, self._unique_id, self._rank),
-                deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: connecting",
-            )
-        except Exception as error:
-            self._dead = True
-            if (thread := getattr(error, "thread", None)) is not None:
-                self._threads.abandon(thread)
-            raise _as_ours(error, self._what) from error
-        inner = self._inner
+        inner = self._inner = self._call(
+            lambda: self._library.connect(self._world, self._unique_id, self._rank), deadline_s, "connecting"
+        )
         self._call(inner.test, max(0.0, deadline - time.monotonic()), "its test")
 
     def broadcast(self, buffer: torch.Tensor, deadline_s: float) -> None:
@@ -182,19 +174,22 @@ class GuardedCommunicator:
         # Closing waits for the other ranks in some versions of NCCL; aborting does not.
         self._end(self._inner)
 
-    def _call(self, work: Callable[[], None], deadline_s: float, what: str) -> None:
-        if self._dead or self._stop.is_set():
+    def _call(self, work: Callable[[], Any], deadline_s: float, what: str) -> Any:
+        inner = self._inner
+        if self._dead or (inner is not None and self._stop.is_set()):
             raise CommunicatorError(f"{self._what} is over")
         try:
-            self._threads.run(work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}")
+            return self._threads.run(work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}")
         except Exception as error:
             self._dead = True
-            assert self._inner is not None
-            self._end(self._inner)
-            if (thread := getattr(error, "thread", None)) is not None:
-                thread.join(ABORT_DEADLINE_S)
-                if thread.is_alive():
-                    self._threads.abandon(thread)
+            thread = getattr(error, "thread", None)
+            if inner is not None:
+                self._end(inner)
+                if thread is not None:
+                    thread.join(ABORT_DEADLINE_S)
+            if thread is not None and thread.is_alive():
+                self._threads.abandon(thread)
+                if inner is not None:
                     raise CommunicatorStuck(
                         f"{self._what}: {what} did not end {ABORT_DEADLINE_S:g} s after its abort: restart this process"
                     ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest
-from streamrl.weights.document import Document
+from streamrl.weights.document import Document, check_digest
 from streamrl.weights.gpu.fold128 import fold128
 from streamrl.weights.manifest import (
     DIGEST_FOLD128,
@@ -25,20 +26,17 @@ from streamrl.weights.manifest import (
 
 
 class DeviceDocument:
-    """As `streamrl.weights.document.Document`, for a uint8 tensor on any device; only a verified one gives tensors.
+    """As `streamrl.weights.document.Document`, for a uint8 tensor on any device whose buckets were all checked.
 
     Args:
         body: uint8 [document bytes]; owned by the document and by every tensor it gave out.
         manifest: what was announced, under whatever digest kind: its name here.
-        device_manifest: the same version in digest_kind 1: what the bytes are checked against.
+        device_manifest: the same version in digest_kind 1: what the bytes were checked against.
     Raises:
         WeightsError: manifests, layout and body do not belong together.
     """
 
-    def __init__(
-        self, body: torch.Tensor, manifest: Manifest, device_manifest: Manifest, layout: Layout, *,
-        verified: bool = False,
-    ) -> None:
+    def __init__(self, body: torch.Tensor, manifest: Manifest, device_manifest: Manifest, layout: Layout) -> None:
         check_manifest(device_manifest, layout, DIGEST_FOLD128)
         if (manifest.ref, manifest.layout_digest) != (device_manifest.ref, device_manifest.layout_digest):
             raise WeightsError(f"version {manifest.ref} was offered with the digests of {device_manifest.ref}")
@@ -46,23 +44,14 @@ class DeviceDocument:
             raise WeightsError(
                 f"version {manifest.ref} has {body.numel()} bytes, its layout holds {document_nbytes(layout)}"
             )
-        self.manifest, self.layout = manifest, layout
-        self._buffer, self._device_manifest, self._verified = body, device_manifest, verified
-
-    def verify(self) -> DeviceDocument:
-        """Fold every bucket; returns the document itself. Raises WeightsError, naming the first bucket that differs."""
-        if not self._verified:
-            for index, (start, end) in enumerate(bucket_ranges(self.layout)):
-                check_device_bucket(index, self._buffer[start:end], self._device_manifest)
-            self._verified = True
-        return self
+        self.manifest, self.layout, self._buffer = manifest, layout, body
 
     def renamed(self, manifest: Manifest) -> DeviceDocument:
-        """The same verified bytes under another version. Raises WeightsError if they are not these bytes."""
-        if not self._verified or not same_weights(self.manifest, manifest):
+        """The same bytes under another version. Raises WeightsError if they are not these bytes."""
+        if not same_weights(self.manifest, manifest):
             raise WeightsError(f"version {manifest.ref} is not the verified document {self.manifest.ref}")
-        renamed = object.__new__(DeviceDocument)
-        renamed.__dict__.update(self.__dict__, manifest=manifest)
+        renamed = copy.copy(self)
+        renamed.manifest = manifest
         return renamed
 
     @property
@@ -70,13 +59,7 @@ class DeviceDocument:
         return self._buffer.numel()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them.
-
-        Raises:
-            WeightsError: the document was not verified.
-        """
-        if not self._verified:
-            raise WeightsError(f"version {self.manifest.ref} is not verified: call verify() before tensors()")
+        """Checkpoint name to tensor, in wire dtype, as views of the document: read them, never write them."""
         found = {}
         for spec, offset in tensor_offsets(self.layout):
             raw = self._buffer[offset : offset + tensor_nbytes(spec)]
@@ -88,12 +71,7 @@ class DeviceDocument:
 
 def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> None:
     """Raise WeightsError unless this uint8 tensor is bucket `index` of the manifest; waits for the device."""
-    digest, expected = fold128(data), manifest.digests[index]
-    if digest != expected:
-        raise WeightsError(
-            f"bucket {index} of {len(manifest.digests)} of version {manifest.ref} has digest {digest.hex()[:8]}, "
-            f"manifest says {expected.hex()[:8]}"
-        )
+    check_digest(index, fold128(data), manifest)
 
 
 class BucketSource(Protocol):
