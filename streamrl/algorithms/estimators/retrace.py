@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_rows, check_shape, discounts, float_dtype, only, read, require
+from streamrl.algorithms.checks import check_shape, float_dtype, only, require
 from streamrl.algorithms.estimators.ratios import token_log_ratios
-from streamrl.algorithms.estimators.scan import next_action, suffix_scan
+from streamrl.algorithms.estimators.scan import next_action, recursion_inputs, suffix_scan
 from streamrl.algorithms.types import Returns
 
 __all__ = ["dueling_q", "retrace_q", "retrace_v"]
@@ -36,11 +36,11 @@ def retrace_v(
     """
     require(target_rho_bar is None or target_rho_bar > 0.0, f"target_rho_bar={target_rho_bar} must be positive or None")
     log_ratios, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
-    rewards, values = read(mask, rewards=rewards, values=values)
-    last, gammas = _ends(mask, bootstrap_values, gamma, log_ratios, rewards)
-    rewards, values = rewards.to(last.dtype), values.to(last.dtype)
+    (traces, rewards, values), last, gammas = recursion_inputs(
+        mask, bootstrap_values, gamma, traces=traces, rewards=rewards, values=values
+    )
     deltas = only(mask, rewards + gammas * next_action(values, mask, last) - values)
-    advantages = _scan(deltas, traces.to(last.dtype), gammas, mask)
+    advantages = _scan(deltas, traces, gammas, mask)
     step = advantages if target_rho_bar is None else advantages * log_ratios.exp().clamp(max=target_rho_bar)
     return Returns(advantages=advantages, targets=only(mask, values + step))
 
@@ -58,13 +58,13 @@ def retrace_q(
     expected_q. Do not pass the one-step `q = r + gamma V'` with `expected_q = V`: the bracket vanishes and Retrace
     becomes TD(0). Source: arXiv:1606.02647, eq. 3 and 4.
     """
-    log_ratios, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
-    inputs = read(mask, rewards=rewards, q_values=q_values, expected_q=expected_q)
-    last, gammas = _ends(mask, bootstrap_values, gamma, log_ratios, inputs[0])
-    rewards, q_values, expected_q = (tensor.to(last.dtype) for tensor in inputs)
+    _, traces = _traces(behavior_logprobs, policy_logprobs, mask, lam)
+    (traces, rewards, q_values, expected_q), last, gammas = recursion_inputs(
+        mask, bootstrap_values, gamma, traces=traces, rewards=rewards, q_values=q_values, expected_q=expected_q
+    )
     # D_t = G_t - Q_t obeys the same recursion as the advantages of `retrace_v`.
     deltas = only(mask, rewards + gammas * next_action(expected_q, mask, last) - q_values)
-    targets = only(mask, q_values + _scan(deltas, traces.to(last.dtype), gammas, mask))
+    targets = only(mask, q_values + _scan(deltas, traces, gammas, mask))
     return Returns(advantages=only(mask, targets - expected_q), targets=targets)
 
 
@@ -99,13 +99,6 @@ def _traces(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, la
     require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
     log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
     return log_ratios, lam * log_ratios.exp().clamp(max=1.0)
-
-
-def _ends(mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, *like: Tensor) -> tuple[Tensor, Tensor]:
-    """The value after the last token [B] and the discounts [B, T], in the common dtype."""
-    check_rows(mask, bootstrap_values=bootstrap_values)
-    dtype = float_dtype(bootstrap_values, *like)
-    return bootstrap_values.to(dtype), discounts(gamma, mask, dtype)
 
 
 def _scan(deltas: Tensor, traces: Tensor, gammas: Tensor, mask: Tensor) -> Tensor:

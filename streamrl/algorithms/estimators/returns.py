@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_rows, discounts, float_dtype, only, read, require
+from streamrl.algorithms.checks import only, read, require
 from streamrl.algorithms.estimators.ratios import token_log_ratios
-from streamrl.algorithms.estimators.scan import next_action, suffix_scan
+from streamrl.algorithms.estimators.scan import next_action, recursion_inputs, suffix_scan
 from streamrl.algorithms.types import Returns
 
 __all__ = ["clipped_is", "gae", "n_step", "td_lambda", "value_loss"]
@@ -28,7 +28,8 @@ def gae(
     Targets are `A_t + V_t` with the raw A; whitening is a separate call. `gamma` is a float or [B, T].
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    rewards, values, last, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, lam)
+    require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
+    (rewards, values), last, gammas = recursion_inputs(mask, bootstrap_values, gamma, rewards=rewards, values=values)
     deltas = only(mask, rewards + gammas * next_action(values, mask, last) - values)
     decays = torch.where(mask, lam * gammas, torch.ones_like(gammas))
     advantages = only(mask, suffix_scan(deltas, decays, torch.zeros_like(last)))
@@ -44,7 +45,8 @@ def td_lambda(
 
     The same numbers as `gae`, by another recursion. Source: Sutton and Barto 2018, eq. 12.18.
     """
-    rewards, values, last, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, lam)
+    require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
+    (rewards, values), last, gammas = recursion_inputs(mask, bootstrap_values, gamma, rewards=rewards, values=values)
     steps = only(mask, rewards + gammas * (1.0 - lam) * next_action(values, mask, last))
     decays = torch.where(mask, lam * gammas, torch.ones_like(gammas))
     targets = only(mask, suffix_scan(steps, decays, last))
@@ -61,7 +63,7 @@ def n_step(
     `bootstrap=False` leaves the last term out, also at the end of a cut row. Costs min(n, T) passes over [B, T].
     """
     require(n >= 1, f"n={n} must be at least 1")
-    rewards, values, last, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, 1.0)
+    (rewards, values), last, gammas = recursion_inputs(mask, bootstrap_values, gamma, rewards=rewards, values=values)
     last = last if bootstrap else torch.zeros_like(last)
     if n >= mask.shape[1]:
         targets = only(mask, suffix_scan(rewards, gammas, last))
@@ -82,7 +84,7 @@ def clipped_is(
     Targets are R_t. The advantage carries its own ratio: pair it with `reinforce` only.
     """
     require(eps >= 0.0, f"eps={eps} must not be negative")
-    rewards, values, last, gammas = _td_inputs(rewards, values, mask, bootstrap_values, gamma, 1.0)
+    (rewards, values), last, gammas = recursion_inputs(mask, bootstrap_values, gamma, rewards=rewards, values=values)
     ratio = token_log_ratios(behavior_logprobs, policy_logprobs, mask).exp()
     returns = only(mask, suffix_scan(rewards, gammas, last))
     return Returns(advantages=only(mask, ratio.clamp(1.0 - eps, 1.0 + eps) * returns - values), targets=returns)
@@ -106,14 +108,3 @@ def value_loss(
     (old,) = read(mask, old_values=old_values.detach())
     clipped = (old + (values - old).clamp(-clip, clip) - targets).square()
     return only(mask, torch.maximum(plain, clipped) / 2)
-
-
-def _td_inputs(
-    rewards: Tensor, values: Tensor, mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, lam: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clean rewards and values [B, T], bootstrap values [B] and discounts [B, T], of one dtype."""
-    require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
-    rewards, values = read(mask, rewards=rewards, values=values)
-    check_rows(mask, bootstrap_values=bootstrap_values)
-    dtype = float_dtype(values, bootstrap_values)
-    return rewards.to(dtype), values.to(dtype), bootstrap_values.to(dtype), discounts(gamma, mask, dtype)

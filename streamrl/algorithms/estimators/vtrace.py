@@ -55,16 +55,14 @@ def vtrace(
     _check_bars(lam, rho_bar, c_bar, rho_bar_pg)
     require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
     require(0.0 <= leak <= 1.0, f"leak={leak} must lie in [0, 1]")
-    check_rows(mask, bootstrap_values=bootstrap_values)
     log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
-    rewards, values = read(mask, rewards=rewards, values=values)
-    dtype = float_dtype(log_ratios, rewards, bootstrap_values)
-    log_ratios, rewards, values = log_ratios.to(dtype), rewards.to(dtype), values.to(dtype)
+    (log_ratios, rewards, values), last, gammas = recursion_inputs(
+        mask, bootstrap_values, gamma, log_ratios=log_ratios, rewards=rewards, values=values
+    )
     ratio = log_ratios.exp()
     traces = lam * _truncate((log_ratios / trace_temperature).exp(), c_bar, leak)
     own = None if rho_bar_pg is None else _truncate(ratio, rho_bar_pg, leak)
-    gammas = discounts(gamma, mask, dtype)
-    return _recursion(_truncate(ratio, rho_bar, leak), traces, own, rewards, values, mask, bootstrap_values, gammas)
+    return _recursion(_truncate(ratio, rho_bar, leak), traces, own, rewards, values, mask, last, gammas)
 
 
 @torch.no_grad()
