@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamrl.algorithms.checks import LOG_BOUND, check_rows, check_tokens, discounts, float_dtype, only, read, require
 from streamrl.algorithms.estimators.ratios import token_log_ratios
-from streamrl.algorithms.estimators.scan import last_action, next_action, suffix_scan
+from streamrl.algorithms.estimators.scan import last_action, next_action, recursion_inputs, suffix_scan
 from streamrl.algorithms.types import Returns, SegmentReturns
 
 __all__ = ["vtrace", "vtrace_critic_free", "vtrace_segments"]
