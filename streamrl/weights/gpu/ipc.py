@@ -20,8 +20,8 @@ import zmq
 from streamrl.errors import WeightsError, WireError
 from streamrl.messages.actors import InstallSource
 from streamrl.messages.base import ACTOR_TO_IPC, IPC_TO_ACTOR, Message, VersionRef
-from streamrl.messages.broadcaster import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen
 from streamrl.messages.codec import Decoder, encode
+from streamrl.messages.ranks import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen
 from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest, Offer
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
 from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
