@@ -10,6 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.checks import check_rows, check_tokens, discounts, float_dtype, only
+
+
+def recursion_inputs(
+    mask: Tensor, bootstrap_values: Tensor, gamma: float | Tensor, **tensors: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The [B, T] tensors with 0 at masked positions, bootstrap values [B] and discounts [B, T], of one dtype."""
+    check_tokens(mask, **tensors)
+    check_rows(mask, bootstrap_values=bootstrap_values)
+    dtype = float_dtype(bootstrap_values, *tensors.values())
+    clean = [only(mask, tensor.to(dtype)) for tensor in tensors.values()]
+    return clean, bootstrap_values.to(dtype), discounts(gamma, mask, dtype)
+
 
 def suffix_scan(increments: Tensor, decays: Tensor, last: Tensor) -> Tensor:
     """`x_t = increments_t + decays_t x_{t+1}` with `x_{T+1} = last`; [B, T], [B, T], [B] -> [B, T]."""
