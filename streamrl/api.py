@@ -66,11 +66,7 @@ class Metrics(dict[str, list[Any]]):
     """Key -> one value for each line of `metrics.jsonl`, None where the line lacks the key; `step` has no gap."""
 
     def frame(self) -> Any:
-        """A pandas DataFrame with a column for each key.
-
-        Raises:
-            StreamrlError: pandas is not installed.
-        """
+        """A pandas DataFrame with a column for each key. Raises StreamrlError: pandas is not installed."""
         try:
             import pandas
         except ModuleNotFoundError as error:

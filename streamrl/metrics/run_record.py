@@ -63,11 +63,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any]:
-    """One line of `metrics.jsonl`.
-
-    Raises:
-        ValueError: not a JSON object with a `step`.
-    """
+    """One line of `metrics.jsonl`. Raises ValueError: not a JSON object with a `step`."""
     row = json.loads(line)
     if not isinstance(row, dict) or "step" not in row:
         raise ValueError("no object with a step")

@@ -87,12 +87,11 @@ class BroadcastMember:
         """Expect a version by this ticket's epoch; a newer epoch ends the present one. Idempotent."""
         with self._changed:
             known = self._invitations.get(manifest.ref)
-            if ticket.epoch < self._newest_epoch() or (known is not None and known.ticket.epoch == ticket.epoch):
+            newest = max([self._epoch, *(invitation.ticket.epoch for invitation in self._invitations.values())])
+            if ticket.epoch < newest or (known is not None and known.ticket.epoch == ticket.epoch):
                 return
-            over = ticket.epoch == self._epoch and (
-                self._guard is None or (self._last is not None and manifest.ref <= self._last)
-            )
-            if over:
+            delivered = self._last is not None and manifest.ref <= self._last
+            if ticket.epoch == self._epoch and (self._guard is None or delivered):
                 return  # that epoch failed here, or has delivered this version already
             if ticket.epoch > self._epoch and self._guard is not None:
                 self._guard.stop()
@@ -265,9 +264,6 @@ class BroadcastMember:
                 del self._outcome[other]
         self._outcome[ref] = outcome
         self._changed.notify_all()
-
-    def _newest_epoch(self) -> int:
-        return max([self._epoch, *(invitation.ticket.epoch for invitation in self._invitations.values())])
 
 
 class BroadcastReceiver:
