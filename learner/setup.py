@@ -180,9 +180,9 @@ def _announce(run: Run) -> None:
         log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
                  "outbox", every, run.config.checkpoint.every_steps)
     log.info(
-        "run %s, epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d%s, window=%d: head lag is at most %d",
-        run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps, rollout.num_prompts_per_step,
-        rollout.num_responses_per_prompt, staleness.eta,
+        "run %s (id %s), epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d%s, window=%d: head lag is at most %d",
+        run.run_dir.name, run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps,
+        rollout.num_prompts_per_step, rollout.num_responses_per_prompt, staleness.eta,
         " at first" if staleness.adaptive.enabled else "", lookahead(run.config), largest_max_lag(run.config),
     )
 

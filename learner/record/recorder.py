@@ -101,7 +101,7 @@ class Recorder:
         self.write(step, {**self._run_keys(version, epoch), **hub_keys(status)})
         counters = status.counters
         summary = summarize(
-            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id,
+            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,

@@ -50,6 +50,8 @@ class Summary:
     num_episodes_failed: int = 0
     first_failure: str = ""
     """The first failed episode, in words; of a resumed run, of its last part."""
+    run: str = ""
+    """Name of the run: its directory's. `run_id` is for programs."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -93,7 +95,7 @@ class Summary:
         num_recovered = max(0, self.num_leases_reissued - self.num_leases_retried)
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
-            ("run", self.run_id),
+            ("run", self.run or self.run_id),
             ("steps", str(self.steps)),
             ("wall time", duration(self.wall_s)),
             ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
@@ -109,6 +111,7 @@ class Summary:
             ("learner waited", wait),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
+            *([("id", self.run_id)] if self.run else []),
         ]
 
 

@@ -41,7 +41,7 @@ class ViewState:
         total_steps: 0 while unknown.
     """
 
-    run_id: str = ""
+    name: str = ""
     state: str = "starting"
     total_steps: int = 0
     max_lag: int | None = None
@@ -55,7 +55,7 @@ class ViewState:
     def update(self, news: Mapping[str, Any]) -> None:
         """An object with `step` is a metrics line, anything else is a status."""
         if "step" not in news:
-            for name in ("run_id", "state", "total_steps", "max_lag", "waiting_for", "actors", "counters", "notices"):
+            for name in ("state", "total_steps", "max_lag", "waiting_for", "actors", "counters", "notices"):
                 if name in news:
                     setattr(self, name, news[name])
             return
@@ -94,7 +94,7 @@ class ViewState:
             parts.append(self._actors())
         if self.log_lines:
             parts.append(Text("\n".join(self.log_lines), style="dim", no_wrap=True, overflow="ellipsis"))
-        title = Text.assemble(("streamrl", "bold"), " ", self.run_id)
+        title = Text.assemble(("streamrl", "bold"), " ", self.name)
         return Panel(Group(*parts), title=title, title_align="left", border_style="cyan")
 
     def _progress(self) -> RenderableType:
@@ -186,7 +186,7 @@ class LiveView:
 
     def __init__(self, run_dir: str | os.PathLike[str], console: Console | None = None) -> None:
         self.root = Path(run_dir)
-        self.state = ViewState(run_id=self.root.name)
+        self.state = ViewState(name=self.root.resolve().name)
         self._console = console if console is not None else Console(stderr=True, force_jupyter=False)
         self._metrics = Tail(self.root / "metrics.jsonl")
         self._logs: dict[Path, Tail] = {}

@@ -24,7 +24,8 @@ def open_wandb(run: TrackedRun) -> Sink:
         ) from error
     mode = run.settings["wandb"]["mode"]
     opened = wandb.init(
-        project=run.project, name=run.run_id, id=run.run_id, mode=mode, resume="allow", dir=str(run.run_dir)
+        project=run.project, name=run.run_dir.resolve().name, id=run.run_id, mode=mode, resume="allow",
+        dir=str(run.run_dir),
     )
     return WandbSink(wandb, opened)
 

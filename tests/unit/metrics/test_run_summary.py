@@ -11,7 +11,7 @@ from streamrl.metrics.summary import Summary, counter_total, summarize
 PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
     num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
-    publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure""".split()
+    publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure run""".split()
 
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
@@ -93,6 +93,13 @@ def test_the_table_for_the_terminal_answers_the_first_questions(make_run):
     assert "mean 2.4, max 4, bound 3, 60 beyond it" in table
     assert "100 trained, 110 accepted, 120 leased, 1 stale" in table
     assert "5.0s (25%)" in table
+
+
+def test_a_run_is_named_by_its_directory_and_its_id_comes_last():
+    known = {"run_id": "quick-5498d179", "max_lag_bound": 3, "device": "cpu", "dtype": "float32", "seed": 1}
+    headline = summarize([], **known, run="quick-003").headline()
+
+    assert headline[0] == ("run", "quick-003") and headline[-1] == ("id", "quick-5498d179")
 
 
 def test_failed_episodes_are_a_row_of_their_own_and_no_recovery(make_run):

@@ -79,6 +79,7 @@ def test_wandb_receives_numbers_by_step_and_histograms_with_their_empty_bins(mon
 
     assert logged == [(4, {"reward/mean": 0.5, "lag/token": ("histogram", ([10, 0, 2], [1, 2, 3, 4]))})]
     assert [(one["mode"], one["id"], one["resume"]) for one in started] == [("offline", "r-1", "allow")]
+    assert started[0]["name"] == tmp_path.name
 
 
 def test_a_real_offline_wandb_run_writes_its_files(tmp_path, monkeypatch):

@@ -24,19 +24,20 @@ def row(step, **more):
             "throughput/generate_tokens_per_s": 25000.0, **more}
 
 
-STATUS = {"run_id": "quick-003", "state": "training", "total_steps": 40, "max_lag": 2, "waiting_for": "",
+STATUS = {"run_id": "quick-5498d179", "state": "training", "total_steps": 40, "max_lag": 2, "waiting_for": "",
           "counters": {"num_groups_queued": 5.0, "num_leases_open": 9.0, "num_actors": 2.0},
           "actors": [["a0", "running", "0:9", 800.0, 0.2], ["a1", "syncing", "0:7", 0.0, 4.0]]}
 
 
 def test_the_display_shows_progress_learning_lag_speed_and_actors():
-    state = ViewState()
+    state = ViewState(name="quick-003")
     state.update(STATUS)
     for step in range(1, 11):
         state.update(row(step, **({"eval/score": [0.2, 0.9, 0.7][step // 5]} if step % 5 == 0 or step == 1 else {})))
 
     text = text_of(state)
 
+    assert "quick-5498d179" not in text, "a run has one name, its directory's"
     assert "quick-003" in text and "step 10/40" in text and "1m00s left" in text  # 30 steps of 2 s
     assert "first 0.2  last 0.7  best 0.9" in text
     assert "mean 0.75  max 2  bound 2" in text
@@ -49,7 +50,7 @@ def test_the_display_shows_progress_learning_lag_speed_and_actors():
 
 
 def test_before_the_first_step_the_display_names_what_the_run_waits_for():
-    state = ViewState(run_id="r")
+    state = ViewState(name="r")
     state.update({**STATUS, "state": "waiting", "waiting_for": "the first actor", "actors": []})
 
     text = text_of(state)
