@@ -99,7 +99,12 @@ def _sweep(overrides: list[str]) -> int:
             return
         label = " ".join(job.swept) or "defaults"
         print(f"\n=== job {job.number}: {label}", flush=True)
-        check_settings(job.config, job.overrides)
+        try:
+            check_settings(job.config, job.overrides)
+        except StreamrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed.append(job.run_dir)
+            return
         job.run_dir.mkdir(parents=True, exist_ok=True)
         (job.run_dir / "overrides.yaml").write_text("".join(f"- '{override}'\n" for override in job.swept))
         code = Launcher(job.config, job.overrides, job.run_dir).run()

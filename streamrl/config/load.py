@@ -139,7 +139,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     keys = set(setting_names())
     for override in overrides:
         if override.startswith("-"):
-            continue
+            raise ConfigError(f"`{override}` is not an option here: settings are key=value, e.g. trainer.num_steps=200")
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
         if key.startswith(HYDRA_FLAGS) or key in GROUPS:
@@ -240,11 +240,14 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+_NOISE = ("object_type", "reference_type", "full_key:", "Config search path", "provider=", "See https")
+
+
 def _plain(error: Exception) -> str:
     """hydra's or omegaconf's message in one line that names the key."""
     text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    text = " ".join(line for line in lines if not line.startswith(("object_type", "reference_type", "full_key:")))
+    text = " ".join(line for line in lines if not line.startswith(_NOISE))
     names = [name for line in lines if line.startswith("full_key:") if (name := line.removeprefix("full_key:").strip())]
     keys = set(setting_names())
     for name in names:

@@ -77,3 +77,13 @@ def test_no_folder_of_the_user_shadows_a_program(tmp_path, python_env, command, 
     )
 
     assert (done.returncode, done.stderr) == (0, "") and usage in done.stdout
+
+
+def test_a_sweep_reports_combinations_that_cannot_run(streamrl, here):
+    (here / "learner" / "__main__.py").write_text("import sys\nprint('no such thing')\nsys.exit(2)")
+
+    code, out, err = streamrl("launch", "-m", "experiment=quickstart", "staleness.eta=0,1", "hydra.sweep.dir=sweep")
+
+    assert code == 1 and out.count("=== job") == 2
+    assert err.count("error: no such thing\n") == 2 and "not finished    sweep/0-staleness.eta-0\n" in err
+    assert not (here / "sweep" / "0-staleness.eta-0").exists()

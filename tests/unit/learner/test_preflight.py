@@ -25,6 +25,7 @@ MISTAKES = {
     "misplaced key": ([QUICKSTART, "optimizer.lr=1e-3"], "did you mean `policy.optimizer.lr`?"),
     "no value": ([QUICKSTART, "verbose"], "`verbose` is not a setting: write key=value"),
     "experiment as a word": (["quickstart"], "`quickstart` is not a setting"),
+    "a flag": ([QUICKSTART, "--fast"], "`--fast` is not an option here: settings are key=value"),
     "unknown experiment": (["experiment=quickstar"], "Available options"),
     "unknown algorithm": ([QUICKSTART, "algorithm=gpro"], "Available options"),
     # values
