@@ -1,22 +1,15 @@
-"""Engines by name: one entry of ENGINES adds one, and `actors.engine=package.module:factory` takes a user's own.
+"""Engines by name: one entry of `streamrl.config.rules.ENGINES` adds one, and `package.module:factory` is a user's own.
 
-A factory gets an `EngineSpec` and returns an object that meets `actors.engines.base.Engine`.
+A factory gets an `EngineSpec` and returns an object that meets `actors.engines.base.Engine`; a class may give it as
+`from_spec`. Only the engine that is chosen is imported.
 """
 
 from __future__ import annotations
 
 from actors.engines.base import Engine, EngineFactory, EngineSpec
-from actors.engines.native.engine import NativeEngine
-from actors.engines.scripted import ScriptedEngine
-from actors.engines.vllm.engine import VllmEngine
+from streamrl.config.rules import ENGINES
 from streamrl.errors import ConfigError
-from streamrl.extension import resolve
-
-ENGINES: dict[str, EngineFactory] = {
-    "native": NativeEngine.from_spec,
-    "vllm": VllmEngine,
-    "scripted": ScriptedEngine.from_spec,
-}
+from streamrl.extension import import_attribute, resolve
 
 _PROTOCOL = ("name", "max_num_seqs", "installed", "generate", "install", "stats", "close")
 _WIRE_CHARS = 32  # what HELLO can carry
@@ -24,7 +17,10 @@ _WIRE_CHARS = 32  # what HELLO can carry
 
 def engine_factory(name: str) -> EngineFactory:
     """The factory that `actors.engine` names. Raises ConfigError with the nearest names."""
-    return resolve(name, ENGINES, setting="actors.engine")
+    found = resolve(name, ENGINES, setting="actors.engine")
+    if name in ENGINES:
+        found = import_attribute(found, setting="actors.engine")
+    return getattr(found, "from_spec", found)
 
 
 def build_engine(name: str, spec: EngineSpec) -> Engine:

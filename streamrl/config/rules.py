@@ -9,11 +9,16 @@ from streamrl.config.addresses import is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, SamplingConfig, StalenessMode
 from streamrl.errors import ConfigError
+from streamrl.extension import resolve
 from streamrl.lag_rule import LagRule
 from streamrl.messages import TRANSPORTS
 
-ENGINES = ("native", "vllm", "scripted")
-"""Engines of actors by name; their factories are in `actors.engines.registry`."""
+ENGINES = {
+    "native": "actors.engines.native.engine:NativeEngine",
+    "vllm": "actors.engines.vllm.engine:VllmEngine",
+    "scripted": "actors.engines.scripted:ScriptedEngine",
+}
+"""Engine of actors by name -> its factory, which `actors.engines.registry` imports; nothing here does."""
 
 
 def lookahead(config: Config) -> int:
@@ -137,10 +142,10 @@ def _check_names(config: Config) -> None:
         ("policy.dtype", config.policy.dtype, dtypes),
         ("actors.dtype", config.actors.dtype, dtypes),
         ("policy.scheduler.name", config.policy.scheduler.name, schedules),
-        # An engine of one's own is looked up where it is made.
-        ("actors.engine", "native" if ":" in config.actors.engine else config.actors.engine, ENGINES),
     ):
         _need(value in known, f"{name}={value} is unknown: choose one of {', '.join(known)}")
+    if ":" not in config.actors.engine:  # one's own is looked up where it is made
+        resolve(config.actors.engine, ENGINES, setting="actors.engine")
     tiny = config.policy.tiny
     _need(
         not tiny.enabled or config.policy.model_path is None,
