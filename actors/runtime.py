@@ -92,8 +92,7 @@ class RuntimeHandle:
     async def close(self) -> bool:
         """Close the runtime, also one that a thread is still building: it may hold processes that only it can end.
 
-        Returns:
-            False if something hangs. This process must then end: re-executed, it would leave them running.
+        False if something hangs: this process must then end, because re-executed it would leave them running.
         """
         if self._building is None:
             return True

@@ -16,12 +16,8 @@ from streamrl.weights.source import ReceiverFactory
 
 
 class DeviceWeights:
-    """What a process needs once, for all its fetches.
+    """What a process needs once, for all its fetches by ipc and nccl; other transports are ignored.
 
-    Args:
-        transports: of this actor; others than ipc and nccl are ignored.
-        device: of the engine.
-        library, memory: make communicators and IPC buffers.
     Raises:
         ConfigError: a transport that cannot work here: no GPU, no cupy, no NCCL.
     """

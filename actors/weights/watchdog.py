@@ -19,13 +19,10 @@ class EngineHungError(EngineError):
 async def run_with_watchdog(engine: Engine, work: Awaitable[T], *, silent_s: float, doing: str) -> T:
     """The result of `work`, an operation of `engine` that may take long but must not hang.
 
-    Every step, every ended sequence and every `EngineStats.blocked` extends the deadline.
+    Every step, every ended sequence and every `EngineStats.blocked` extends the deadline. `doing` says what it is.
 
-    Args:
-        silent_s: seconds without progress after which `work` is cancelled.
-        doing: the operation, for the error: "install version 1:7".
     Raises:
-        EngineHungError: no progress for so long. Whatever `work` raises goes through.
+        EngineHungError: no progress in `silent_s` seconds; `work` is cancelled. Whatever it raises goes through.
     """
     try:
         async with asyncio.timeout(silent_s) as deadline:

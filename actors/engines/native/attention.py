@@ -84,12 +84,9 @@ def slot_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     slot_view: PassView | None = None, scaling: float | None = None, sliding_window: int | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention implementation; query [1, heads, tokens, dim], key and value [1, kv_heads, ...].
+    """The registered attention implementation: ([1, tokens, heads, dim], None). Raises EngineError for what it lacks.
 
-    Returns:
-        ([1, tokens, heads, dim], None).
-    Raises:
-        EngineError: the layer needs a feature that changes the result and that this attention lacks.
+    query is [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim].
     """
     if slot_view is None:
         raise EngineError("this model belongs to a NativeEngine, which alone can run it: build another one to call it")

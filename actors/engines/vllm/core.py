@@ -25,13 +25,7 @@ _ALIVE_CHECK_S = 0.5
 
 
 class Core:
-    """One AsyncLLM at a time; the next one is started with the same arguments.
-
-    Args:
-        group: the model's files and the processes of this engine.
-        arguments: of AsyncEngineArgs.
-        num_threads: of the workers on a CPU; None leaves vLLM's choice.
-    """
+    """One AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU."""
 
     def __init__(
         self, group: EngineProcessGroup, arguments: Mapping[str, Any], device: str, num_threads: int | None
@@ -45,7 +39,7 @@ class Core:
         return self.llm is not None and not self.llm.errored
 
     def start(self) -> None:
-        """Block for as long as vLLM starts. Raises EngineError if it does not, or does not know an argument."""
+        """Block until vLLM runs, without weights. Raises EngineError if it does not, or does not know an argument."""
         eager = bool(self._arguments.get("enforce_eager"))
         with environment(self.group.mark, self._device, self._num_threads, eager), block_interrupts():
             check_names()
@@ -98,11 +92,6 @@ class Core:
             return task.result()
         finally:
             task.cancel()
-
-    async def restart(self) -> None:
-        """Without weights: load some before anything is generated."""
-        await asyncio.to_thread(self.kill)
-        await asyncio.to_thread(self.start)
 
     def close(self) -> None:
         self.kill()

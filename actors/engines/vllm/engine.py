@@ -256,7 +256,8 @@ class VllmEngine:
                 raise EngineError(f"vLLM's core died {self._deaths_in_a_row} times without finishing a sequence")
             log.warning("vLLM's core died: starting another, version %s comes first", self.installed)
             async with asyncio.timeout(RESTART_DEADLINE_S):
-                await self._core.restart()
+                await asyncio.to_thread(self._core.kill)
+                await asyncio.to_thread(self._core.start)
                 self._restarts += 1
                 if self._served is not None:
                     await self._core.load_tensors(*self._served)
