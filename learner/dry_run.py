@@ -21,6 +21,7 @@ from learner.objective.kl_options import check_regularizers, entropy_options
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
+from learner.objective.options import unused
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import find_estimator
@@ -35,13 +36,13 @@ _VERSION, _NUM_TOKENS = 1, 4
 def run_dry(config: Config) -> None:
     """Train on two groups of two synthetic answers with these settings.
 
-    Raises:
-        ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
+    Raises ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
     """
     lag = largest_max_lag(config)
     check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
     if not find_estimator(config.advantage.estimator).needs_critic:
-        _check_no_critic(config.critic, config.advantage.estimator)
+        why = f"with advantage.estimator={config.advantage.estimator!r}: it reads no values (vtrace, retrace_v, gae do)"
+        unused("critic", config.critic, [field.name for field in fields(CriticConfig)], why)
     for loss in _moved(config):
         try:
             value = _one_step(config, loss)
@@ -57,16 +58,6 @@ def run_dry(config: Config) -> None:
                 f"loss.surrogate={loss.surrogate!r} with these settings makes a loss of {value} out of ordinary "
                 "numbers: look at advantage.options and loss.options."
             )
-
-
-def _check_no_critic(critic: CriticConfig, estimator: str) -> None:
-    usual = CriticConfig()
-    moved = [field.name for field in fields(critic) if getattr(critic, field.name) != getattr(usual, field.name)]
-    if moved:
-        raise ConfigError(
-            f"critic.{moved[0]} does nothing: advantage.estimator={estimator!r} reads no values (vtrace, retrace_v and "
-            "gae do)."
-        )
 
 
 def _moved(config: Config) -> Iterator[LossConfig]:

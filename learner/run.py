@@ -87,10 +87,6 @@ class Run:
     _regulated_at: float = 0.0
     _published_before: bool = False
 
-    @property
-    def token_budget(self) -> int:
-        return self.config.learner.max_tokens_per_device
-
     def remaining_steps(self) -> Iterator[int]:
         """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
         while self.version < self.config.trainer.num_steps and not self.config.trainer.eval_only:
@@ -115,9 +111,7 @@ class Run:
         if share is None:
             return None
         with self.timed("pack"):
-            return share, self.reader.read(
-                share.groups, version=share.version, learner_epoch=self.learner_epoch
-            )
+            return share, self.reader.read(share.groups, version=share.version, learner_epoch=self.learner_epoch)
 
     @property
     def warming_up(self) -> bool:
@@ -154,9 +148,7 @@ class Run:
         self.version += 1
         if self.proximal is not None:
             self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
-        sync_if_due(
-            self.reference, self.policy, every=self.config.reference.sync_every_steps, version=self.version
-        )
+        sync_if_due(self.reference, self.policy, every=self.config.reference.sync_every_steps, version=self.version)
         *earlier, last = self.lineage
         self.lineage = (*earlier, Lineage(last.learner_epoch, last.first, max(last.last, self.version)))
 

@@ -87,16 +87,8 @@ class ReasoningTask(SingleTurnTask):
     """
 
     def __init__(
-        self,
-        dataset: str,
-        *,
-        answer_format: str = "number",
-        instruction: str | None = None,
-        format_reward: float = 0.0,
-        num_train: int = 1_000_000,
-        num_test: int = 200,
-        seed: int = 0,
-        **options: Any,
+        self, dataset: str, *, answer_format: str = "number", instruction: str | None = None,
+        format_reward: float = 0.0, num_train: int = 1_000_000, num_test: int = 200, seed: int = 0, **options: Any,
     ) -> None:
         if answer_format not in ANSWER_FORMATS:
             raise TaskError(f"answer_format={answer_format!r} is unknown: choose one of {', '.join(ANSWER_FORMATS)}.")

@@ -55,15 +55,8 @@ class StringTask(SingleTurnTask):
     """
 
     def __init__(
-        self,
-        operation: str = "reverse",
-        *,
-        min_length: int = 3,
-        max_length: int = 6,
-        alphabet: str = ALPHABET,
-        num_train: int = 1_000_000,
-        num_test: int = 200,
-        seed: int = 0,
+        self, operation: str = "reverse", *, min_length: int = 3, max_length: int = 6, alphabet: str = ALPHABET,
+        num_train: int = 1_000_000, num_test: int = 200, seed: int = 0,
     ) -> None:
         if operation not in OPERATIONS:
             raise TaskError(f"string operation {operation!r} is unknown: choose one of {', '.join(OPERATIONS)}.")

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
-from learner.checkpoint.shards import ShardReader, restore, training_tensors, write_shards
+from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.mesh import Ranks
 from streamrl.errors import CheckpointError, RunLockedError
 
@@ -49,7 +49,12 @@ class Checkpoint:
 
     def restore(self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         """Put weights, optimizer state and random generators back. Raises CheckpointError for another model."""
-        restore(self.shards(), policy, optimizer, ranks.rank)
+        reader = self.shards()
+        read_training_tensors(reader, policy, optimizer)
+        generators = reader.generator_states(ranks.rank)
+        torch.set_rng_state(generators["rng/cpu"])
+        if "rng/cuda" in generators and torch.cuda.is_available():
+            torch.cuda.set_rng_state(generators["rng/cuda"])
 
     def shards(self) -> ShardReader:
         """All tensors in it, for any number of ranks."""
@@ -99,8 +104,7 @@ def save_checkpoint(
 def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoint | None:
     """The newest good checkpoint, every digest checked; None if there is none at all. A collective call.
 
-    Raises:
-        CheckpointError: there are some, and none is good.
+    Raises CheckpointError: there are some, and none is good.
     """
     ranks = ranks or Ranks()
     chosen, failure = None, None

@@ -47,8 +47,7 @@ class RunLock:
 def lock_run_dir(run_dir: Path | str) -> RunLock:
     """Make the directory, lock it, and become its newest epoch: 1 + the largest of EPOCH and every checkpoint's.
 
-    Raises:
-        RunLockedError: another running learner holds the lock.
+    Raises RunLockedError: another running learner holds the lock.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -126,8 +126,7 @@ class ShardReader:
     def read_into(self, key: str, target: Tensor) -> None:
         """Fill this rank's part of `target`.
 
-        Raises:
-            CheckpointError: no such tensor, another shape, or rows that no file holds.
+        Raises CheckpointError: no such tensor, another shape, or rows that no file holds.
         """
         if key not in self._parts:
             raise CheckpointError(f"the checkpoint has no tensor {key!r}: it belongs to another model")
@@ -165,23 +164,13 @@ class ShardReader:
         return {key: file.get_tensor(key) for key in file.keys() if key.startswith("rng/")}  # noqa: SIM118
 
 
-def restore(reader: ShardReader, policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Weights, moments and generators, into any sharding."""
-    read_training_tensors(reader, policy, optimizer)
-    generators = reader.generator_states(rank)
-    torch.set_rng_state(generators["rng/cpu"])
-    if "rng/cuda" in generators and torch.cuda.is_available():
-        torch.cuda.set_rng_state(generators["rng/cuda"])
-
-
 @torch.no_grad()
 def read_training_tensors(
     reader: ShardReader, module: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> None:
     """Fill a module and its optimizer with what `training_tensors` gave, under keys that begin with `prefix`.
 
-    Raises:
-        CheckpointError: a tensor is missing or of another shape.
+    Raises CheckpointError: a tensor is missing or of another shape.
     """
     keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
     persistent = module.state_dict().keys()

@@ -35,12 +35,7 @@ class DriftTracker:
     squares: float = 0.0
 
     def observed(self, m2_by_lag: Mapping[int, tuple[float, float]], ess: float | None) -> DriftTracker:
-        """The tracker after one more batch.
-
-        Args:
-            m2_by_lag: lag -> (sum of squared log-ratios, number of tokens).
-            ess: effective sample size of the batch's trajectories, None if there was none.
-        """
+        """The tracker after one more batch: lag -> (sum of squared log-ratios, tokens), and its ESS, if it has one."""
         bins = to_bins(m2_by_lag)
         count = sum(bins.count)
         if not count:

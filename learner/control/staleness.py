@@ -40,10 +40,6 @@ class StalenessControl:
 
     Args:
         config: its sections staleness, policy.scheduler and publish are read.
-    Example:
-        scale = control.lr_scale(meter)                                # before the optimizer step
-        control.update(meter, grad_norm=result.grad_norm, step_s=2.5)  # after it
-        hub.trained(version, bounds=control.bounds)
     """
 
     def __init__(self, config: Config) -> None:
@@ -153,10 +149,7 @@ class StalenessControl:
         """Whether this version should be published: always, or once the drift since the last one is large enough.
 
         Actors that generate from an older version lose lead. At most half of the lead may be lost so, or they would get
-        no leases and training would stop.
-
-        Args:
-            asked_for: an evaluation waits for this very version.
+        no leases and training would stop. `asked_for`: an evaluation waits for this very version.
         """
         if self._published is None:
             return True

@@ -133,8 +133,7 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstr
     width = max(len(places) for places in actions)
     counts = np.array([len(places) for places in actions])
     mask = np.arange(width)[None, :] < counts[:, None]
-    index = [start + len(row.prompt_ids) + places - 1
-             for start, row, places in zip(starts, rows, actions, strict=True)]
+    index = [start + len(row.prompt_ids) + places - 1 for start, row, places in zip(starts, rows, actions, strict=True)]
     tokens = [np.concatenate([row.prompt_ids, row.token_ids])[:n] for row, n in zip(rows, lengths, strict=True)]
 
     def chosen(name: str) -> np.ndarray:

@@ -101,9 +101,7 @@ def _check_range(name: str, field: str, start: int, end: int, num_tokens: int) -
         raise ContentError("range", f"{name}: {field} has the range {start}..{end} in {num_tokens} tokens")
 
 
-def _token_versions(
-    name: str, member: Member, mask: np.ndarray, version: int, learner_epoch: int | None
-) -> np.ndarray:
+def _token_versions(name: str, member: Member, mask: np.ndarray, version: int, learner_epoch: int | None) -> np.ndarray:
     versions = np.full(len(mask), -1, dtype=np.int64)
     for span in member.versions:
         start, end = span.start, span.end

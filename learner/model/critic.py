@@ -32,17 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """What fitting on one batch did.
+    """What fitting on one batch did."""
 
-    Attributes:
-        loss: mean value loss of the first pass, reward units squared.
-        explained_variance: `1 - Var(G - V) / Var(G)` of the values that the advantages were made from.
-        grad_norm: of the last step, before clipping.
-    """
-
-    loss: float
-    explained_variance: float
-    grad_norm: float
+    loss: float  # mean value loss of the first pass, reward units squared
+    explained_variance: float  # 1 - Var(G - V) / Var(G) of the values that the advantages were made from
+    grad_norm: float  # of the last step, before clipping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,19 +77,15 @@ class Critic:
         ends = torch.zeros(batch.mask.shape[0], device=out.device)
         ends[batch.bootstrap_rows] = out[batch.num_scored :, 0]
         values, actions = self._values(batch, out)
-        return {
-            "values": batch.padded(values), "bootstrap": ends,
-            "action_values": batch.padded(actions) if self.of_actions else None,
-        }
+        found = batch.padded(actions) if self.of_actions else None
+        return {"values": batch.padded(values), "bootstrap": ends, "action_values": found}
 
     def fit(
         self, micro_batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets], *, step: int
     ) -> CriticResult:
         """Move the values toward their targets; a collective call. Forgets what `look` remembered.
 
-        Args:
-            targets_of: the targets of a micro-batch.
-            step: the policy's version, for the schedule.
+        The schedule is that of `step`, the policy's version.
         """
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
         count, explained = self._before(batches, targets_of)
@@ -119,8 +109,7 @@ class Critic:
     def restore(self, shards: ShardReader) -> bool:
         """Take weights and moments out of a checkpoint; False if it holds no critic.
 
-        Raises:
-            CheckpointError: a critic of another kind or size.
+        Raises CheckpointError: a critic of another kind or size.
         """
         if not shards.has("critic/"):
             return False

@@ -64,9 +64,7 @@ def make_schedule(optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, num
     )
 
 
-def adamw(
-    module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> Optimizer:
+def adamw(module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019)."""
     groups = _decay_groups(_trained(module), weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
@@ -98,9 +96,7 @@ def muon(
     return CombinedOptimizer(members)
 
 
-def adam8bit(
-    module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> Optimizer:
+def adam8bit(module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Optimizer:
     """AdamW with moments in 8 bits (Dettmers et al. 2022), of bitsandbytes; small tensors keep float32 moments."""
     if find_spec("bitsandbytes") is None:
         raise ConfigError("optimizer adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]'.")

@@ -1,10 +1,5 @@
 """A copy of the policy that is never trained: the reference of a KL term, or a slowly moving proximal anchor.
 
-    reference = FrozenPolicy(load_policy(model_dir, ranks=ranks, ...), name="reference")
-    logprobs = reference.score(batch)          [M], without gradients; a collective call over sharded ranks
-    reference.sync(policy)                     become the policy as it is now
-    anchor.blend(policy, decay=0.99)           w <- 0.99 w + 0.01 w_policy
-
 The copy is built by the same `load_policy` call as the policy, so FSDP2 shards both alike: `sync` and `blend` work on
 local shards without communication. A copy that has moved away from its files is saved with the checkpoint, under
 `frozen/<name>/<parameter>`.
@@ -74,7 +69,7 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def blend(self, source: nn.Module, *, decay: float) -> None:
-        """Exponential average: keep the share `decay` of the current weights, take the rest from `source`."""
+        """Exponential average: `w <- decay w + (1 - decay) w_source`."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay={decay} must lie in [0, 1]")
         pairs = list(self._pairs(source))
@@ -89,8 +84,7 @@ class FrozenPolicy:
     def restore(self, shards: ShardReader) -> bool:
         """Take the weights of this name out of a checkpoint; False if it holds none.
 
-        Raises:
-            CheckpointError: they belong to another model.
+        Raises CheckpointError: they belong to another model.
         """
         if not shards.has(f"frozen/{self.name}/"):
             return False

@@ -57,9 +57,7 @@ class BatchStats:
     weights: Tensor
     head_lags: Tensor
 
-    def gather(
-        self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks
-    ) -> Tensor:
+    def gather(self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks) -> Tensor:
         """What is `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
         mine = torch.zeros(len(self.places), dtype=torch.float64)
         for tokens in observed:
@@ -100,11 +98,7 @@ def of_plan(
 
 
 def exchange(places: Tensor, mine: Tensor, num_rows: int, ranks: Ranks) -> Tensor:
-    """Values [R, ...] of every rank's trajectories as one float64 [P, ...]; a collective call.
-
-    Args:
-        places: int64 [R], where this rank's trajectories stand among the P.
-    """
+    """Values [R, ...] of every rank, which stand at int64 `places` [R] of the P, as float64 [P, ...]; a collective."""
     # Places travel with the values, because each rank holds another part of the plan, in any order.
     width = math.prod(mine.shape[1:])
     flat = torch.cat([places.double()[:, None], mine.double().cpu().view(len(mine), width)], dim=1).flatten()
@@ -124,9 +118,7 @@ def row_advantages(
     """Advantages of this rank's trajectories by a baseline that needs no ratios.
 
     A weighted baseline stands in as leave-one-out until `weighted_row_advantages` has the current policy's ratios.
-
-    Args:
-        return_moments: of the returns over the batch's tokens; called if the estimator reads them.
+    `return_moments`, of the returns over the batch's tokens, is called if the estimator reads them.
     """
     scores, groups = stats.scores, stats.group_ids
     baseline = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline

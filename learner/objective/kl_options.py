@@ -99,8 +99,7 @@ def check_regularizers(
 ) -> None:
     """Refuse what is unknown, impossible, biased without being asked for, or without effect.
 
-    Raises:
-        ConfigError: names the setting, the value and the remedy.
+    Raises ConfigError: names the setting, the value and the remedy.
     """
     in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint)
     _check_kl(kl, max_lag)

@@ -48,7 +48,7 @@ class LossWeights:
         self._kl_options, self._entropy_options = controller_options(kl), entropy_options(entropy)
         self._method_options, self._limits = method_options(constraint), constraint_limits(constraint)
         self._kl_state = KlState(starting_coef(kl))
-        self._bonus, self._clip_high = loss.entropy_coef, loss.clip_high
+        self._bonus, self.clip_high = loss.entropy_coef, loss.clip_high
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
         self._duals = {name: ConstraintState() for name in self._limits}
         self._follow_schedule(version)
@@ -64,11 +64,6 @@ class LossWeights:
         adapts = self._entropy.adapt is EntropyAdapt.coef
         above = adapts and self._last.get("entropy", 0.0) > self._entropy_options["target"]
         return 0.0 if above else self._bonus
-
-    @property
-    def clip_high(self) -> float:
-        """Upper clip distance."""
-        return self._clip_high
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -91,7 +86,7 @@ class LossWeights:
         if self._bonus or self._entropy.adapt is EntropyAdapt.coef:
             meter.add("entropy/coef", self.entropy_coef)
         if self._entropy.adapt is EntropyAdapt.clip_high:
-            meter.add("clip/high", self._clip_high)
+            meter.add("clip/high", self.clip_high)
         for name, multiplier in self.multipliers.items():
             meter.add(f"constraint/{name}", multiplier)
 
@@ -115,7 +110,7 @@ class LossWeights:
         if "entropy" in measured and self._entropy.adapt is EntropyAdapt.coef:
             self._bonus = entropy_coef_update(self._bonus, measured["entropy"], **self._entropy_options)
         elif "entropy" in measured and self._entropy.adapt is EntropyAdapt.clip_high:
-            self._clip_high = clip_high_update(self._clip_high, measured["entropy"], **self._entropy_options)
+            self.clip_high = clip_high_update(self.clip_high, measured["entropy"], **self._entropy_options)
         rule = DUAL_METHODS.get(self._constraint.method)
         for name, dual in self._duals.items():
             if rule is not None and name in measured:
@@ -136,7 +131,7 @@ class LossWeights:
     def to_plain(self) -> dict[str, Any]:
         """All states as JSON holds them."""
         return {
-            "kl": asdict(self._kl_state), "entropy_coef": self._bonus, "clip_high": self._clip_high,
+            "kl": asdict(self._kl_state), "entropy_coef": self._bonus, "clip_high": self.clip_high,
             "last": dict(self._last), "constraints": {name: asdict(state) for name, state in self._duals.items()},
         }
 
@@ -148,7 +143,7 @@ class LossWeights:
         if self._entropy.adapt is EntropyAdapt.coef:
             self._bonus = float(state["entropy_coef"])
         if self._entropy.adapt is EntropyAdapt.clip_high:
-            self._clip_high = float(state["clip_high"])
+            self.clip_high = float(state["clip_high"])
         self._last = {name: float(value) for name, value in state["last"].items()}
         for name in self._duals:
             if name in state["constraints"]:

@@ -53,13 +53,6 @@ class Objective:
         filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
-    Example:
-        objective.begin(trajectories, share.plan, version=share.version)
-        micro_batches = equalize(pack(trajectories, max_tokens, bootstrap=objective.has_critic), ranks)
-        score_batch(policy, micro_batches, objective, critic=critic)
-        for micro_batch in micro_batches:
-            forward_backward(policy, micro_batch, objective)
-        meter = objective.finish()
     """
 
     def __init__(
@@ -97,9 +90,8 @@ class Objective:
         if self.has_critic:
             needs |= {POLICY, VALUES}
         # Means over the batch and ratios of siblings are needed before the first token's loss.
-        if advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES:
-            needs.add(POLICY)
-        if advantage.rho_bar_ess_target is not None or self._surrogate.fit is not None:
+        of_batch = advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES
+        if of_batch or advantage.rho_bar_ess_target is not None or self._surrogate.fit is not None:
             needs.add(POLICY)
         if advantage.baseline == "opob":
             needs.add(SQUARE_NORMS)
@@ -201,11 +193,7 @@ class Objective:
     # --- the loss -----------------------------------------------------------------------------------------------
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """This micro-batch's part of the batch's loss, 0-d; parts of all micro-batches and ranks add up to it.
-
-        Args:
-            logprobs, entropy: [M] of the policy, on the device of `batch`.
-        """
+        """This micro-batch's part of the batch's loss, 0-d, from [M] of the policy; all parts on all ranks add up."""
         assert self._stats is not None, "loss() before begin()"
         if not batch.trajectory_ids:
             return logprobs.sum()  # 0, and connected to every parameter: the backward collectives must run
@@ -234,9 +222,7 @@ class Objective:
 
     def _tokens(self, batch: MicroBatch, policy: Tensor | None, entropy: Tensor | None = None) -> TokenBatch:
         assert policy is not None, "the scoring pass brought no log-probs of the policy"
-        return TokenBatch.of(
-            batch, policy, entropy, self.outputs(batch), version=self._version, anchor=self._anchor
-        )
+        return TokenBatch.of(batch, policy, entropy, self.outputs(batch), version=self._version, anchor=self._anchor)
 
     def _advantages_of(self, tokens: TokenBatch) -> Tensor:
         """[S, A], detached, as the surrogate multiplies them: those of the scoring pass, if there was one."""

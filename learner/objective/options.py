@@ -30,9 +30,7 @@ def surrogate_options(loss: LossConfig) -> dict[str, Any]:
 
 
 def _set_knobs(surrogate: Surrogate, loss: LossConfig) -> dict[str, Any]:
-    return surrogate.set_knobs(
-        clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, cap=loss.cap
-    )
+    return surrogate.set_knobs(clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, cap=loss.cap)
 
 
 def anchor_of(loss: LossConfig) -> str:
@@ -48,8 +46,7 @@ def brings_no_ratio(loss: LossConfig) -> bool:
 def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int) -> None:
     """Refuse what is unknown, impossible, or without effect.
 
-    Raises:
-        ConfigError: names the setting, the value and the remedy.
+    Raises ConfigError: names the setting, the value and the remedy.
     """
     in_range(advantage=advantage, loss=loss)
     estimator, surrogate = find_estimator(advantage.estimator), find_surrogate(loss.surrogate)

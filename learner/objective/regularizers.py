@@ -116,11 +116,8 @@ class Regularizers:
 
     @torch.no_grad()
     def measure(self, meter: Meter, tokens: TokenBatch, keep: Tensor) -> None:
-        """Add kl/value, the mean of k3 over tokens with the weights pi/mu, and kl/clamped_fraction.
-
-        Args:
-            keep: bool [S, A], the tokens that are trained on: one that a mask removed may weigh more than all others.
-        """
+        """Add kl/value, the mean of k3 with the weights pi/mu, and kl/clamped_fraction, over the tokens of `keep`."""
+        # [S, A], those that are trained on: one that a mask removed may weigh more than all others.
         policy, reference = tokens.policy.detach(), tokens.outputs.reference
         if reference is None:
             return

@@ -23,14 +23,8 @@ from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from learner.objective.batch_stats import exchange
 from learner.objective.options import in_range
-from streamrl.algorithms import (
-    domination_count,
-    gdpo_advantages,
-    hypervolume_contributions,
-    overlong_penalty,
-    tchebycheff,
-    weighted_sum,
-)
+from streamrl.algorithms import domination_count, gdpo_advantages, hypervolume_contributions, overlong_penalty
+from streamrl.algorithms.controls.multi_objective import tchebycheff, weighted_sum
 from streamrl.config.schema import ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from streamrl.messages import PlanRow
@@ -60,8 +54,7 @@ class RewardRules:
     ) -> tuple[list[Trajectory], list[PlanRow]]:
         """Trajectories of this rank and the plan of all, with the rewards to train on; a collective call.
 
-        Raises:
-            ContentError: a trajectory lacks a component.
+        Raises ContentError: a trajectory lacks a component.
         """
         if self._objectives.combine == "reward" and not self._cache_tokens:
             return list(trajectories), list(plan)

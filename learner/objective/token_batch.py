@@ -63,12 +63,7 @@ class TokenBatch:
         cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
         anchor: str,
     ) -> TokenBatch:
-        """Compute what depends on the policy.
-
-        Args:
-            version: optimizer steps done before this one; lags count from it.
-            anchor: name of the policy that ratios are taken against.
-        """
+        """What depends on the policy; lags count from `version`, and ratios are taken against the policy `anchor`."""
         behavior, mask = micro.behavior_logprobs, micro.mask
         lags = token_lags(micro.versions, version, mask)
         proximal = None

@@ -4,10 +4,6 @@ One uninterrupted block between the optimizer step and the next forward. All ran
 gather them one at a time; rank 0 copies each into the document that is being written, and every rank frees it at once.
 A rank that left the block early would leave the others in an all-gather, so a failure on rank 0 (no room, a newer
 learner) is remembered until the last gather is done, and rank 0 waits for no other process meanwhile.
-
-    PREPARED   tensors are gathered and written, the document is not visible
-    STAGED     all digests known, the file has its final name; training may go on
-    RETIRED    keep_versions newer ones exist
 """
 
 from __future__ import annotations
@@ -89,9 +85,8 @@ class Publisher:
     def publish(self, ref: VersionRef) -> PublishedVersion | None:
         """Stage the current parameters under `ref`; a collective call. The result on rank 0, None elsewhere.
 
-        Raises:
-            WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
-                rank 0 after the last gather, no room. Whatever `fence` raises. Nothing is visible then.
+        Raises WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
+        rank 0 after the last gather, no room. Whatever `fence` raises. Nothing is visible then.
         """
         if self._last_tried is not None and ref <= self._last_tried:
             raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
@@ -109,9 +104,8 @@ class Publisher:
         manifest, path = draft.finish(self._last_staged, self._fence)
         device_manifest = draft.device_manifest(self._last_staged)
         self._last_staged = ref
-        return PublishedVersion(
-            manifest, path, document_nbytes(self.layout), time.monotonic() - started, device_manifest
-        )
+        seconds = time.monotonic() - started
+        return PublishedVersion(manifest, path, document_nbytes(self.layout), seconds, device_manifest)
 
     def _gather_one(self, parameter: torch.Tensor, draft: _Draft | None) -> None:
         """Its own function, so that the gathered tensor is freed before the next one is gathered."""

@@ -50,8 +50,7 @@ ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml 
 def load_config(overrides: Sequence[str] = ()) -> Config:
     """Compose configs/ with `key=value` overrides; a word that ends in .yaml is a settings file, below them.
 
-    Raises:
-        ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
+    Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
     """
     overrides = read_files(overrides)
     check_overrides(overrides)
@@ -93,11 +92,8 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
-    """The composed config without what an override replaces by another setting: a model, a task, a task's options.
-
-    Args:
-        task: the section `env` below the overrides.
-    """
+    """The composed config without what an override replaces by another setting: a model, a task, a task's options."""
+    # `task` is the section `env` below the overrides.
     given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
     policy, env = composed.policy, composed.env
     if "policy.tiny.enabled" not in given and "policy.model_path" in given and policy.model_path is not None:

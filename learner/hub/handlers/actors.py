@@ -240,7 +240,7 @@ class ActorHandler:
         granted = True
         while granted:
             granted = False
-            for actor_id in ledger.grant_order(now):
+            for actor_id in ledger.grant_order():
                 actor = connections.by_actor.get(actor_id)
                 if actor is None:
                     continue

@@ -17,7 +17,6 @@ from streamrl.messages import (
     BroadcastReport,
     BroadcastUp,
     EvalRequest,
-    EvalResult,
     HubStatus,
     Message,
     PlanRow,
@@ -157,15 +156,12 @@ class RankHandler:
         self._shares[0] = msgspec.structs.replace(self._shares[0], stats=self._counters())
 
     def _finish_eval(self, eval_id: int) -> None:
-        outcome = self._hub.ledger.evals.outcome(eval_id)
-        if outcome is None or not outcome.done:
-            return
-        self._evals.discard(eval_id)
-        self._send(0, EvalResult(
-            eval_id, outcome.version, outcome.num_scored, outcome.score, outcome.reward,
-            outcome.mean_tokens, outcome.truncated_fraction, dict(outcome.scores),
-            failure="" if outcome.num_scored else self._hub.failures.last or "see the logs of the actors",
-        ))
+        run = self._hub.ledger.evals.get(eval_id)
+        if run is not None and run.done:
+            self._evals.discard(eval_id)
+            result = run.result()
+            failure = "" if result.num_prompts else self._hub.failures.last or "see the logs of the actors"
+            self._send(0, msgspec.structs.replace(result, failure=failure))
 
     def report(self, now: float) -> None:
         """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""

@@ -61,8 +61,8 @@ class Acceptance:
     lifecycle: GroupLifecycle
     counts: Counter[str]
 
-    def accept(self, actor_id: str, group: Group, frame: bytes, now: float) -> AcceptResult:
-        """See `Ledger.accept`."""
+    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
+        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
         actor = self.actors.get(actor_id)
         if actor is None:
             return AcceptResult("no_link", detail=f"actor {actor_id} has no link")

@@ -221,7 +221,7 @@ class Handshake:
     counts: Counter[str]
 
     def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """See `Ledger.hello`."""
+        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
         stop = self._refuse(actor_id, hello)
         if stop is not None:
             return JoinResult(stop=stop)

@@ -34,8 +34,13 @@ class BatchCutter:
     # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
 
-    def cut(self, version: int) -> list[HeldGroup] | None:
-        """See `Ledger.cut_batch`."""
+    def cut_batch(self, version: int) -> list[HeldGroup] | None:
+        """Exactly B groups to be trained at this version, in dispatch order, or None if they must be waited for.
+
+        Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
+        may be cut ahead while another is in training; `version` is then the version that one will lead to. Raises
+        ValueError: `version` is not the learner's, nor that of the next batch ahead.
+        """
         current = self.versions.current
         newest = self.in_flight[-1][0] + 1 if self.in_flight else current
         if not current <= version <= newest:
@@ -58,8 +63,8 @@ class BatchCutter:
         self.counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
         return held
 
-    def trained(self, version_after: int, skipped: bool, reason: str) -> None:
-        """See `Ledger.trained`."""
+    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
+        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
         current = self.versions.current
         if not self.in_flight:
             raise ValueError(f"trained({version_after}): no batch was cut")
@@ -104,15 +109,14 @@ class BatchCutter:
                 if member.status == MemberStatus.ABORTED:
                     continue
                 fresh = [
-                    span.version >= oldest
-                    for span in member.versions
+                    span.version >= oldest for span in member.versions
                     if any(span.start < stop and begin < span.end for begin, stop in member.mask)
                 ]
                 num += not (any(fresh) if self.settings.mode == "mask_old_tokens" else all(fresh))
         return num
 
     def why_waiting(self, now: float) -> str:
-        """See `Ledger.why_waiting`."""
+        """What the next batch waits for, as a sentence for a person."""
         have, needed = sum(1 for _ in self.consumable()), self.lag.rule.groups_per_batch
         if have >= needed:
             return "nothing: a batch can be cut"

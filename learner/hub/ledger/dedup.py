@@ -168,8 +168,7 @@ class DedupEntry:
         self._to_reject = dict(rejected[_MAX_REJECTED:])
         self._dirty = False
         return Ack(
-            incarnation=self.incarnation,
-            settled_upto=self.settled.upto, accepted=accepted[:_MAX_RANGES],
+            incarnation=self.incarnation, settled_upto=self.settled.upto, accepted=accepted[:_MAX_RANGES],
             durable_upto=self.durable.upto, durable=durable[:_MAX_RANGES],
             rejected=tuple(rejection for _, rejection in rejected[:_MAX_REJECTED]),
         )

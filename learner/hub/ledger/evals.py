@@ -6,35 +6,15 @@ A group's number holds `EVAL_BIT`, the evaluation's id and the prompt's index, s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 
 from learner.hub.ledger.groups import GroupRecord, GroupState
-from streamrl.messages import EVAL_BIT, MemberStatus
+from streamrl.messages import EVAL_BIT, EvalResult, MemberStatus
 from streamrl.messages.validate import MemberSummary
 
 MAX_FINISHED = 8  # ended evaluations whose result can still be asked for
-
-
-@dataclass(frozen=True, slots=True)
-class EvalOutcome:
-    """How an evaluation stands. Means are over `num_scored` prompts, NaN while there are none; tokens are actions."""
-
-    eval_id: int
-    version: int
-    num_prompts: int
-    num_scored: int
-    num_failed: int
-    score: float
-    reward: float
-    mean_tokens: float
-    truncated_fraction: float
-    scores: Mapping[str, float]  # mean of each named score over the prompts that have it
-
-    @property
-    def done(self) -> bool:
-        return self.num_scored + self.num_failed == self.num_prompts
 
 
 @dataclass(slots=True)
@@ -44,12 +24,16 @@ class EvalRun:
     records: list[GroupRecord]  # HELD with their score, DROPPED after too many failures
     waiting: list[GroupRecord]  # to lease, last one first
 
-    def outcome(self) -> EvalOutcome:
+    @property
+    def done(self) -> bool:
+        return all(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
+
+    def result(self) -> EvalResult:
+        """Means over the scored prompts, NaN without any; of a named score over those that have it."""
         scored = [record.members[0] for record in self.records if record.members]
         names = sorted({name for one in scored for name in one.scores})
-        return EvalOutcome(
-            eval_id=self.eval_id, version=self.version, num_prompts=len(self.records), num_scored=len(scored),
-            num_failed=sum(record.state is GroupState.DROPPED for record in self.records),
+        return EvalResult(
+            self.eval_id, self.version, len(scored),
             score=_mean([one.scores.get("score", one.reward) for one in scored]),
             reward=_mean([one.reward for one in scored]),
             mean_tokens=_mean([one.num_action_tokens for one in scored]),
@@ -72,8 +56,7 @@ class EvalTable:
     def request(self, eval_id: int, version: int, num_prompts: int) -> None:
         """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
 
-        Raises:
-            ValueError: the id was used before, or num_prompts is 0.
+        Raises ValueError: the id was used before, or num_prompts is 0.
         """
         if eval_id in self._runs:
             raise ValueError(f"evaluation {eval_id} was already asked for: use a new id")
@@ -81,14 +64,12 @@ class EvalTable:
             raise ValueError(f"evaluation {eval_id} has num_prompts={num_prompts}: ask for at least one")
         records = [GroupRecord(EVAL_BIT | eval_id << 32 | index, index, 0) for index in range(num_prompts)]
         self._runs[eval_id] = EvalRun(eval_id, version, records, records[::-1])
-        finished = [key for key, run in self._runs.items() if run.outcome().done]
+        finished = [key for key, run in self._runs.items() if run.done]
         for key in finished[: max(0, len(finished) - MAX_FINISHED)]:
             del self._runs[key]
 
-    def outcome(self, eval_id: int) -> EvalOutcome | None:
-        """How that evaluation stands (`.done` when it has ended), or None if it is not known."""
-        run = self._runs.get(eval_id)
-        return run.outcome() if run is not None else None
+    def get(self, eval_id: int) -> EvalRun | None:
+        return self._runs.get(eval_id)
 
     def next_for(self, version: int) -> EvalRun | None:
         """The oldest evaluation with something to lease that weights of this version may score."""

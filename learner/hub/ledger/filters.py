@@ -14,16 +14,10 @@ from learner.hub.ledger.groups import HeldGroup
 GroupFilter = Callable[[HeldGroup], str | None]
 
 
-def keep_all(group: HeldGroup) -> str | None:
-    """The filter that drops nothing."""
-    return None
-
-
 def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilter:
-    """Drop groups whose rewards spread less than `min_std` (unbiased): no gradient in them. A single member is kept.
+    """Drop groups whose rewards, or else all `scores` trained on, spread less than `min_std` (unbiased): no gradient.
 
-    Args:
-        scores: what is trained on instead of the reward; a group is dropped if none of them spreads.
+    A single member is kept.
     """
 
     def judge(group: HeldGroup) -> str | None:
@@ -58,7 +52,7 @@ def accuracy_range(low: float = 0.01, high: float = 0.99) -> GroupFilter:
 
 
 def first_of(*filters: GroupFilter) -> GroupFilter:
-    """Ask several filters in turn; the first reason counts."""
+    """Ask several filters in turn; the first reason counts, and without filters every group is kept."""
 
     def judge(group: HeldGroup) -> str | None:
         return next((reason for one in filters if (reason := one(group)) is not None), None)

@@ -43,12 +43,15 @@ class Grants:
     num_grants: int = 0
 
     def order(self) -> list[str]:
-        """See `Ledger.grant_order`."""
+        """Actors that could take a lease, the one that waited longest first."""
         ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
         return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
 
     def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """See `Ledger.grant`."""
+        """Leases for this actor: never more than its free slots, and never more than a fair share of what is there.
+
+        Ask the others too, then ask again.
+        """
         actor = self.actors.get(actor_id)
         if actor is None or actor.state != "READY":
             return []

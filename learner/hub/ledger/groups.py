@@ -145,13 +145,9 @@ class SettledSinceCheckpoint:
 
 
 class GroupTable:
-    """Every group above `done_below`, in dispatch order. All changes of state go through `move` and `settle`.
+    """Every group above `done_below`, in dispatch order. All changes of state go through `move` and `settle`."""
 
-    Args:
-        num_trained: groups trained before this run's first table, all with numbers below it.
-    """
-
-    def __init__(self, num_trained: int = 0) -> None:
+    def __init__(self, num_trained: int = 0) -> None:  # before this run's first table, all with numbers below it
         self.live: dict[int, GroupRecord] = {}
         self.settled: dict[int, SettledRow] = {}
         self.recent = SettledSinceCheckpoint()

@@ -4,7 +4,7 @@
     time           tick: expired leases, silent actors, overdue groups
     durability     freeze -> saved; restore after a crash
     actors         hello -> beat, installed ... drain -> bye        (or suspend, evict)
-    one table      versions.published, lag.set_bounds, evals.request and outcome: such verbs are the table's own
+    one table      versions.published, lag.set_bounds, evals.request and get: such verbs are the table's own
 
 It is a pure state machine: no socket, no clock, no thread, no randomness. `now` is the caller's monotonic time in
 seconds, and every answer is a value. Its promises:
@@ -26,38 +26,27 @@ from typing import Any, Self
 
 import msgspec
 
-from learner.hub.ledger.accept import Acceptance, AcceptResult
-from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake, JoinResult
+from learner.hub.ledger.accept import Acceptance
+from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.dedup import DedupTable
 from learner.hub.ledger.evals import EvalTable
-from learner.hub.ledger.filters import GroupFilter, keep_all
+from learner.hub.ledger.filters import GroupFilter
 from learner.hub.ledger.grant import Grants
-from learner.hub.ledger.groups import GroupState, GroupTable, HeldGroup, SettledSinceCheckpoint
+from learner.hub.ledger.groups import GroupState, GroupTable, SettledSinceCheckpoint
 from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.versions import LagBounds, Versions, cut_lineage
-from streamrl.messages import (
-    Ack,
-    ActorHeartbeat,
-    Group,
-    Hello,
-    Lease,
-    LeaseRef,
-    Lineage,
-    RejectReason,
-    Sampling,
-    VersionRef,
-)
+from streamrl.messages import Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
     "num_leases_reissued", "num_leases_retried", "num_episodes_failed", "num_groups_filtered", "num_groups_dropped",
-    "num_lag_violations", "num_tokens_accepted",
-    "num_tokens_stale", "num_repeats", "num_evictions", "num_leases_expired",
-    "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
+    "num_lag_violations", "num_tokens_accepted", "num_tokens_stale", "num_repeats", "num_evictions",
+    "num_leases_expired", "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures",
+    "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
@@ -67,7 +56,7 @@ class Ledger:
 
     def __init__(
         self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
-        sampling: Sampling, eval_sampling: Sampling, keep_group: GroupFilter = keep_all,
+        sampling: Sampling, eval_sampling: Sampling, keep_group: GroupFilter = lambda group: None,
         eval_record: Callable[[int], bytes | None] | None = None, version: int = 0, lineage: Sequence[Lineage] = (),
     ) -> None:
         self.settings = settings
@@ -80,61 +69,25 @@ class Ledger:
         self.dedup = DedupTable(settings.dedupe_window)
         self.evals = EvalTable(settings.max_attempts)
         self.lag = LagBounds(settings, self.groups, self.versions)
-        self.lifecycle = GroupLifecycle(
-            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts
-        )
+        self.lifecycle = GroupLifecycle(settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts)
         self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
-        self.handshake = Handshake(
+        handshake = Handshake(
             settings, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
         )
-        self.grants = Grants(
+        grants = Grants(
             settings, run_seed, sampling, eval_sampling, eval_record, prompts, self.groups, self.actors, self.evals,
             self.versions, self.lag, self.lifecycle, self.counts,
         )
-        self.acceptance = Acceptance(
+        acceptance = Acceptance(
             settings, self.groups, self.actors, self.evals, self.dedup, self.versions, self.lag, self.lifecycle,
             self.counts,
         )
-        self.cutter = BatchCutter(
-            settings, self.groups, self.actors, self.versions, self.lag, self.lifecycle, self.counts
-        )
+        cutter = BatchCutter(settings, self.groups, self.actors, self.versions, self.lag, self.lifecycle, self.counts)
+        # The long verbs are their parts' own methods.
+        self.hello, self.accept = handshake.hello, acceptance.accept
+        self.grant_order, self.grant = grants.order, grants.grant
+        self.cut_batch, self.trained, self.why_waiting = cutter.cut_batch, cutter.trained, cutter.why_waiting
         self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
-
-    # --- work ---------------------------------------------------------------------------------------------------------
-
-    def grant_order(self, now: float) -> list[str]:
-        """Actors that could take a lease, the one that waited longest first."""
-        return self.grants.order()
-
-    def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Leases for this actor: never more than its free slots, and never more than a fair share of what is there.
-
-        Ask the others too, then ask again.
-        """
-        return self.grants.grant(actor_id, now)
-
-    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
-        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
-        return self.acceptance.accept(actor_id, group, frame, now)
-
-    def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Exactly B groups to be trained at this version, in dispatch order, or None if they must be waited for.
-
-        Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
-        may be cut ahead while another is in training; `version` is then the version that one will lead to.
-
-        Raises:
-            ValueError: `version` is not the learner's, nor that of the next batch ahead.
-        """
-        return self.cutter.cut(version)
-
-    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
-        self.cutter.trained(version_after, skipped, reason)
-
-    def why_waiting(self, now: float) -> str:
-        """What the next batch waits for, as a sentence for a person."""
-        return self.cutter.why_waiting(now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -170,8 +123,7 @@ class Ledger:
     def freeze(self, version: int) -> bytes:
         """The ledger as of this version. Groups of a batch that is cut but not trained count as held.
 
-        Raises:
-            ValueError: the ledger is already at another version.
+        Raises ValueError: the ledger is already at another version.
         """
         if version != self.version:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
@@ -206,10 +158,7 @@ class Ledger:
 
         Leases that were out are READY again, at their old place; their actors have `dead_after_s` after the first HELLO
         to come back with them before others get them. Held groups stay held. Versions after the checkpoint are a dead
-        branch.
-
-        Raises:
-            CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
+        branch. Raises CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
         """
         loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
         rest |= {"version": loaded.version, "lineage": cut_lineage(loaded.lineage, loaded.version)}
@@ -226,10 +175,6 @@ class Ledger:
         return ledger
 
     # --- actors -------------------------------------------------------------------------------------------------------
-
-    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
-        return self.handshake.hello(actor_id, hello, now)
 
     def _heard(self, actor_id: str, now: float) -> Actor | None:
         """Any message proves that an actor lives."""
@@ -307,18 +252,16 @@ class Ledger:
 
     def counters(self) -> dict[str, float]:
         """Everything counted since the run began, and how many groups and leases there are now."""
-        counts = {name: float(value) for name, value in {**dict.fromkeys(_ALWAYS, 0), **self.counts}.items()}
-        counts.update(
-            num_groups_drawn=float(self.groups.next_id),
-            num_groups_ready=float(self.groups.num(GroupState.READY)),
-            num_leases_open=float(self.groups.num(GroupState.LEASED)),
-            num_groups_held=float(self.groups.num(GroupState.HELD)),
-            num_groups_in_batch=float(self.groups.num(GroupState.IN_BATCH)),
-            num_actors=float(len(self.actors)),
-            eta=float(self.lag.rule.eta),
-            max_lag=float(self.lag.rule.max_lag),
-        )
-        return counts
+        counts = {
+            **dict.fromkeys(_ALWAYS, 0), **self.counts,
+            "num_groups_drawn": self.groups.next_id,
+            "num_groups_ready": self.groups.num(GroupState.READY),
+            "num_leases_open": self.groups.num(GroupState.LEASED),
+            "num_groups_held": self.groups.num(GroupState.HELD),
+            "num_groups_in_batch": self.groups.num(GroupState.IN_BATCH),
+            "num_actors": len(self.actors), "eta": self.lag.rule.eta, "max_lag": self.lag.rule.max_lag,
+        }
+        return {name: float(value) for name, value in counts.items()}
 
     def check(self) -> None:
         """Assert what must hold between any two verbs; cheap enough for every tick."""

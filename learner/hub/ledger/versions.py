@@ -91,10 +91,8 @@ class LagBounds:
 
         Raising acts at once. Lowering drains: what was leased under a wider bound keeps it and is trained, and nothing
         new is drawn until the lead has shrunk. So every group is trained within the larger of the bound at its grant
-        and the bound now, and lowering throws nothing away.
-
-        Raises:
-            ValueError: the pair contradicts itself; nothing is changed.
+        and the bound now, and lowering throws nothing away. Raises ValueError: the pair contradicts itself; nothing is
+        changed.
         """
         moved = replace(self.rule, eta=eta, max_lag=max_lag)
         moved.check()

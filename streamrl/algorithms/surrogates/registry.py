@@ -41,35 +41,31 @@ __all__ = [
 
 T = TypeVar("T")
 
-SURROGATE_INPUTS: Mapping[str, str] = MappingProxyType(
-    {
-        "policy_logprobs": "[B, T] of the current policy, differentiable",
-        "behavior_logprobs": "[B, T] as the actor recorded them",
-        "proximal_logprobs": "[B, T] of the policy that `loss.anchor` names",
-        "anchor_logprobs": "[B, T] of that policy, or the recorded ones under `loss.anchor=behavior`",
-        "advantages": "[B, T] without the token's own ratio",
-        "mask": "bool [B, T], action tokens",
-        "lags": "int64 [B, T], optimizer steps since the token was sampled",
-        "bounds": "what the entry's `fit` returned for the whole batch",
-    }
-)
-ESTIMATOR_INPUTS: Mapping[str, str] = MappingProxyType(
-    {
-        "scores": "[B] less the baseline and over the scale; beside `group_ids` float64 [P] as they are",
-        "group_ids": "int64 [P]; its presence makes an estimator of whole trajectories, which returns [P]",
-        "baselines": "[B] zeros: they are off the scores already",
-        "rewards": "[B, T], with whatever shapes them",
-        "behavior_logprobs": "[B, T] as the actor recorded them",
-        "policy_logprobs": "[B, T] of the current policy",
-        "mask": "bool [B, T], action tokens",
-        "values": "[B, T] of a critic",
-        "bootstrap_values": "[B] of a critic, after the last token of truncated trajectories",
-        "q_values": "[B, T] of a critic of action values, for the tokens taken",
-        "expected_q": "[B, T] of a critic of action values, under the policy",
-        "segment_ids": "int64 [B, T] of `advantage.segment`",
-        "moments": "of the returns or scores over all tokens of the batch",
-    }
-)
+SURROGATE_INPUTS: Mapping[str, str] = MappingProxyType({
+    "policy_logprobs": "[B, T] of the current policy, differentiable",
+    "behavior_logprobs": "[B, T] as the actor recorded them",
+    "proximal_logprobs": "[B, T] of the policy that `loss.anchor` names",
+    "anchor_logprobs": "[B, T] of that policy, or the recorded ones under `loss.anchor=behavior`",
+    "advantages": "[B, T] without the token's own ratio",
+    "mask": "bool [B, T], action tokens",
+    "lags": "int64 [B, T], optimizer steps since the token was sampled",
+    "bounds": "what the entry's `fit` returned for the whole batch",
+})
+ESTIMATOR_INPUTS: Mapping[str, str] = MappingProxyType({
+    "scores": "[B] less the baseline and over the scale; beside `group_ids` float64 [P] as they are",
+    "group_ids": "int64 [P]; its presence makes an estimator of whole trajectories, which returns [P]",
+    "baselines": "[B] zeros: they are off the scores already",
+    "rewards": "[B, T], with whatever shapes them",
+    "behavior_logprobs": "[B, T] as the actor recorded them",
+    "policy_logprobs": "[B, T] of the current policy",
+    "mask": "bool [B, T], action tokens",
+    "values": "[B, T] of a critic",
+    "bootstrap_values": "[B] of a critic, after the last token of truncated trajectories",
+    "q_values": "[B, T] of a critic of action values, for the tokens taken",
+    "expected_q": "[B, T] of a critic of action values, under the policy",
+    "segment_ids": "int64 [B, T] of `advantage.segment`",
+    "moments": "of the returns or scores over all tokens of the batch",
+})
 
 
 @cache
@@ -80,11 +76,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A function and the inputs and knobs that its parameters name.
-
-    Attributes:
-        fixed: knobs that no setting may reach.
-    """
+    """A function and the inputs and knobs that its parameters name; no setting may reach the knobs in `fixed`."""
 
     INPUTS: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -205,45 +197,41 @@ class Estimator(Entry):
         return "segment_ids" in self.inputs
 
 
-ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "group": Estimator(group_advantages, fixed=("eps", "weights", "min_ess", "square_norms")),
-        "reinforce_pp": Estimator(reinforce_pp_advantages, whitens=True),
-        "vtrace": Estimator(vtrace),
-        "vtrace_segments": Estimator(vtrace_segments),
-        "vtrace_critic_free": Estimator(vtrace_critic_free),
-        "retrace_v": Estimator(retrace_v),
-        "retrace_q": Estimator(retrace_q),
-        "gae": Estimator(gae),
-        "td_lambda": Estimator(td_lambda),
-        "n_step": Estimator(n_step),
-        "clipped_is": Estimator(clipped_is, weighs=True),
-    }
-)
+ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType({
+    "group": Estimator(group_advantages, fixed=("eps", "weights", "min_ess", "square_norms")),
+    "reinforce_pp": Estimator(reinforce_pp_advantages, whitens=True),
+    "vtrace": Estimator(vtrace),
+    "vtrace_segments": Estimator(vtrace_segments),
+    "vtrace_critic_free": Estimator(vtrace_critic_free),
+    "retrace_v": Estimator(retrace_v),
+    "retrace_q": Estimator(retrace_q),
+    "gae": Estimator(gae),
+    "td_lambda": Estimator(td_lambda),
+    "n_step": Estimator(n_step),
+    "clipped_is": Estimator(clipped_is, weighs=True),
+})
 
-SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType(
-    {
-        "reinforce": Surrogate(weighted.reinforce, fixed=("weights",)),
-        "ppo_clip": Surrogate(clipped.ppo_clip),
-        "decoupled_ppo": Surrogate(clipped.decoupled_ppo),
-        "tis": Surrogate(weighted.tis),
-        "cispo": Surrogate(weighted.cispo),
-        "aipo": Surrogate(weighted.aipo),
-        "seq_tis": Surrogate(weighted.seq_tis),
-        "mis": Surrogate(weighted.mis),
-        "icepop": Surrogate(weighted.mis),
-        "dis": Surrogate(weighted.mis, clip_knobs=("low", "high"), clips_ratio=True),
-        # The mean ratio of a trajectory stays within about 0.001 of 1: a clip as wide as PPO's would never act.
-        "gspo": Surrogate(clipped.gspo, whole_row=True, max_clip=0.1),
-        "gmpo": Surrogate(clipped.gmpo, whole_row=True),
-        "topr": Surrogate(weighted.topr),
-        "sapo": Surrogate(clipped.sapo),
-        "vespo": Surrogate(weighted.vespo),
-        "m2po": Surrogate(clipped.m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
-        "dppo_tv": Surrogate(weighted.dppo_tv, clip_knobs=("bound_low", "bound_high")),
-        "dppo_kl": Surrogate(weighted.dppo_kl, clip_knobs=("bound_low", "bound_high")),
-    }
-)
+SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType({
+    "reinforce": Surrogate(weighted.reinforce, fixed=("weights",)),
+    "ppo_clip": Surrogate(clipped.ppo_clip),
+    "decoupled_ppo": Surrogate(clipped.decoupled_ppo),
+    "tis": Surrogate(weighted.tis),
+    "cispo": Surrogate(weighted.cispo),
+    "aipo": Surrogate(weighted.aipo),
+    "seq_tis": Surrogate(weighted.seq_tis),
+    "mis": Surrogate(weighted.mis),
+    "icepop": Surrogate(weighted.mis),
+    "dis": Surrogate(weighted.mis, clip_knobs=("low", "high"), clips_ratio=True),
+    # The mean ratio of a trajectory stays within about 0.001 of 1: a clip as wide as PPO's would never act.
+    "gspo": Surrogate(clipped.gspo, whole_row=True, max_clip=0.1),
+    "gmpo": Surrogate(clipped.gmpo, whole_row=True),
+    "topr": Surrogate(weighted.topr),
+    "sapo": Surrogate(clipped.sapo),
+    "vespo": Surrogate(weighted.vespo),
+    "m2po": Surrogate(clipped.m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
+    "dppo_tv": Surrogate(weighted.dppo_tv, clip_knobs=("bound_low", "bound_high")),
+    "dppo_kl": Surrogate(weighted.dppo_kl, clip_knobs=("bound_low", "bound_high")),
+})
 
 ESTIMATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {name: entry.function for name, entry in ESTIMATOR_ENTRIES.items()}
@@ -285,14 +273,8 @@ def _find(name: str, table: Mapping[str, T], setting: str, kind: type[T], wrap: 
 
 
 def check_pairing(
-    estimator: str,
-    surrogate: str,
-    *,
-    anchor: str = "behavior",
-    correction: str = "disabled",
-    rho_bar_pg: float | None = None,
-    max_lag: int = 0,
-    allow_uncorrected: bool = False,
+    estimator: str, surrogate: str, *, anchor: str = "behavior", correction: str = "disabled",
+    rho_bar_pg: float | None = None, max_lag: int = 0, allow_uncorrected: bool = False,
 ) -> None:
     """Refuse a combination that weighs the step from mu to pi twice, or not at all where data are stale.
 
@@ -316,10 +298,8 @@ def check_pairing(
     if loss.takes_anchor:
         require(anchor != "none", f"surrogate={surrogate!r} needs an anchor, got anchor='none'")
     elif loss.usual_anchor != "none":
-        require(
-            anchor == "behavior",
-            f"surrogate={surrogate!r} divides by the recorded behavior log-prob, got anchor={anchor!r}",
-        )
+        wrong = f"surrogate={surrogate!r} divides by the recorded behavior log-prob, got anchor={anchor!r}"
+        require(anchor == "behavior", wrong)
 
     # The components that apply the ratio pi/mu, and those that apply its halves pi_prox/mu and pi/pi_prox.
     whole, first_half, second_half = [], [], []
@@ -344,7 +324,6 @@ def check_pairing(
     )
     require(
         bool(whole) or bool(first_half and second_half) or max_lag <= 0 or allow_uncorrected,
-        f"{combination}: nothing applies the whole ratio pi/mu although max_lag={max_lag} > 0 "
-        f"(found {carriers or 'nothing'}); "
-        "allow_uncorrected=True permits this as a negative control",
+        f"{combination}: nothing applies the whole ratio pi/mu although max_lag={max_lag} > 0 (found "
+        f"{carriers or 'nothing'}); allow_uncorrected=True permits this as a negative control",
     )

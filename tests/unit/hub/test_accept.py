@@ -379,11 +379,12 @@ def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
             assert lease.attempt == 1
             other.finish(lease, 1.0, rewards=[0.25])
 
-    outcome = ledger.evals.outcome(3)
-    assert outcome.done and outcome.num_scored == 3
-    assert (outcome.score, outcome.reward, outcome.mean_tokens) == (0.5, 0.5, 1.0)
+    run = ledger.evals.get(3)
+    result = run.result()
+    assert run.done and result.num_prompts == 3
+    assert (result.score, result.reward, result.mean_tokens) == (0.5, 0.5, 1.0)
     assert ledger.take_acks("a2").durable_upto == 2
-    assert ledger.evals.outcome(99) is None
+    assert ledger.evals.get(99) is None
 
 
 def test_an_evaluation_item_that_keeps_failing_does_not_hold_the_result_up():
@@ -394,7 +395,8 @@ def test_an_evaluation_item_that_keeps_failing_does_not_hold_the_result_up():
         (lease,) = [one for one in actor.ask(free_eval=4) if one.purpose == 1]
         actor.finish(lease, aborted=[0])
 
-    assert (ledger.evals.outcome(3).done, ledger.evals.outcome(3).num_failed) == (True, 1)
+    run = ledger.evals.get(3)
+    assert (run.done, run.result().num_prompts) == (True, 0)
 
 
 def test_an_actor_that_was_in_the_run_before_may_deliver_what_no_table_knows():

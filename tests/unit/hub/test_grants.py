@@ -60,7 +60,7 @@ def test_two_hungry_actors_share_what_there_is():
     first.beat(), second.beat()
 
     assert len(ledger.grant("a1", 0.0)) == 2
-    assert ledger.grant_order(0.0) == ["a2", "a1"]
+    assert ledger.grant_order() == ["a2", "a1"]
     assert len(ledger.grant("a2", 0.0)) == 2
 
 
