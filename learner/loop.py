@@ -60,5 +60,5 @@ def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objecti
         batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
     )
     loss = objective.loss(batch, logprobs, entropy)
-    (loss * objective.ranks.dp_size).backward()
+    (loss * objective.ranks.mesh.dp_size).backward()
     return float(loss.detach())

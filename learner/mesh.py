@@ -128,14 +128,6 @@ class Ranks:
         return cls(rank, mesh, where, init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",)))
 
     @property
-    def world(self) -> int:
-        return self.mesh.world
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.dp_size
-
-    @property
     def dp_rank(self) -> int:
         """Which share of a batch this rank trains on."""
         return self.mesh.dp_ranks[self.rank]
@@ -161,12 +153,13 @@ class Ranks:
 
     def gather_world(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's list, by rank; lists may differ in length (float64, so integers are exact up to 2**53)."""
-        if self.world == 1:
+        world = self.mesh.world
+        if world == 1:
             return [list(values)]
-        lengths = [int(x) for x in self._reduce([float(len(values)) * (r == self.rank) for r in range(self.world)])]
+        lengths = [int(x) for x in self._reduce([float(len(values)) * (r == self.rank) for r in range(world)])]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.float64, device=self.device)
         padded[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
-        everyone = [torch.empty_like(padded) for _ in range(self.world)]
+        everyone = [torch.empty_like(padded) for _ in range(world)]
         dist.all_gather(everyone, padded)
         return [row.tolist()[:length] for row, length in zip(everyone, lengths, strict=True)]
 
@@ -186,7 +179,7 @@ class Ranks:
         return self._reduce([value if self.mesh.is_first_of_shard(self.rank) else 0.0])[0]
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-        if self.world == 1:
+        if self.mesh.world == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op)

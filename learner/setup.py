@@ -107,7 +107,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
     hub = HubLink(
-        endpoint, rank=ranks.rank, world=ranks.world, version=past.version,
+        endpoint, rank=ranks.rank, world=ranks.mesh.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
     )

@@ -90,7 +90,7 @@ def save_checkpoint(
     files = _gather_entries(entries, ranks, blobs)
     final = run_dir / f"ckpt-{version:08d}"
     if ranks.rank == 0:
-        body = {"format": FORMAT, "version": version, "world": ranks.world, "files": files, "extra": dict(extra)}
+        body = {"format": FORMAT, "version": version, "world": ranks.mesh.world, "files": files, "extra": dict(extra)}
         write_durably(draft / "manifest.json", _manifest_bytes(body))
     if ranks.maximum(float(lock is not None and not lock.still_mine())):
         raise RunLockedError(f"version {version} was not saved: a newer learner owns {run_dir}; this one must end")
@@ -138,7 +138,7 @@ def _write_mine(
 ) -> tuple[list[tuple[int, bytes]], Exception | None]:
     """Sizes and digests of this rank's files, or the error."""
     try:
-        paths = [draft / _shard_name(ranks.rank, ranks.world)]
+        paths = [draft / _shard_name(ranks.rank, ranks.mesh.world)]
         write_shards(paths[0], tensors if ranks.mesh.is_first_of_shard(ranks.rank) else ())
         for name in sorted(blobs):
             paths.append(draft / f"{name}.bin")
@@ -158,7 +158,7 @@ def _gather_entries(
     rows = ranks.gather_world([float(x) for size, digest in entries for x in (size, *digest)])
     files = {}
     for rank, flat in enumerate(rows):
-        names = [_shard_name(rank, ranks.world), *(f"{name}.bin" for name in sorted(blobs) if rank == 0)]
+        names = [_shard_name(rank, ranks.mesh.world), *(f"{name}.bin" for name in sorted(blobs) if rank == 0)]
         for name, start in zip(names, range(0, len(flat), 17), strict=False):
             digest = bytes(int(x) for x in flat[start + 1 : start + 17]).hex()
             files[name] = {"bytes": int(flat[start]), "xxh3_128": digest}

@@ -128,7 +128,7 @@ class Critic:
                 old_values=None if self._clip is None else goal.old, clip=self._clip,
             )
             loss = losses.sum() / count
-        (loss * self._ranks.dp_size).backward()
+        (loss * self._ranks.mesh.dp_size).backward()
         return float(loss.detach())
 
     def _outputs(self, batch: MicroBatch) -> Tensor:

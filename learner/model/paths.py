@@ -23,7 +23,7 @@ def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
         assert config.policy.model_path is not None
         return Path(config.policy.model_path)
     tiny = config.policy.tiny
-    for rank in range(ranks.world):
+    for rank in range(ranks.mesh.world):
         if rank == ranks.rank:
             path = prepare_tiny_model(
                 tiny.cache_dir, task, hidden_size=tiny.hidden_size, num_layers=tiny.num_layers,

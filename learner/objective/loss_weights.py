@@ -14,15 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from learner.objective.kl_options import (
-    CONTROLLERS,
-    DUAL_METHODS,
-    constraint_limits,
-    controller_options,
-    entropy_options,
-    method_options,
-    starting_coef,
-)
+from learner.objective import kl_options
 from streamrl.algorithms import clip_high_update, entropy_coef_update, kl_schedule
 from streamrl.algorithms.types import ConstraintState, KlState
 from streamrl.config.schema import ConstraintConfig, ConstraintMethod, EntropyAdapt, EntropyConfig, KlConfig, LossConfig
@@ -45,9 +37,10 @@ class LossWeights:
         self, kl: KlConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *, version: int = 0
     ) -> None:
         self._kl, self._entropy, self._constraint = kl, entropy, constraint
-        self._kl_options, self._entropy_options = controller_options(kl), entropy_options(entropy)
-        self._method_options, self._limits = method_options(constraint), constraint_limits(constraint)
-        self._kl_state = KlState(starting_coef(kl))
+        self._kl_options, self._entropy_options = kl_options.controller_options(kl), kl_options.entropy_options(entropy)
+        self._method_options = kl_options.method_options(constraint)
+        self._limits = kl_options.constraint_limits(constraint)
+        self._kl_state = KlState(kl_options.starting_coef(kl))
         self._bonus, self.clip_high = loss.entropy_coef, loss.clip_high
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
         self._duals = {name: ConstraintState() for name in self._limits}
@@ -106,12 +99,12 @@ class LossWeights:
             options = dict(self._kl_options)
             if self._kl.controller == "horizon":
                 options["num_trajectories"] = int(meter.value("policy/num_trajectories") or 0)
-            self._kl_state = CONTROLLERS[self._kl.controller](self._kl_state, measured["kl"], **options)
+            self._kl_state = kl_options.CONTROLLERS[self._kl.controller](self._kl_state, measured["kl"], **options)
         if "entropy" in measured and self._entropy.adapt is EntropyAdapt.coef:
             self._bonus = entropy_coef_update(self._bonus, measured["entropy"], **self._entropy_options)
         elif "entropy" in measured and self._entropy.adapt is EntropyAdapt.clip_high:
             self.clip_high = clip_high_update(self.clip_high, measured["entropy"], **self._entropy_options)
-        rule = DUAL_METHODS.get(self._constraint.method)
+        rule = kl_options.DUAL_METHODS.get(self._constraint.method)
         for name, dual in self._duals.items():
             if rule is not None and name in measured:
                 self._duals[name] = rule(
@@ -122,11 +115,11 @@ class LossWeights:
     @property
     def _kl_moves(self) -> bool:
         """A controller moves the weight of the KL term by what was measured."""
-        return self._kl.controller in CONTROLLERS and self._kl.mode != "off"
+        return self._kl.controller in kl_options.CONTROLLERS and self._kl.mode != "off"
 
     def _follow_schedule(self, version: int) -> None:
         if self._kl.controller == "schedule" and self._kl.mode != "off":
-            self._kl_state = KlState(kl_schedule(version, start=starting_coef(self._kl), **self._kl_options))
+            self._kl_state = KlState(kl_schedule(version, start=kl_options.starting_coef(self._kl), **self._kl_options))
 
     def to_plain(self) -> dict[str, Any]:
         """All states as JSON holds them."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.hub.ledger.actors import Actor, ActorTable
-from learner.hub.ledger.dedup import DedupEntry, DedupTable
-from learner.hub.ledger.evals import EvalTable
-from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds, Versions
+from learner.hub.ledger.actors import Actor, LedgerPart
+from learner.hub.ledger.dedup import DedupEntry
+from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason, ReturnReason
 from streamrl.messages.validate import MemberSummary, check_group
@@ -47,19 +42,8 @@ class _Refused(Exception):
         self.result = AcceptResult("rejected", reason, detail, strike)
 
 
-@dataclass
-class Acceptance:
+class Acceptance(LedgerPart):
     """Judges GROUP messages."""
-
-    settings: LedgerSettings
-    groups: GroupTable
-    actors: ActorTable
-    evals: EvalTable
-    dedup: DedupTable
-    versions: Versions
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    counts: Counter[str]
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""

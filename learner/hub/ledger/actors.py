@@ -11,7 +11,7 @@ from learner.hub.ledger.evals import EvalTable
 from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenLease
 from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import Versions
+from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
 
 LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbeat has named by then never arrived
@@ -209,16 +209,22 @@ class JoinResult:
 
 
 @dataclass
-class Handshake:
-    """What a HELLO of this run and protocol does: bind the actor, and settle what both sides know of each other."""
+class LedgerPart:
+    """The tables of one ledger, shared by the parts that act on them."""
 
     settings: LedgerSettings
-    actors: ActorTable
-    lifecycle: GroupLifecycle
-    evals: EvalTable
-    dedup: DedupTable
-    versions: Versions
     counts: Counter[str]
+    versions: Versions
+    groups: GroupTable
+    dedup: DedupTable
+    evals: EvalTable
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    actors: ActorTable
+
+
+class Handshake(LedgerPart):
+    """What a HELLO of this run and protocol does: bind the actor, and settle what both sides know of each other."""
 
     def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
         """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
@@ -279,10 +285,9 @@ class Handshake:
             return record is not None and record.is_with(actor.actor_id, attempt)
         # After a restart the actor may hold a group that was dispatched after the checkpoint: its number says which
         # prompt it is, so drawing up to it restores the record.
-        groups = self.lifecycle.groups
-        if group_id >= groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
+        if group_id >= self.groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
             return False
-        record = groups.live.get(group_id)
+        record = self.groups.live.get(group_id)
         if record is None:
             return False
         if record.lease is not None:

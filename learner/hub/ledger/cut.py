@@ -5,15 +5,12 @@ Order of completion would void the lag bound and over-represent short answers, s
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from learner.hub.ledger.actors import ActorTable
-from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, HeldGroup
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds, Versions
+from learner.hub.ledger.actors import LedgerPart
+from learner.hub.ledger.groups import GroupRecord, GroupState, HeldGroup
 from streamrl.messages import TO_HUB, Group, MemberStatus
 from streamrl.messages.codec import Decoder
 
@@ -21,16 +18,9 @@ _GROUPS = Decoder({4: TO_HUB[4]}, max_bytes=1 << 32)
 
 
 @dataclass
-class BatchCutter:
+class BatchCutter(LedgerPart):
     """From HELD to TRAINED."""
 
-    settings: LedgerSettings
-    groups: GroupTable
-    actors: ActorTable
-    versions: Versions
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    counts: Counter[str]
     # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
 

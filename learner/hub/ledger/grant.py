@@ -7,39 +7,26 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from learner.hub.ledger.actors import Actor, ActorTable
-from learner.hub.ledger.evals import EvalRun, EvalTable
-from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.ledger.prompts import PromptStream, member_seed
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds, Versions
+from learner.hub.ledger.actors import Actor, LedgerPart
+from learner.hub.ledger.evals import EvalRun
+from learner.hub.ledger.groups import GroupRecord, GroupState
+from learner.hub.ledger.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
 
 
 @dataclass
-class Grants:
+class Grants(LedgerPart):
     """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
-    settings: LedgerSettings
     run_seed: int
     sampling: Sampling
     eval_sampling: Sampling
     eval_record: Callable[[int], bytes | None] | None
-    prompts: PromptStream
-    groups: GroupTable
-    actors: ActorTable
-    evals: EvalTable
-    versions: Versions
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    counts: Counter[str]
     num_grants: int = 0
 
     def order(self) -> list[str]:
@@ -111,7 +98,7 @@ class Grants:
         assert num <= limit, f"{actor.actor_id}: {num} leases, it takes {limit}"
         return Lease(
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
-            prompt=self.prompts.record(record.prompt_index), members=members,
+            prompt=self.lifecycle.prompts.record(record.prompt_index), members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
             min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
             purpose=Purpose.TRAIN,

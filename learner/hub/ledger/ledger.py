@@ -15,7 +15,7 @@ seconds, and every answer is a value. Its promises:
     an actor never holds more training leases than it has slots
 
 It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and of a part for each long verb (`grant`,
-`accept`, `cut`, the handshake in `actors`), which names the tables it uses; `lifecycle` has the transitions they share.
+`accept`, `cut`, the handshake in `actors`); `lifecycle` has the transitions that parts share.
 """
 
 from __future__ import annotations
@@ -71,22 +71,17 @@ class Ledger:
         self.lag = LagBounds(settings, self.groups, self.versions)
         self.lifecycle = GroupLifecycle(settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts)
         self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
-        handshake = Handshake(
-            settings, self.actors, self.lifecycle, self.evals, self.dedup, self.versions, self.counts
+        tables = (
+            settings, self.counts, self.versions, self.groups, self.dedup, self.evals, self.lag, self.lifecycle,
+            self.actors,
         )
-        grants = Grants(
-            settings, run_seed, sampling, eval_sampling, eval_record, prompts, self.groups, self.actors, self.evals,
-            self.versions, self.lag, self.lifecycle, self.counts,
-        )
-        acceptance = Acceptance(
-            settings, self.groups, self.actors, self.evals, self.dedup, self.versions, self.lag, self.lifecycle,
-            self.counts,
-        )
-        cutter = BatchCutter(settings, self.groups, self.actors, self.versions, self.lag, self.lifecycle, self.counts)
         # The long verbs are their parts' own methods.
-        self.hello, self.accept = handshake.hello, acceptance.accept
+        self.hello, self.accept = Handshake(*tables).hello, Acceptance(*tables).accept
+        grants = Grants(*tables, run_seed, sampling, eval_sampling, eval_record)
         self.grant_order, self.grant = grants.order, grants.grant
-        self.cut_batch, self.trained, self.why_waiting = cutter.cut_batch, cutter.trained, cutter.why_waiting
+        self.cutter = BatchCutter(*tables)
+        self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
+        self.why_waiting = self.cutter.why_waiting
         self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
 
     # --- time ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_answers_are_measured_by_what_training_may_sample_and_not_by_what_is_adm
         (("advantage.estimator=vtrace", "loss.surrogate=tis", "advantage.options.leak=2"), "leak=2 must lie in"),
         (("advantage.estimator=n_step", "advantage.options.n=0"), "n=0 must be at least 1"),
         (("loss.surrogate=m2po", "loss.options.budget=-1"), "budget=-1 must not be negative"),
-        (("critic.num_warmup_steps=5",), "critic.num_warmup_steps does nothing"),
+        (("critic.num_warmup_steps=5",), "critic.num_warmup_steps=5 does nothing"),
         (("loss.ewma_decay=0.5",), "loss.ewma_decay=0.5 does nothing"),
         (("advantage.weight_cap=5",), "advantage.weight_cap=5.0 does nothing"),
         (("advantage.segment_tokens=7",), "advantage.segment_tokens=7 does nothing"),

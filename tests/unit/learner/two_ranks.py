@@ -61,8 +61,8 @@ class Kit:
 def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict, dict]:
     """(loss, gradient norm, whole gradients, statistics) of one step on a batch that depends on the step alone."""
     policy, rows = kit.policy, batch(5, 3, seed=step)
-    plan = plan_of(rows, world=ranks.dp_size)
-    mine = [row for row in rows if row.group_id % ranks.dp_size == ranks.dp_rank]
+    plan = plan_of(rows, world=ranks.mesh.dp_size)
+    mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
     objective = Objective(
         AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4, ranks=ranks,
         regularizers=Regularizers(KL, CONSTRAINT, LOSS, kit.controls),
@@ -93,7 +93,7 @@ def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
 
 def start(work: Path, ranks: Ranks, name: str = "adamw") -> Kit:
     # Two ranks also recompute activations: the results must not know.
-    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.world > 1)
+    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.mesh.world > 1)
     optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
     reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
     return Kit(policy, optimizer, reference, LossWeights(KL, EntropyConfig(), CONSTRAINT, LOSS))
