@@ -43,7 +43,12 @@ def _factory(name: str) -> Callable[..., Any]:
     if name.startswith(PREFIX):
         return partial(ReasoningTask, name.removeprefix(PREFIX))
     if ":" not in name:
-        raise TaskError(_unknown(name))
+        # The package is only imported for the spelling check of a name that failed already.
+        candidates = [*REGISTERED, *(PREFIX + dataset for dataset in dataset_names())]
+        raise TaskError(
+            f"Unknown task {name!r}.{did_you_mean(name, candidates)} Registered: {', '.join(sorted(REGISTERED))}; also "
+            "reasoning_gym.<dataset>, package.module:Class, or your own file with env.path=my_task.py."
+        )
     try:
         factory = import_attribute(name, setting="env.name")
     except ConfigError as error:
@@ -51,12 +56,3 @@ def _factory(name: str) -> Callable[..., Any]:
     if not callable(factory):
         raise TaskError(f"task {name!r} is a {type(factory).__name__}: name a class or a function that returns a task.")
     return factory
-
-
-def _unknown(name: str) -> str:
-    # The package is only imported for the spelling check of a name that failed already.
-    candidates = [*REGISTERED, *(PREFIX + dataset for dataset in dataset_names())]
-    return (
-        f"Unknown task {name!r}.{did_you_mean(name, candidates)} Registered: {', '.join(sorted(REGISTERED))}; also "
-        "reasoning_gym.<dataset>, package.module:Class, or your own file with env.path=my_task.py."
-    )

@@ -108,7 +108,8 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
     functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
     if "task" in functions:
         return functions["task"]
-    classes = [value for value in own.values() if inspect.isclass(value) and _is_task_class(value)]
+    kinds = [value for value in own.values() if inspect.isclass(value)]
+    classes = [kind for kind in kinds if not _lacks(kind) and not inspect.isabstract(kind)]
     has_pair = "record" in functions and "reward" in functions
     if len(classes) + has_pair > 1:
         found = [f"class {c.__name__}" for c in classes] + ["record + reward"] * has_pair
@@ -122,14 +123,9 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
         return type("FunctionTask", (SingleTurnTask,), {"name": file.stem, **optional, **pair})
     found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
     lacking = "".join(
-        f" {value.__name__} lacks {' and '.join(_lacks(value))}."
-        for value in own.values() if inspect.isclass(value) and len(_lacks(value)) < len(PARTS)
+        f" {kind.__name__} lacks {' and '.join(_lacks(kind))}." for kind in kinds if len(_lacks(kind)) < len(PARTS)
     )
     raise TaskError(f"{file.name} defines no task. Found: {found}.{lacking} {FORMS}")
-
-
-def _is_task_class(cls: type) -> bool:
-    return not _lacks(cls) and not inspect.isabstract(cls)
 
 
 def _lacks(cls: type) -> list[str]:

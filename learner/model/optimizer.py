@@ -186,10 +186,7 @@ class LocalOptimizer(Optimizer):
 
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:
     """Keywords for a builder, from the settings that its signature names."""
-    shared = {
-        "lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
+    shared = {name: getattr(config, name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
     _, *keywords = inspect.signature(build).parameters.values()
     if any(keyword.kind is keyword.VAR_KEYWORD for keyword in keywords):
         return {**shared, **config.options}

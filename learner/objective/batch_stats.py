@@ -169,13 +169,6 @@ def _of_this_rank(stats: BatchStats, values: Tensor, base: Tensor) -> RowAdvanta
 # --- what the scoring pass makes possible (collective calls) ----------------------------------------------------------
 
 
-def shaped_stats(
-    stats: BatchStats, observed: Sequence[TokenBatch], regularizers: Regularizers, ranks: Ranks
-) -> BatchStats:
-    """The statistics with the KL of each whole trajectory off its score."""
-    return replace(stats, scores=stats.scores - stats.gather(observed, regularizers.row_penalties, ranks))
-
-
 def fitted_rho_bar(stats: BatchStats, observed: Sequence[TokenBatch], ranks: Ranks, *, target: float) -> float:
     """The truncation at which the batch's sequence weights reach that effective sample size."""
     gathered = stats.gather(observed, lambda tokens: tokens.log_ratios.sum(1), ranks)[:, None]

@@ -156,7 +156,8 @@ class Objective:
         observed = [self._tokens(batch, outputs.policy) for batch, outputs in self._outputs.values()]
         # The order matters: rewards are shaped before a baseline looks at them, and advantages are whitened last.
         if regularizers.shapes_rewards:
-            self._stats = batch_stats.shaped_stats(self._stats, observed, regularizers, ranks)
+            penalties = self._stats.gather(observed, regularizers.row_penalties, ranks)  # KL of whole trajectories
+            self._stats = replace(self._stats, scores=self._stats.scores - penalties)
             self._rows = batch_stats.row_advantages(
                 self._stats, advantage, estimator,
                 lambda: batch_stats.shaped_moments(advantage, estimator, observed, regularizers, ranks),

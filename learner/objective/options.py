@@ -26,11 +26,10 @@ ESTIMATOR_SETTINGS = ("gamma", "lam", "rho_bar", "c_bar", "rho_bar_pg")
 
 def surrogate_options(loss: LossConfig) -> dict[str, Any]:
     """Knobs of the surrogate that `loss` names."""
-    return {**_set_knobs(find_surrogate(loss.surrogate), loss), **loss.options}
-
-
-def _set_knobs(surrogate: Surrogate, loss: LossConfig) -> dict[str, Any]:
-    return surrogate.set_knobs(clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, cap=loss.cap)
+    knobs = find_surrogate(loss.surrogate).set_knobs(
+        clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, cap=loss.cap
+    )
+    return {**knobs, **loss.options}
 
 
 def anchor_of(loss: LossConfig) -> str:
@@ -153,7 +152,7 @@ def _check_masks(loss: LossConfig) -> None:
 
 
 def _check_surrogate(loss: LossConfig, surrogate: Surrogate) -> None:
-    name, own = loss.surrogate, surrogate.knobs - {"cap"} - _set_knobs(surrogate, loss).keys()
+    name, own = loss.surrogate, surrogate.knobs - {*surrogate.clip_knobs, "dual_clip", "cap"}
     need(
         loss.cap is None or "cap" in surrogate.knobs,
         f"loss.cap={loss.cap} does nothing with loss.surrogate={name!r}, which truncates no weight.",

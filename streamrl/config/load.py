@@ -41,8 +41,6 @@ from streamrl.errors import ConfigError
 GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
 
-HYDRA_FLAGS = ("hydra.", "hydra/")
-
 
 ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml composes over it by this name
 
@@ -138,7 +136,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"`{override}` is not an option here: settings are key=value, e.g. trainer.num_steps=200")
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
-        if key.startswith(HYDRA_FLAGS) or key in GROUPS:
+        if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
             continue
         if not equals and not override.startswith("~"):
             raise ConfigError(f"`{override}` is not a setting: write key=value, e.g. trainer.num_steps=200")
@@ -175,18 +173,15 @@ def open_mappings() -> tuple[str, ...]:
     return tuple(f"{name}." for name, _, default, _ in settings() if isinstance(default, dict))
 
 
-def settings() -> Iterator[tuple[str, str, Any, str]]:
-    """(dotted name, type, default, sentence) of every setting, in schema order."""
-    yield from _walk(Config(), "")
-
-
-def _walk(section: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+def settings(section: Any = None, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+    """(dotted name, type, default, sentence) of every setting of a section, by default of all, in schema order."""
+    section = Config() if section is None else section
     sentences = field_sentences(type(section))
     hints = typing.get_type_hints(type(section))
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{item.name}.")
+            yield from settings(value, f"{prefix}{item.name}.")
         else:
             default = value.name if isinstance(value, Enum) else value
             yield f"{prefix}{item.name}", _type_name(hints[item.name]), default, sentences.get(item.name, "")
