@@ -104,7 +104,7 @@ def test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run(h
     assert harness.finish(second, 120) == 0, harness.logs()
     assert harness.finish(actor, 15) == 0, harness.logs()
     log = (harness.path / "a0.log").read_text()
-    assert "the run goes on with other settings" in log and log.count("joined run") == 3
+    assert "the run has other settings than this actor was built for" in log and log.count("joined run") == 3
     rows = [row for row in harness.metrics() if "policy/loss" in row]
     lengths = {row["run/version"]: row["rollout/response_tokens/train"] for row in rows}
     assert lengths[1.0] == 32 and lengths[12.0] == 5

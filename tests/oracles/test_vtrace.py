@@ -98,7 +98,7 @@ def test_targets_and_advantages_agree_with_the_new_rllib(rllib, rho_bar, own_bar
 
     def oracle(policy, behavior, rewards, values, gamma, bootstrap):
         columns = [torch.from_numpy(array)[:, None] for array in (policy, behavior, gamma, rewards, values)]
-        names = ("target_action_log_probs", "behavior_action_log_probs", "discounts", "rewards", "values")
+        names = ("target_action_log_probs", "behaviour_action_log_probs", "discounts", "rewards", "values")
         targets, advantages = rllib.vtrace_torch(
             **dict(zip(names, columns, strict=True)),
             bootstrap_values=torch.tensor([bootstrap], dtype=torch.float64),
