@@ -233,23 +233,26 @@ def test_stop_ends_a_call_in_progress_from_another_thread():
 
 
 MEMBER = """
-import sys, threading, time, msgspec, torch
+import os, sys, threading, time, msgspec, torch
 from streamrl.messages import Layout, Manifest, NcclTicket
 from streamrl.weights.gpu.broadcast_member import BroadcastMember
 from tests.fakes.communicator import FakeLibrary
 
 torch.set_num_threads(1)
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout)
-print("ready now", flush=True)
-member = BroadcastMember(FakeLibrary(), "cpu", lambda state: print("state", state.formed, state.failed, flush=True))
+def say(*words):  # in one write: two threads speak
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+say("ready now")
+member = BroadcastMember(FakeLibrary(), "cpu", lambda state: say("state", state.formed, state.failed))
 for line in sys.stdin:
     manifest, ticket = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, NcclTicket])
     member.invite(manifest, layout, ticket)
     try:
         came = member.wait_for(manifest.ref, cancelled=threading.Event(), deadline=time.monotonic() + 20)
-        print("body", came.body.numpy().tobytes().hex(), flush=True)
+        say("body", came.body.numpy().tobytes().hex())
     except Exception as error:
-        print("error", type(error).__name__, flush=True)
+        say("error", type(error).__name__)
 """
 
 
