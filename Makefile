@@ -14,7 +14,7 @@ SEED   ?= 42
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart vllm test lint smollm2 bench oracles clean
+.PHONY: install quickstart vllm test lint site smollm2 bench oracles clean
 
 install: $(STAMP)
 
@@ -39,6 +39,9 @@ test: install vllm
 
 lint: install
 	$(BIN)/ruff check .
+
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c constraints/cpu.txt

@@ -25,7 +25,7 @@ class Guess(SingleTurnTask):
 """
 
 
-@pytest.mark.parametrize("page", ["docs/tasks.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/environments.md", "README.md"])
 def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     block = re.search(r"```python\n(# my_task\.py\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert block, f"{page} shows no my_task.py"
@@ -51,7 +51,7 @@ def test_the_dataset_that_the_readme_names_works_with_the_experiment_that_it_nam
 
 
 def test_the_page_names_every_registered_task_and_every_option():
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/environments.md").read_text()
 
     for name in REGISTERED:
         assert f"`{name}`" in page or f"`.{name.removeprefix('string.')}`" in page
@@ -60,7 +60,7 @@ def test_the_page_names_every_registered_task_and_every_option():
 
 
 def test_the_environment_of_several_turns_plays_as_printed(tmp_path):
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/environments.md").read_text()
     block = re.search(r"```python\n(from streamrl import ChatMessage, Step\n.*?)```", page, re.DOTALL)
     path = tmp_path / "guess.py"
     path.write_text(block[1] + GUESS_TASK)

@@ -1,0 +1,39 @@
+"""The documentation builds as a site: every warning is an error, and no page loads anything from another host."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_site_builds_without_a_broken_link(site):
+    assert (site / "index.html").is_file()
+
+
+def test_the_site_has_a_search_index_over_its_pages(site):
+    assert '"first_hour/' in (site / "search" / "search_index.json").read_text()
+
+
+def test_no_page_loads_anything_from_another_host(site):
+    other_host = r"[\"']?(?:https?:)?//"
+    loads = re.compile(rf"<(?:script|img|iframe)[^>]+src={other_host}|<link[^>]+stylesheet[^>]+href={other_host}")
+    found = {str(page.relative_to(site)) for page in site.rglob("*.html") if loads.search(page.read_text())}
+    assert found == set()
