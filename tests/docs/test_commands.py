@@ -1,0 +1,120 @@
+"""Every command of the pages has a rule of `make docs-test`, and the tool runs, skips and fails as it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import check_overrides
+from tests.docs.extract import ROOT, Item, all_items, extract
+from tests.docs.rules import Rule, full_text, read_rules, rule_for
+from tests.docs.run import Ports, Reader, table
+
+ITEMS = [item for item in all_items() if item.kind != "file"]
+RULES = read_rules()
+
+
+def test_every_command_of_the_pages_has_a_rule():
+    missing = []
+    for item in ITEMS:
+        try:
+            rule_for(item, RULES)
+        except LookupError as error:
+            missing.append(str(error))
+
+    assert not missing, "\n".join(missing)
+
+
+def test_every_rule_has_a_command():
+    decides = [next((rule for rule in RULES if rule.fits(item)), None) for item in ITEMS]
+
+    assert [rule.match for rule in RULES if rule not in decides] == []
+
+
+def test_what_is_appended_names_real_settings():
+    for rule in RULES:
+        check_overrides(rule.append.split())
+
+
+def test_a_page_is_read_in_order(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text with `streamrl settings lr`.\n\n```python\n# my.py\nx = 1\n```\n\n"
+        "    streamrl launch a=1 \\\n        b=2     # why\n\n"
+        "```\nmake quickstart\nstep 3/3  reward 0.9\n```\n"
+        '```bash title="ignored"\nany --command\n```\n```yaml title="my.yaml"\na: 1\n```\n'
+        "```console\n$ streamrl report\nname at least one\n```\n```python\nprint(1)\n```\n"
+    )
+
+    found = [(item.kind, item.name or item.text) for item in extract(page, "page.md")]
+
+    assert found == [
+        ("shell", "streamrl settings lr"), ("file", "my.py"), ("shell", "streamrl launch a=1 b=2"),
+        ("shell", "make quickstart"), ("shell", "any --command"), ("file", "my.yaml"), ("shell", "streamrl report"),
+        ("python", "print(1)\n"),
+    ]
+    assert [item.line for item in extract(page, "page.md")] == [1, 4, 8, 12, 16, 19, 22, 26]
+
+
+def test_a_command_without_a_rule_is_an_error_that_names_its_place():
+    with pytest.raises(LookupError, match="README.md:7: `rm -r x` has no rule"):
+        rule_for(Item("README.md", 7, "shell", "rm -r x"), RULES)
+
+
+def test_the_end_of_an_unfinished_command_is_the_rules():
+    assert full_text(Item("p", 1, "shell", "launch a=1 ..."), Rule("", append="b=2")) == "launch a=1 b=2"
+
+
+def test_commands_run_in_order_or_beside_each_other_and_every_end_is_listed(tmp_path: Path):
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    os.mkfifo(clone / "pipe")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\ncat pipe > read\necho written > pipe\n```\n"  # each blocks without the other
+        '```python\n# a.py\nprint("made", open("read").read())\n```\n'
+        "```sh\npython3 a.py | grep 'made written'\npython3 a.py | grep 'made written'\nno\nfalse\n```\n\n"
+        "```python\nraise SystemExit(3)\n```\n"
+    )
+    rules = [Rule("pipe", terminal=True, timeout_s=30), Rule("^no$", skip="not a command"), Rule("", timeout_s=30)]
+    reader = Reader(clone, rules)
+
+    reader.follow(extract(page, "page.md"))
+
+    assert [(outcome.where, outcome.status, outcome.note) for outcome in reader.outcomes] == [
+        ("page.md:2", 0, ""), ("page.md:3", 0, ""), ("page.md:10", 0, ""), ("page.md:11", None, "as at page.md:10"),
+        ("page.md:12", None, "not run: not a command"), ("page.md:13", 1, ""), ("page.md:17", 3, ""),
+    ]
+    lines = table(reader.outcomes).splitlines()
+    assert lines[-1].startswith("7 commands: 3 ran and succeeded, 2 failed, 2 not run")
+    assert "page.md:12; not run: not a command" in "\n".join(lines)
+
+
+def test_a_command_past_its_time_is_killed_with_its_children_and_has_failed(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\n(exec > held; sleep 600) | cat\n```\n")
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(held, True)
+    reader = Reader(tmp_path, [Rule("", timeout_s=2)])
+
+    reader.follow(extract(page, "page.md"))
+
+    assert reader.outcomes[0].failed and "timeout" in reader.outcomes[0].row()
+    assert os.read(held, 1) == b""  # the end of the file: no process holds it open
+    os.close(held)
+
+
+def test_a_port_of_the_pages_is_the_same_free_one_everywhere():
+    ports = Ports()
+
+    first, second = (ports.replace(f"--at 127.0.0.1:{port}") for port in ("5601", "5602"))
+
+    assert first != second and "5601" not in first
+    assert ports.replace("tcp://127.0.0.1:5601,x") == first.replace("--at ", "tcp://") + ",x"
+
+
+def test_the_make_target_starts_it():
+    assert "python -m tests.docs.run" in (ROOT / "Makefile").read_text()
