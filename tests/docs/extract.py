@@ -34,7 +34,6 @@ class Item:
     Attributes:
         kind: "shell" (one command), "python" (a block without a file name) or "file" (content of the file `name`).
         inline: a command inside a sentence.
-        block: counts the code blocks of a page; commands of one block are in terminals side by side.
     """
 
     page: str
@@ -43,7 +42,6 @@ class Item:
     text: str
     name: str = ""
     inline: bool = False
-    block: int = 0
 
     @property
     def where(self) -> str:
@@ -54,21 +52,17 @@ class Item:
 class _Page:
     name: str
     items: list[Item] = field(default_factory=list)
-    block: int = 0
 
     def add_block(self, line: int, info: str, lines: list[str]) -> None:
         """A fenced block whose first content line is `line`."""
-        self.block += 1
         text = textwrap.dedent("\n".join(lines))
         words = info.replace("{", " ").split()
         language = words[0].strip(".").lower() if words and "=" not in words[0] else ""
-        if "docs-test:" in info:
-            raise ValueError(f"{self.name}:{line}: settings of the test belong into tests/docs/commands.toml")
         name = TITLE.search(info) or FILE_NAME.match(text.partition("\n")[0])
         if name is not None and language not in SHELL:
-            self.items.append(Item(self.name, line, "file", text + "\n", name[1], block=self.block))
+            self.items.append(Item(self.name, line, "file", text + "\n", name[1]))
         elif language in ("python", "py"):
-            self.items.append(Item(self.name, line, "python", text + "\n", block=self.block))
+            self.items.append(Item(self.name, line, "python", text + "\n"))
         elif language in ("", *SHELL):
             self.add_commands(line, text.splitlines(), every_line=language in SHELL)
 
@@ -80,7 +74,7 @@ class _Page:
                 continue  # the output of a command that was typed after a prompt
             command = re.sub(r"(?:^|\s+)#(?:\s.*)?$", "", typed, flags=re.DOTALL).strip()
             if command and (every_line or prompts or COMMAND.match(command)):
-                self.items.append(Item(self.name, line + number, "shell", command, block=self.block))
+                self.items.append(Item(self.name, line + number, "shell", command))
 
     def add_inline(self, line: int, text: str) -> None:
         for found in INLINE.finditer(text):
@@ -135,7 +129,6 @@ def extract(path: Path, name: str | None = None) -> list[Item]:
             close = number
             while close < len(lines) and lines[close].startswith("    "):
                 close += 1
-            page.block += 1
             page.add_commands(number + 1, lines[number:close], every_line=False)
             number = close
         else:

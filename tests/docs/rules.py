@@ -20,7 +20,7 @@ class Rule:
     page: str = ""
     skip: str = ""
     append: str = ""
-    terminal: bool = False
+    terminal: str = ""
     timeout_s: float = 300
 
     def fits(self, item: Item) -> bool:

@@ -58,12 +58,12 @@ class Reader:
         self.outcomes: list[Outcome] = []
 
     def follow(self, items: list[Item]) -> None:
-        """Run every item; commands for terminals of one block run side by side."""
-        block: tuple[str, int] | None = None
+        """Run every item. Commands for terminals run side by side until the page goes on with another command."""
+        page = ""
         for item in items:
-            if (item.page, item.block) != block:
+            if item.page != page:
                 self._finish_terminals()
-                block = (item.page, item.block)
+                page = item.page
             if item.kind == "file":
                 path = self._clone / item.name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,8 @@ class Reader:
         elif key in self._done and not rule.terminal:
             outcome = Outcome(item.where, text, note=f"as at {self._done[key].where}")
         elif rule.terminal:
+            if rule.terminal == "learner":
+                self._finish_terminals()
             self._terminals.open(item.where, self._ports.replace(text), rule.timeout_s)
             return
         else:

@@ -78,7 +78,8 @@ def test_commands_run_in_order_or_beside_each_other_and_every_end_is_listed(tmp_
         "```sh\npython3 a.py | grep 'made written'\npython3 a.py | grep 'made written'\nno\nfalse\n```\n\n"
         "```python\nraise SystemExit(3)\n```\n"
     )
-    rules = [Rule("pipe", terminal=True, timeout_s=30), Rule("^no$", skip="not a command"), Rule("", timeout_s=30)]
+    rules = [Rule("cat pipe", terminal="learner", timeout_s=30), Rule("> pipe", terminal="actor", timeout_s=30),
+             Rule("^no$", skip="not a command"), Rule("", timeout_s=30)]
     reader = Reader(clone, rules)
 
     reader.follow(extract(page, "page.md"))
@@ -117,4 +118,4 @@ def test_a_port_of_the_pages_is_the_same_free_one_everywhere():
 
 
 def test_the_make_target_starts_it():
-    assert "python -m tests.docs.run" in (ROOT / "Makefile").read_text()
+    assert "-m tests.docs.run" in (ROOT / "Makefile").read_text()
