@@ -17,12 +17,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -37,6 +36,9 @@ from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, is_file
 from streamrl.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""Found by its path: in a user's script a folder `configs` of the user's comes first on the import path."""
 
 GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
@@ -55,7 +57,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
     try:
-        with initialize_config_module("configs", version_base="1.3"):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides=hydra_overrides(overrides))
             return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
     except HydraException as error:
@@ -113,7 +115,7 @@ def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: 
 def _task_of_experiment(overrides: Sequence[str]) -> Mapping[str, Any]:
     """The section `env` of the experiment that is asked for."""
     names = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
-    file = resources.files("configs") / "experiment" / f"{names[-1] if names else None}.yaml"
+    file = CONFIGS / "experiment" / f"{names[-1] if names else None}.yaml"
     return OmegaConf.create(file.read_text()).get("env", {}) if file.is_file() else {}
 
 
@@ -264,7 +266,7 @@ def run_jobs(overrides: Sequence[str], run_one: Callable[[Job], None]) -> None:
     """hydra's multirun: one call of `run_one` for each combination, in sequence, each with its own directory."""
     varied = {override.partition("=")[0] for override in overrides if _is_sweep(override)}
 
-    @hydra.main(config_path="pkg://configs", config_name="config", version_base="1.3")
+    @hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")
     def job(composed: DictConfig) -> None:
         info = HydraConfig.get()
         task = tuple(override.removeprefix("++") for override in info.overrides.task)

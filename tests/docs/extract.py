@@ -72,7 +72,7 @@ class _Page:
             typed = text.removeprefix("$ ")
             if prompts and typed == text:
                 continue  # the output of a command that was typed after a prompt
-            command = re.sub(r"(?:^|\s+)#(?:\s.*)?$", "", typed, flags=re.DOTALL).strip()
+            command = typed if "\n" in typed else re.sub(r"(?:^|\s+)#(?:\s.*)?$", "", typed).strip()
             if command and (every_line or prompts or COMMAND.match(command)):
                 self.items.append(Item(self.name, line + number, "shell", command))
 

@@ -79,6 +79,21 @@ def test_no_folder_of_the_user_shadows_a_program(tmp_path, python_env, command, 
     assert (done.returncode, done.stderr) == (0, "") and usage in done.stdout
 
 
+def test_no_folder_of_the_user_shadows_the_settings_of_a_script(tmp_path, python_env):
+    for name in ("actors", "configs", "envs", "learner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('shadowed')\n")
+    script = tmp_path / "train.py"  # its folder comes first on the import path
+    script.write_text(
+        "from streamrl.config.load import load_config\nprint(load_config(['experiment=quickstart']).run.name)"
+    )
+
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=python_env, capture_output=True, text=True,
+                          timeout=60)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "quickstart\n", "")
+
+
 def test_a_sweep_reports_combinations_that_cannot_run(streamrl, here):
     (here / "learner" / "__main__.py").write_text("import sys\nprint('no such thing')\nsys.exit(2)")
 
