@@ -76,6 +76,10 @@ def test_heavy_libraries_have_one_door(library):
     assert users <= ONE_DOOR[library]
 
 
+IN_SANDBOX = {ROOT / "envs/sandbox/supervisor.py"}
+"""Runs as a process of its own, which gave up its privileges first; nothing imports it."""
+
+
 def test_nothing_reads_the_wall_clock_or_runs_foreign_code():
     banned = {("time", "time"), ("torch", "load")}
     for path in FILES:
@@ -84,7 +88,7 @@ def test_nothing_reads_the_wall_clock_or_runs_foreign_code():
                 assert (node.value.id, node.attr) not in banned, f"{path}:{node.lineno}"
                 assert node.attr not in ("recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list"), path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"
+                assert node.func.id not in ("eval", "exec") or path in IN_SANDBOX, f"{path}:{node.lineno}"
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
                 assert isinstance(node.value, ast.Constant) and node.value.value is False, f"{path}:{node.lineno}"
 

@@ -1,0 +1,82 @@
+"""How a program is kept apart from this machine, as the command line that starts its supervisor.
+
+    level 1  a process of its own: resource limits, no environment, no new privileges, killed with all its descendants.
+             Robustness against mistakes, NOT security: a program can read the user's files and open connections.
+    level 2  level 1 inside namespaces of its own (bubblewrap): no network, no processes but its own, no files but a
+             read-only Python and an empty /tmp of limited size.
+
+Neither protects from faults of the kernel. For hostile code use a virtual machine behind reward.code.url.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WORDS = {
+    1: "level 1: limits and no privileges, but programs can read this user's files and use the network",
+    2: "level 2: no network, no files but a read-only Python, no processes but its own",
+}
+_SUPERVISOR = Path(__file__).with_name("supervisor.py").read_text()
+_FIRST_UID = 200_000_000
+"""Start of the user numbers that programs run under where we are root; one for each sandbox of each actor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """A way to start a supervisor that was seen to work here.
+
+    Args:
+        level: 1 or 2.
+        python: the interpreter that programs run in.
+        drops_root: programs run under a user number of their own; only where we are root.
+    """
+
+    level: int
+    python: str
+    drops_root: bool = False
+
+    def command(self, work: str, uid: int | None, tmp_bytes: int) -> list[str]:
+        """Command line of a supervisor; `work` is its directory (at level 2 one inside its own /tmp)."""
+        settings = json.dumps({"uid": uid, "work": "/tmp" if self.level == 2 else work})
+        python = [self.python, "-I", "-S", "-c", _SUPERVISOR, settings]
+        return python if self.level == 1 else [*_bubblewrap(self.python, uid, tmp_bytes), *python]
+
+    def uid(self, slot: int) -> int | None:
+        return _FIRST_UID + (os.getpid() % 4_000_000) * 256 + slot % 256 if self.drops_root else None
+
+
+def _bubblewrap(python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:
+    yield from ("bwrap", "--die-with-parent", "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin")
+    yield from ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+    if uid is None:
+        yield from ("--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL")
+    else:  # root makes the namespaces, then the supervisor gives root up
+        yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    for folder in ("/usr", *_roots(python)):
+        yield from ("--ro-bind", folder, folder)
+    for folder in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            yield from ("--symlink", os.readlink(folder), folder)
+        elif os.path.isdir(folder):
+            yield from ("--ro-bind", folder, folder)
+    if os.path.exists("/etc/ld.so.cache"):
+        yield from ("--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    yield from ("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
+    yield from ("--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
+
+
+def _roots(python: str) -> list[str]:
+    """Folders beside /usr that this interpreter needs."""
+    prefix = sys.base_prefix if python == base_python() else "/usr"
+    return [] if prefix == "/usr" or prefix.startswith("/usr/") else [prefix]
+
+
+def base_python() -> str:
+    """The interpreter behind a virtual environment: programs get its standard library, not our packages."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))

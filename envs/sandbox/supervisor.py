@@ -1,0 +1,260 @@
+"""Runs inside the sandbox, as the text of `python -c`: takes one request, runs its program once for each input.
+
+    parent --request--> supervisor --fork--> program          one supervisor serves one request, then it ends
+           <-answer---             --kill--> all descendants
+
+Standard library only, and nothing of ours: inside a sandbox there is no streamrl. Answers go out through a descriptor
+that programs do not have. The supervisor is not dumpable, so that a program of the same user can neither trace it nor
+open its descriptors.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+COMPILE_ERROR, RUNTIME_ERROR = b"c", b"r"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main():
+    answers = os.dup(1)
+    requests = os.dup(0)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    settings = json.loads(sys.argv[1])
+    confine(settings["uid"])
+    write_frame(answers, {"ready": True})
+    request = read_frame(requests)
+    os.close(requests)
+    for number, case in enumerate(request["cases"]):
+        write_frame(answers, run_case(request, case, settings["work"], number))
+
+
+def confine(uid):
+    """Give up every privilege, for good; die with the parent; adopt what programs leave behind."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after setresuid, which clears it
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prctl(option, value):
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def run_case(request, case, work, number):
+    limits = request["limits"]
+    directory = os.path.join(work, str(number))
+    os.mkdir(directory, 0o700)
+    stdin = in_memory("stdin", case.get("stdin", "").encode())
+    value = in_memory("value", b"")
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    status_read, status_write = os.pipe()
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (stdin, out_write, err_write, status_write, value)]
+        for place, fd in enumerate(kept):
+            os.dup2(fd, place)
+        os.closerange(len(kept), 1 << 12)
+        run_program(request["program"], case.get("call"), directory, limits)
+    for fd in (out_write, err_write, status_write, stdin):
+        os.close(fd)
+    texts, ended = collect(pid, out_read, err_read, start + limits["timeout_s"], limits["output_bytes"])
+    exit_status = kill_all(pid)
+    answer = {
+        "status": verdict(ended, exit_status, os.read(status_read, 1)),
+        "stdout": texts[out_read].decode(errors="replace"),
+        "stderr": texts[err_read].decode(errors="replace"),
+        "exit_status": exit_status,
+        "seconds": time.monotonic() - start,
+        "value": os.pread(value, limits["output_bytes"], 0).decode(errors="replace") or None,
+    }
+    for fd in (out_read, err_read, status_read, value):
+        os.close(fd)
+    return answer
+
+
+def verdict(ended, exit_status, word):
+    if ended != "ok":
+        return ended
+    if word == COMPILE_ERROR:
+        return "compile_error"
+    return "error" if word == RUNTIME_ERROR or exit_status != 0 else "ok"
+
+
+def run_program(program, call, directory, limits):
+    """In the forked process: never returns."""
+    status = 0
+    try:
+        os.chdir(directory)
+        apply(limits)
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        sys.argv = ["program.py"]
+        names = {"__name__": "__main__", "__builtins__": __builtins__}
+        try:
+            code = compile(program, "program.py", "exec")
+        except (SyntaxError, ValueError) as error:
+            os.write(3, COMPILE_ERROR)
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            raise SystemExit(1) from None
+        exec(code, names)
+        if call is not None:
+            os.write(4, json.dumps(target(names, call["name"])(*call["arguments"])).encode())
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        os.write(3, RUNTIME_ERROR)
+        import traceback
+
+        traceback.print_exc(limit=-3)
+        status = 1
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            status = status or 1
+        os._exit(status & 0xFF)
+
+
+def target(names, name):
+    if name in names:
+        return names[name]
+    return getattr(names["Solution"](), name)
+
+
+def apply(limits):
+    seconds = int(limits["timeout_s"]) + 2
+    for kind, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["num_files"]),
+        (resource.RLIMIT_NPROC, limits["num_processes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def collect(pid, out_read, err_read, deadline, limit):
+    """Read both pipes until the program itself ended, its time is over, or it printed too much."""
+    texts = {out_read: b"", err_read: b""}
+    exited = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(exited, select.POLLIN)
+    for fd in texts:
+        os.set_blocking(fd, False)
+        poller.register(fd, select.POLLIN)
+    ended = ""
+    while not ended:
+        left = deadline - time.monotonic()
+        ready = [fd for fd, _ in poller.poll(max(0, left * 1000))]
+        if exited in ready:
+            ended = "ok"
+        elif left <= 0:
+            ended = "timeout"
+        for fd in texts:
+            if (fd in ready or ended) and not read_some(fd, texts, limit):
+                poller.register(fd, 0)  # closed on the other side
+        if sum(map(len, texts.values())) > limit:
+            ended = "output_limit"
+    os.close(exited)
+    return {fd: text[:limit] for fd, text in texts.items()}, ended
+
+
+def read_some(fd, texts, limit):
+    """Take what is there, a little more than the limit at most; False at the end of the pipe."""
+    while sum(map(len, texts.values())) <= limit:
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not chunk:
+            return False
+        texts[fd] += chunk
+    return True
+
+
+def kill_all(pid):
+    """End the program and everything that descends from it; returns the program's exit status.
+
+    A descendant whose parent died belongs to this process (it is the subreaper), so nothing is left once the list of
+    children is empty. New ones appear while we kill: go on until there are none, for half a second.
+    """
+    exit_status, deadline = 0, time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        for child in children():
+            try:
+                os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            reaped, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return exit_status
+        if reaped == pid:
+            exit_status = os.waitstatus_to_exitcode(status)
+    os._exit(1)  # the parent ends what is left together with this sandbox
+
+
+def children():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def in_memory(name, data):
+    fd = os.memfd_create(name)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def write_frame(fd, message):
+    data = json.dumps(message).encode()
+    view = memoryview(struct.pack("<I", len(data)) + data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_frame(fd):
+    (size,) = struct.unpack("<I", read_exactly(fd, 4))
+    return json.loads(read_exactly(fd, size))
+
+
+def read_exactly(fd, size):
+    data = b""
+    while len(data) < size:
+        chunk = os.read(fd, size - len(data))
+        if not chunk:
+            os._exit(0)
+        data += chunk
+    return data
+
+
+if __name__ == "__main__":
+    main()

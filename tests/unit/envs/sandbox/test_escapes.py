@@ -1,0 +1,128 @@
+"""Every attempt to get out, at each level that promises to stop it, with real processes."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envs.sandbox import Limits, SandboxPool
+from streamrl.errors import TaskError
+from tests.unit.envs.sandbox.programs import ATTEMPTS, Attempt
+
+LIMITS = Limits(timeout_s=1.0, memory_bytes=512 << 20)
+ABSTRACT = f"streamrl-sandbox-test-{os.getpid()}"
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
+    os.environ["SANDBOX_TEST_SECRET"] = "secret"
+    try:
+        with SandboxPool(request.param, num_workers=1, limits=LIMITS) as made:
+            yield made
+    except TaskError as error:
+        if request.param == "1":
+            raise  # level 1 works everywhere
+        pytest.skip(str(error))
+    finally:
+        del os.environ["SANDBOX_TEST_SECRET"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("host")
+    for part in (folder, *folder.parents[:2]):
+        part.chmod(0o777)
+    secret = folder / "secret.txt"
+    secret.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("\0" + ABSTRACT)
+        unix.listen()
+        yield {
+            "port": tcp.getsockname()[1],
+            "secret_file": secret,
+            "secret_dir": folder,
+            "pid": os.getpid(),
+            "abstract": ABSTRACT,
+        }
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
+def test_an_attempt_gets_nothing(attempt: Attempt, pool: SandboxPool, places: dict[str, object]) -> None:
+    if pool.level not in attempt.levels:
+        pytest.skip(f"level {pool.level} does not promise this")
+    outcome = pool.run(_filled(attempt.program, places))[0]
+    assert "ESCAPED" not in outcome.stdout, outcome
+    assert not (Path(str(places["secret_dir"])) / "planted").exists()
+    assert pool.run("print('next')")[0].stdout == "next\n"  # nothing of it reaches the next program
+
+
+def test_at_least_thirty_attempts_meet_level_two() -> None:
+    assert sum(2 in attempt.levels for attempt in ATTEMPTS) >= 30
+    assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS)
+
+
+DAEMON = """
+import os, sys, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv("/bin/sleep", ["{mark}", "{seconds}"])
+        os._exit(0)
+print("left")
+"""
+
+
+def test_what_a_program_leaves_behind_is_ended(pool: SandboxPool) -> None:
+    seconds = f"{3000 + pool.level}.{os.getpid()}"
+    program = DAEMON.replace("{mark}", "sleep").replace("{seconds}", seconds)
+    assert pool.run(program)[0].stdout == "left\n"
+    assert seconds not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+
+
+def test_a_fork_bomb_is_ended_with_all_of_it(pool: SandboxPool) -> None:
+    assert pool.run("print(1)")[0].status == "ok"
+    before = _num_supervisors()
+    assert pool.run(BOMB)[0].status in ("timeout", "lost")
+    assert pool.run("print(1)")[0].status == "ok"
+    assert _num_supervisors() < before + 32  # the bomb makes 64 copies of one; the pool itself keeps a few ready
+
+
+def _num_supervisors() -> int:
+    """Forks keep their supervisor's command line."""
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return sum("Runs inside the sandbox" in line for line in lines)
+
+
+def test_level_one_does_not_promise_what_it_cannot_hold(places: dict[str, object]) -> None:
+    """The attempts are real: where nothing stops them, they get through."""
+    with SandboxPool("1", num_workers=1, limits=LIMITS) as pool:
+        for name in ("tcp_loopback", "abstract_socket", "read_host_file", "read_passwd", "write_host", "symlink_out"):
+            (attempt,) = [attempt for attempt in ATTEMPTS if attempt.name == name]
+            assert "ESCAPED" in pool.run(_filled(attempt.program, places))[0].stdout, name
+    (Path(str(places["secret_dir"])) / "planted").unlink()
+
+
+def _filled(program: str, places: dict[str, object]) -> str:
+    for name, value in places.items():
+        program = program.replace("{" + name + "}", str(value))
+    return program
+
+
+def test_a_program_that_ends_its_supervisor_is_lost_and_the_pool_goes_on(pool: SandboxPool) -> None:
+    outcome = pool.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint('done')", total_s=20)[0]
+    assert outcome.status == "lost", outcome
+    assert pool.run("print(1)")[0].stdout == "1\n"
