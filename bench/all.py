@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("wire", "engine", "weights", "algorithms", "overlap", "presets")
+BENCHES = ("sandbox", "wire", "engine", "weights", "algorithms", "overlap", "presets")
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from envs.sandbox.isolation import Isolation
 from envs.sandbox.limits import Case, Execution, Limits
 
 START_S = 10.0
-GRACE_S = 0.3
+GRACE_S = 0.4
 """How much longer than its time a case may take before its sandbox is ended from outside."""
 _MAX_FRAME = 256 << 20
 
@@ -79,6 +79,8 @@ class SandboxProcess:
 
     def close(self) -> None:
         """End the sandbox and everything in it."""
+        if self._lost:
+            _end_descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -129,6 +131,18 @@ class SandboxProcess:
     @staticmethod
     def _fd(pipe: object) -> int:
         return pipe.fileno()  # type: ignore[attr-defined]
+
+
+def _end_descendants(pid: int) -> None:
+    """End what a supervisor should have ended: stop first, so that nothing takes the place of what is killed."""
+    try:
+        descendants = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for action in (psutil.Process.suspend, psutil.Process.kill):
+        for process in descendants:
+            with contextlib.suppress(psutil.Error):
+                action(process)
 
 
 def _end_user(uid: int) -> None:

@@ -80,7 +80,7 @@ def run_case(request, case, work, number):
     texts, ended = collect(pid, out_read, err_read, start + limits["timeout_s"], limits["output_bytes"])
     exit_status = kill_all(pid)
     answer = {
-        "status": verdict(ended, exit_status, os.read(status_read, 1)),
+        "status": outcome(ended, exit_status, os.read(status_read, 1)),
         "stdout": texts[out_read].decode(errors="replace"),
         "stderr": texts[err_read].decode(errors="replace"),
         "exit_status": exit_status,
@@ -92,7 +92,7 @@ def run_case(request, case, work, number):
     return answer
 
 
-def verdict(ended, exit_status, word):
+def outcome(ended, exit_status, word):
     if ended != "ok":
         return ended
     if word == COMPILE_ERROR:
@@ -201,28 +201,48 @@ def read_some(fd, texts, limit):
 def kill_all(pid):
     """End the program and everything that descends from it; returns the program's exit status.
 
-    A descendant whose parent died belongs to this process (it is the subreaper), so nothing is left once the list of
-    children is empty. New ones appear while we kill: go on until there are none, for half a second.
+    A descendant whose parent died becomes a child of this process (it is the subreaper). All are stopped before any is
+    killed, because each place that a fork bomb loses would be taken by the next fork.
     """
-    exit_status, deadline = 0, time.monotonic() + 0.5
+    exit_status, deadline = 0, time.monotonic() + 1.0
     while time.monotonic() < deadline:
-        for child in children():
-            try:
-                os.kill(child, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        stopped = set()
+        while new := descendants() - stopped:
+            signal_all(new, signal.SIGSTOP)
+            stopped |= new
+        signal_all(stopped, signal.SIGKILL)
         try:
             reaped, status = os.waitpid(-1, 0)
+            while reaped:
+                if reaped == pid:
+                    exit_status = os.waitstatus_to_exitcode(status)
+                reaped, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return exit_status
-        if reaped == pid:
-            exit_status = os.waitstatus_to_exitcode(status)
     os._exit(1)  # the parent ends what is left together with this sandbox
 
 
-def children():
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(word) for word in file.read().split()]
+def signal_all(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def descendants():
+    """Processes under this one; those that ended meanwhile may be missing."""
+    found, waiting = set(), [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    waiting += [int(word) for word in file.read().split()]
+        except OSError:
+            continue
+        found.add(pid)
+    return found - {os.getpid()}
 
 
 def in_memory(name, data):
