@@ -21,6 +21,7 @@ def finish(run: Run, *, completed: bool) -> None:
         run.evaluate(wait=True)
     if run.ranks.rank != 0:
         return
+    run.samples.close()
     run.hub.poll()
     run.hub.refresh_status()
     reason = "the run is finished" if completed else f"stopped: {run.stop.reason or run.hub.halted}"

@@ -21,6 +21,7 @@ def train(run: Run) -> bool:
         share, rows = taken
         with run.timed("pack"):
             rows = run.objective.begin(rows, share.plan, version=run.version, lag_policy=run.staleness.lag_policy)
+            run.choose_samples(share, rows)
             budget = run.config.learner.max_tokens_per_device
             batch = equalize(pack(rows, budget, bootstrap=run.objective.has_critic), run.ranks)
         with run.with_wire_precision():  # the policy that is scored is the one that actors sample from

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -173,6 +174,12 @@ class Ranks:
         """The list of every data-parallel rank, by that rank."""
         rows = self.gather_world(values)
         return [row for rank, row in enumerate(rows) if self.mesh.is_first_of_share(rank)]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every data-parallel rank, by that rank."""
+        padded = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4")  # four at a time: float64 holds them exactly
+        rows = self.gather([float(len(data)), *padded.tolist()])
+        return [np.array(words, dtype="<u4").tobytes()[: int(length)] for length, *words in rows]
 
     def sum_over_shards(self, value: float) -> float:
         """The sum over the parts of the model in float64, each counted once."""

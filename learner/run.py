@@ -34,6 +34,7 @@ from learner.publish.probe import Prober
 from learner.publish.publisher import Publisher
 from learner.publish.rounding import with_wire_precision
 from learner.record.recorder import Recorder
+from learner.record.step_samples import StepSamples
 from learner.stop_flag import StopFlag
 from streamrl.config.schema import Config
 from streamrl.errors import TaskError, WeightsError
@@ -67,6 +68,7 @@ class Run:
     hub: HubLink
     reader: TrajectoryReader
     stop: StopFlag
+    samples: StepSamples
     loss_weights: LossWeights
     staleness: StalenessControl
     reference: FrozenPolicy | None = None
@@ -111,7 +113,14 @@ class Run:
         if share is None:
             return None
         with self.timed("pack"):
-            return share, self.reader.read(share.groups, version=share.version, learner_epoch=self.learner_epoch)
+            rows = self.reader.read(
+                share.groups, version=share.version, learner_epoch=self.learner_epoch, origins=share.origins
+            )
+            return share, rows
+
+    def choose_samples(self, share: BatchShare, rows: Sequence[Trajectory]) -> None:
+        """Decide which trajectories of this step are kept to be read."""
+        self.samples.choose(rows, share, self.objective)
 
     @property
     def warming_up(self) -> bool:
@@ -214,7 +223,7 @@ class Run:
         num_prompts = self.config.eval.num_samples
         if self.ranks.rank != 0 or not num_prompts:
             return
-        self.hub.evaluate(self.version, self.version, num_prompts)
+        self.hub.evaluate(self.version, self.version, num_prompts, self.samples.eval_prompts(num_prompts))
         if wait:
             with self.timed("eval"):
                 self.hub.wait_for_eval(self.version)
@@ -237,6 +246,7 @@ class Run:
                     raise TaskError(f"no prompt of the evaluation of version {result.version} could be scored, the run "
                                     f"stops: {result.failure}")
                 self.recorder.evaluated(result)
+                self.samples.evaluated(result)
         self.hub.evals.clear()
 
     # --- checkpoints and records --------------------------------------------------------------------------------
@@ -272,7 +282,8 @@ class Run:
             self.saved_version = self.version
 
     def record(self, step: int, meter: Meter, result: StepResult) -> None:
-        """One row of metrics; every rank calls it, rank 0 writes."""
+        """One row of metrics and the step's samples; every rank calls it, rank 0 writes."""
+        self.samples.keep(step, self.objective, skipped=result.skipped)
         self.times["step"] = time.monotonic() - self._step_began
         times = {name: self.ranks.maximum(self.times.get(name, 0.0)) for name in sorted(SHARED_TIMES)}
         times |= {name: self.times[name] for name in RANK_ZERO_TIMES if name in self.times}

@@ -33,6 +33,7 @@ from learner.preflight import check_settings
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
 from learner.record.recorder import Recorder
+from learner.record.step_samples import open_samples
 from learner.run import Run
 from learner.stop_flag import StopFlag
 from streamrl.config.rules import largest_max_lag, lookahead
@@ -111,6 +112,10 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
     )
+    reader = TrajectoryReader(vocab_size=vocab_size)
+    samples = open_samples(
+        config.samples, run_dir, model_dir, seed=config.run.seed, ranks=ranks, reader=reader, resume_step=past.version
+    )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
         ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
@@ -118,7 +123,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
         objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, lock), stop=stop, lock=lock,
         prober=_make_prober(config, networks.policy, model_dir, ranks.device), hub=hub,
-        hub_process=hub_process, shm=shm, reader=TrajectoryReader(vocab_size=vocab_size), model_dir=model_dir,
+        hub_process=hub_process, shm=shm, reader=reader, model_dir=model_dir, samples=samples,
         saved_version=past.version if past.checkpoint is not None else -1,
     )
     if rank_zero:
@@ -206,6 +211,7 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
 
 def tear_down(run: Run) -> None:
     """Close sockets, shared memory and process group; safe after any failure."""
+    run.samples.close()
     run.hub.close()
     if run.hub_process is not None:
         run.hub_process.abandon()

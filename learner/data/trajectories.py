@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from streamrl.errors import ContentError
-from streamrl.messages import TO_HUB, Group, Member, MemberStatus
+from streamrl.messages import TO_HUB, Group, GroupOrigin, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 
 
@@ -30,6 +30,8 @@ class Trajectory:
     scores: Mapping[str, float]
     temperature: float
     truncated: bool
+    actor_id: str = ""
+    prompt_index: int = -1  # in its split; -1 if the sender did not say
 
     @property
     def num_tokens(self) -> int:
@@ -48,17 +50,22 @@ class TrajectoryReader:
         self._decoder = Decoder(TO_HUB, max_bytes)
         self._vocab_size = vocab_size
 
-    def read(self, frames: Sequence[bytes], *, version: int, learner_epoch: int | None = None) -> list[Trajectory]:
+    def read(
+        self, frames: Sequence[bytes], *, version: int | None, learner_epoch: int | None = None,
+        origins: Sequence[GroupOrigin] = (),
+    ) -> list[Trajectory]:
         """Trajectories of all frames, in order; aborted members are left out.
 
         Args:
-            version, learner_epoch: that train on them; a token of a later one is refused.
+            version, learner_epoch: that train on them; a token of a later one is refused. Version None: they are only
+                read, so they may also be greedy.
+            origins: of each frame, or none.
         Raises:
             WireError: a frame cannot be decoded, or its contents are impossible (`ContentError`).
         """
         rows: list[Trajectory] = []
         seen: set[tuple[int, int]] = set()
-        for frame in frames:
+        for place, frame in enumerate(frames):
             group = self._decoder.decode(frame)
             if not isinstance(group, Group):
                 raise ContentError("kind", f"expected a GROUP frame in a batch share, got {type(group).__name__}")
@@ -69,16 +76,19 @@ class TrajectoryReader:
                 if key in seen:
                     raise ContentError("duplicate", f"member {key[1]} of group {key[0]} is in the batch twice")
                 seen.add(key)
-                rows.append(self._trajectory(group, member, version, learner_epoch))
+                row = self._trajectory(group, member, version, learner_epoch)
+                if origins:
+                    row = replace(row, actor_id=origins[place].actor_id, prompt_index=origins[place].prompt_index)
+                rows.append(row)
         return rows
 
-    def _trajectory(self, group: Group, member: Member, version: int, learner_epoch: int | None) -> Trajectory:
+    def _trajectory(self, group: Group, member: Member, version: int | None, learner_epoch: int | None) -> Trajectory:
         name = f"group {group.group_id} member {member.index}"
         prompt_ids = unpack_ids(member.prompt_ids or group.members[0].prompt_ids, vocab_size=self._vocab_size)
         token_ids = unpack_ids(member.token_ids, vocab_size=self._vocab_size)
         if not len(prompt_ids):
             raise ContentError("length", f"{name} has no prompt: nothing predicts its first token")
-        if not group.sampling.temperature > 0:
+        if version is not None and not group.sampling.temperature > 0:
             raise ContentError(
                 "sampling", f"{name} was sampled at temperature {group.sampling.temperature}, which has no log-probs"
             )
@@ -101,12 +111,15 @@ def _check_range(name: str, field: str, start: int, end: int, num_tokens: int) -
         raise ContentError("range", f"{name}: {field} has the range {start}..{end} in {num_tokens} tokens")
 
 
-def _token_versions(name: str, member: Member, mask: np.ndarray, version: int, learner_epoch: int | None) -> np.ndarray:
+def _token_versions(
+    name: str, member: Member, mask: np.ndarray, version: int | None, learner_epoch: int | None
+) -> np.ndarray:
     versions = np.full(len(mask), -1, dtype=np.int64)
     for span in member.versions:
         start, end = span.start, span.end
         _check_range(name, "versions", start, end, len(mask))
-        if span.version > version or (learner_epoch is not None and span.learner_epoch > learner_epoch):
+        late = version is not None and span.version > version
+        if late or (learner_epoch is not None and span.learner_epoch > learner_epoch):
             raise ContentError(
                 "version",
                 f"{name}: tokens {start}..{end} are of version {span.learner_epoch}:{span.version}, "

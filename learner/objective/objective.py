@@ -13,7 +13,7 @@ nothing. The recorded behavior log-prob is the only denominator of a ratio. The 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,8 @@ class Objective:
         self._rho_bar: float | None = None
         self._outputs: dict[batch_stats.MicroBatchKey, tuple[MicroBatch, PassOutputs]] = {}
         self._advantages: dict[batch_stats.MicroBatchKey, Advantages] = {}
+        self._watched: Collection[int] = ()
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._version = 0
         self._meter = Meter()
         self.ranks = ranks
@@ -123,6 +125,7 @@ class Objective:
         self._version, self._lag_policy = version, lag_policy or LagPolicy()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._outputs, self._advantages = {}, {}
+        self._watched, self._seen = (), {}
         # The entropy controller may have moved the upper clip since the last step.
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularizers.controls.clip_high))
         if self.ranks.rank == 0:
@@ -202,6 +205,7 @@ class Objective:
         tokens = self._tokens(batch, batch.padded(logprobs), batch.padded(entropy))
         terms = self._terms(tokens)
         self._measure(tokens, terms)
+        self._watch(tokens, terms)
         # Clips and vetoes would hide a broken policy: NaN must reach the gradients, so that the step is skipped.
         broken = tokens.mask & ~tokens.policy.isfinite()
         losses = torch.where(broken, tokens.policy * torch.where(broken, math.nan, 0.0), terms.losses)
@@ -255,6 +259,24 @@ class Objective:
 
     def _of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
         return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
+
+    # --- single trajectories ------------------------------------------------------------------------------------
+
+    def watch(self, places: Collection[int]) -> None:
+        """Note ratios and advantages of the trajectories at these places, until the next `begin`."""
+        self._watched = places
+
+    def watched(self, place: int, num_tokens: int) -> tuple[list[float], list[float]]:
+        """Ratios pi/mu and advantages of the trajectory's action tokens; empty if it was not in the loss."""
+        if place not in self._seen:
+            return [], []
+        log_ratios, advantages = self._seen[place]
+        return log_ratios[:num_tokens].exp().tolist(), advantages[:num_tokens].tolist()
+
+    def _watch(self, tokens: TokenBatch, terms: LossTerms) -> None:
+        for row, place in enumerate(tokens.micro.trajectory_ids):
+            if place in self._watched:  # copied where they are: fetching them here would wait for the device
+                self._seen[place] = tokens.log_ratios[row].detach().clone(), terms.advantages[row].detach().clone()
 
     # --- statistics ---------------------------------------------------------------------------------------------
 

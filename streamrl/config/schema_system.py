@@ -120,6 +120,18 @@ class CheckpointConfig:
 
 
 @dataclass
+class SamplesConfig:
+    num_per_step: int = ranged(4, ge=0)
+    """Trajectories of each step that samples.jsonl keeps, each of another group, drawn at random; 0 keeps none."""
+    num_per_eval: int = ranged(8, ge=0)
+    """Transcripts of each evaluation that samples.jsonl keeps, always of the same prompts; 0 keeps none."""
+    num_detailed_tokens: int = ranged(512, ge=0)
+    """Leading tokens of a sample that are also kept one by one, with their ids, versions and importance ratios."""
+    max_bytes: int = ranged(64 << 20, gt=0)
+    """Size at which samples.jsonl is thinned: every second of the steps in it leaves it, and fewer are written."""
+
+
+@dataclass
 class WandbConfig:
     enabled: bool = False
     """Also log to Weights & Biases, as `tracking.trackers=[wandb]` does."""

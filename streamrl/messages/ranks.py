@@ -57,6 +57,20 @@ class PlanRow(Message):
     head_lag: int
 
 
+class GroupOrigin(Message):
+    """Who generated a GROUP frame, from which prompt of its split."""
+
+    actor_id: Id
+    prompt_index: U64
+
+
+class KeptGroup(Message):
+    """A GROUP frame (preamble included) that is only read, never trained on."""
+
+    frame: bytes
+    origin: GroupOrigin
+
+
 @message(34, HUB_TO_RANK)
 class BatchShare(Message):
     """The GROUP frames (preamble included) of this rank's groups, and the global plan."""
@@ -66,6 +80,8 @@ class BatchShare(Message):
     groups: tuple[bytes, ...]
     final: bool = False
     stats: dict[str, float] = {}
+    origins: tuple[GroupOrigin, ...] = ()
+    """One for each of `groups`."""
 
 
 @message(35, RANK_TO_HUB)
@@ -129,6 +145,8 @@ class EvalRequest(Message):
     eval_id: U32
     version: U64
     num_prompts: U32
+    keep: tuple[U32, ...] = ()
+    """Prompts whose transcripts come back with the result."""
 
 
 @message(42, HUB_TO_RANK)
@@ -145,6 +163,8 @@ class EvalResult(Message):
     scores: dict[Word, float] = {}  # means of the task's named scores
     failure: str = ""
     """With num_prompts = 0: what went wrong in the last episode."""
+    kept: tuple[KeptGroup, ...] = ()
+    """Transcripts of the prompts that the request named, as far as they were scored."""
 
 
 @message(43, HUB_TO_RANK)

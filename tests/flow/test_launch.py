@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint.checkpoint import find_checkpoint
+from streamrl.metrics.samples import read_samples
 from tests.flow.processes import RunHarness, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
@@ -27,6 +29,11 @@ def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarne
     assert "evaluation" in printed and "report.html" in printed
     assert (harness.status()["state"], harness.status()["version"]) == ("finished", 6)
     assert harness.leftovers() == []
+    samples = read_samples(harness.run_dir)
+    assert Counter((one.kind, one.step) for one in samples) == (
+        {("train", step): 4 for step in range(1, 7)} | {("eval", version): 8 for version in (0, 3, 6)}
+    )
+    assert all(one.actor in ("actor-0", "actor-1") and one.prompt and one.tokens for one in samples)
     model = AutoModelForCausalLM.from_pretrained(harness.run_dir / "model")
     AutoTokenizer.from_pretrained(harness.run_dir / "model")
     found = find_checkpoint(harness.run_dir)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.metrics.samples import read_samples
 from tests.flow.processes import RunHarness
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
@@ -22,6 +23,8 @@ def test_two_fsdp2_ranks_under_torchrun_train(harness: RunHarness):
     assert harness.summary()["num_groups_trained"] == 64
     shards = sorted(path.name for path in (harness.run_dir / "ckpt-00000008").glob("*.safetensors"))
     assert len(shards) == 2, "each rank writes its own shard"
+    trained = [one for one in read_samples(harness.run_dir) if one.kind == "train"]
+    assert len(trained) == 32 and {one.step for one in trained} == set(range(1, 9)), "drawn from both ranks' groups"
 
 
 def test_a_multirun_makes_a_directory_a_job_and_a_comparison(harness: RunHarness):

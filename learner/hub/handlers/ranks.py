@@ -69,11 +69,12 @@ def share_batch(groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[in
     """
     rows = tuple(plan_batch(groups, max(dp_ranks) + 1))
     dp_rank_of = {row.group_id: row.rank for row in rows}
-    frames = [
-        tuple(bytes(frame) for group in groups if dp_rank_of.get(group.group_id) == dp_rank for frame in group.frames)
-        for dp_rank in range(max(dp_ranks) + 1)
+    shares = [
+        [group for group in groups if dp_rank_of.get(group.group_id) == dp_rank] for dp_rank in range(max(dp_ranks) + 1)
     ]
-    return [BatchShare(version, rows, frames[dp_rank], stats={}) for dp_rank in dp_ranks]
+    frames = [tuple(bytes(frame) for group in share for frame in group.frames) for share in shares]
+    origins = [tuple(origin for group in share for origin in group.origins) for share in shares]
+    return [BatchShare(version, rows, frames[at], stats={}, origins=origins[at]) for at in dp_ranks]
 
 
 class RankHandler:
@@ -113,7 +114,7 @@ class RankHandler:
             case BroadcastUp() | BroadcastReport():
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
-                ledger.evals.request(message.eval_id, message.version, message.num_prompts)
+                ledger.evals.request(message.eval_id, message.version, message.num_prompts, message.keep)
                 self._evals.add(message.eval_id)
             case SnapshotRequest():
                 self._send(0, Snapshot(message.version, ledger.freeze(message.version)))

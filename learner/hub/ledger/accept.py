@@ -74,7 +74,7 @@ class Acceptance(LedgerPart):
     def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
         try:
             if group.group_id & EVAL_BIT:
-                durable = self._accept_eval(actor, group, now)
+                durable = self._accept_eval(actor, group, frame, now)
             else:
                 durable = self._accept_train(actor, group, frame, now)
         except _Refused as refused:
@@ -229,7 +229,7 @@ class Acceptance(LedgerPart):
 
     # --- evaluation groups --------------------------------------------------------------------------------------------
 
-    def _accept_eval(self, actor: Actor, group: Group, now: float) -> bool:
+    def _accept_eval(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
         """The same order of tests, without capacity and age; durable at once. Raises _Refused."""
         summaries = self._check_content(group, (0,))
         record = self.evals.record(group.group_id)
@@ -250,7 +250,7 @@ class Acceptance(LedgerPart):
             if record.lease is not None:
                 self.actors.detach(record, revoke=not current)
             self.counts["num_eval_groups"] += 1
-            self.evals.finish(record, scored[0])
+            self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq))
         elif current:
             self.actors.release(group.group_id, now, failed=_is_failure(group))
         return True

@@ -6,12 +6,12 @@ A group's number holds `EVAL_BIT`, the evaluation's id and the prompt's index, s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import nan
 
-from learner.hub.ledger.groups import GroupRecord, GroupState
-from streamrl.messages import EVAL_BIT, EvalResult, MemberStatus
+from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
+from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, MemberStatus
 from streamrl.messages.validate import MemberSummary
 
 MAX_FINISHED = 8  # ended evaluations whose result can still be asked for
@@ -23,6 +23,7 @@ class EvalRun:
     version: int
     records: list[GroupRecord]  # HELD with their score, DROPPED after too many failures
     waiting: list[GroupRecord]  # to lease, last one first
+    keep: frozenset[int] = frozenset()  # prompts whose transcripts go into the result
 
     @property
     def done(self) -> bool:
@@ -39,6 +40,10 @@ class EvalRun:
             mean_tokens=_mean([one.num_action_tokens for one in scored]),
             truncated_fraction=_mean([one.status == MemberStatus.TRUNCATED for one in scored]),
             scores={name: _mean([one.scores[name] for one in scored if name in one.scores]) for name in names},
+            kept=tuple(
+                KeptGroup(frame, origin) for record in self.records
+                for frame, origin in zip(record.frames, record.origins, strict=True)
+            ),
         )
 
 
@@ -53,8 +58,8 @@ class EvalTable:
         self._max_attempts = max_attempts
         self._runs: OrderedDict[int, EvalRun] = OrderedDict()
 
-    def request(self, eval_id: int, version: int, num_prompts: int) -> None:
-        """Score evaluation prompts 0 .. num_prompts - 1 with at least this version.
+    def request(self, eval_id: int, version: int, num_prompts: int, keep: Collection[int] = ()) -> None:
+        """Score evaluation prompts 0 .. num_prompts - 1 with at least this version, and keep what these were answered.
 
         Raises ValueError: the id was used before, or num_prompts is 0.
         """
@@ -63,7 +68,7 @@ class EvalTable:
         if num_prompts < 1:
             raise ValueError(f"evaluation {eval_id} has num_prompts={num_prompts}: ask for at least one")
         records = [GroupRecord(EVAL_BIT | eval_id << 32 | index, index, 0) for index in range(num_prompts)]
-        self._runs[eval_id] = EvalRun(eval_id, version, records, records[::-1])
+        self._runs[eval_id] = EvalRun(eval_id, version, records, records[::-1], frozenset(keep))
         finished = [key for key, run in self._runs.items() if run.done]
         for key in finished[: max(0, len(finished) - MAX_FINISHED)]:
             del self._runs[key]
@@ -79,10 +84,12 @@ class EvalTable:
         run, index = self._runs.get((group_id & ~EVAL_BIT) >> 32), group_id & 0xFFFFFFFF
         return run.records[index] if run is not None and index < len(run.records) else None
 
-    def finish(self, record: GroupRecord, summary: MemberSummary) -> None:
+    def finish(self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery) -> None:
         """The prompt has its score, whichever actor held the lease."""
         record.members[0], record.lease, record.state = summary, None, GroupState.HELD
         run = self._run_of(record)
+        if record.prompt_index in run.keep:
+            record.frames, record.deliveries = [bytes(frame)], [delivery]
         if record in run.waiting:
             run.waiting.remove(record)
 

@@ -16,6 +16,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
+from streamrl.messages import GroupOrigin
 from streamrl.messages.validate import MemberSummary
 
 
@@ -81,6 +82,11 @@ class GroupRecord(Struct, array_like=True):
     first_granted_at: float | None = None
     max_lag: int = 0  # the largest bound in force when one of its leases was granted: what its actors were promised
 
+    @property
+    def origins(self) -> tuple[GroupOrigin, ...]:
+        """Of each frame."""
+        return tuple(GroupOrigin(one.actor_id, self.prompt_index) for one in self.deliveries)
+
     def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
         self.lease = OpenLease(attempt, actor_id, members, now, now)
         self.grants[attempt] = Grant(actor_id, members)
@@ -117,6 +123,7 @@ class HeldGroup:
     members: tuple[HeldMember, ...]
     frames: tuple[bytes, ...]
     max_lag: int = 0  # the bound that this group was judged by
+    origins: tuple[GroupOrigin, ...] = ()  # of each frame
 
     @property
     def num_tokens(self) -> int:

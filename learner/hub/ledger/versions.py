@@ -157,7 +157,7 @@ class LagBounds:
             )
             for index, one in sorted(record.members.items())
         )
-        return HeldGroup(record.group_id, version, members, tuple(record.frames), bound)
+        return HeldGroup(record.group_id, version, members, tuple(record.frames), bound, record.origins)
 
     def check(self) -> None:
         """Assert L1; cheap enough for every tick."""

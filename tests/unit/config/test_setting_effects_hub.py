@@ -17,6 +17,7 @@ from learner.hub_client.settings import hub_settings, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.paths import wire_dtype
 from learner.publish.publisher import Publisher
+from learner.record.step_samples import StepSamples
 from learner.run import Run
 from streamrl.errors import StreamrlError
 from streamrl.messages import (
@@ -297,6 +298,7 @@ def run_of(hub: ScriptedHub) -> Run:
         config=hub.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
         policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=hub.link, reader=None,
         stop=None, loss_weights=None, staleness=None,
+        samples=StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None),
     )
 
 
@@ -314,6 +316,17 @@ def test_evaluations_are_requested_as_often_and_as_large_as_set(scripted_hub, wo
         run.evaluate_if_due()
 
     assert [(request.version, request.num_prompts) for request in hub.received(EvalRequest)] == asked
+
+
+@pytest.mark.shows("samples.num_per_eval")
+@pytest.mark.parametrize("num", [0, 3, 9])
+def test_an_evaluation_asks_for_as_many_transcripts_as_set(scripted_hub, num):
+    hub = scripted_hub("eval.num_samples=5", f"samples.num_per_eval={num}")
+
+    run_of(hub).evaluate(wait=False)
+
+    (request,) = hub.received(EvalRequest)
+    assert len(set(request.keep)) == min(num, 5) and set(request.keep) <= set(range(5))
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], [1, 2, 3]), (["trainer.eval_only=true"], [])])

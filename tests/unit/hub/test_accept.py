@@ -365,7 +365,7 @@ def test_a_group_trained_and_forgotten_is_a_duplicate_not_a_strike():
 
 def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     ledger, actor, _ = one_actor()
-    ledger.evals.request(3, version=0, num_prompts=3)
+    ledger.evals.request(3, version=0, num_prompts=3, keep=[0, 2, 9])
     evals = [lease for lease in actor.ask(free_eval=4) if lease.purpose == 1]
 
     assert actor.finish(evals[0], rewards=[1.0]).kind == "accepted"
@@ -383,6 +383,7 @@ def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     result = run.result()
     assert run.done and result.num_prompts == 3
     assert (result.score, result.reward, result.mean_tokens) == (0.5, 0.5, 1.0)
+    assert {(one.origin.prompt_index, one.origin.actor_id) for one in result.kept} == {(0, "a1"), (2, "a2")}
     assert ledger.take_acks("a2").durable_upto == 2
     assert ledger.evals.get(99) is None
 

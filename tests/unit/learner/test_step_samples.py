@@ -1,0 +1,189 @@
+"""Sampled trajectories of a run: drawn fairly, with the numbers of the loss, and decoded token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from learner.data.packing import pack
+from learner.data.trajectories import TrajectoryReader
+from learner.mesh import Ranks
+from learner.objective.objective import Objective
+from learner.record.drafts import draft, draw_groups, draw_member, draw_prompts, token_texts
+from learner.record.step_samples import open_samples
+from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
+from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup
+from streamrl.metrics.samples import Sample, read_samples
+from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.test_trajectories import frame, member
+
+VERSION = 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, and an end of sequence."""
+    alphabet = {char: place for place, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    model = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tokenizer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def objective() -> Objective:
+    return Objective(AdvantageConfig(), LossConfig(), max_new_tokens=32, max_lag=3, ranks=Ranks())
+
+
+def keep_steps(run_dir: Path, model_dir: Path, *rows_of_steps, result: EvalResult | None = None, **settings) -> list:
+    """What a learner of one process keeps of these steps; its policy gives each token the log-prob -2."""
+    samples = open_samples(
+        SamplesConfig(**settings), run_dir, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
+    )
+    for step, rows in enumerate(rows_of_steps, start=VERSION + 1):
+        loss, plan = objective(), plan_of(rows)
+        rows = loss.begin(rows, plan, version=VERSION)
+        samples.choose(rows, BatchShare(VERSION, plan, ()), loss)
+        for micro in pack(rows, 64):
+            loss.loss(micro, torch.full([micro.num_scored], -2.0), torch.zeros(micro.num_scored))
+        samples.keep(step, loss, skipped=False)
+    if result is not None:
+        samples.evaluated(result)
+    samples.close()
+    assert samples.take() == read_samples(run_dir)
+    return read_samples(run_dir)
+
+
+def test_every_group_and_every_member_is_drawn_equally_often():
+    times, members = Counter(), Counter()
+    for seed in range(2_000):
+        drawn = draw_groups(range(100, 120), 4, seed)
+        times.update(drawn)
+        members.update(draw_member([0, 2, 3], group_id, seed) for group_id in drawn)
+
+    assert len(times) == 20 and all(abs(count - 400) < 90 for count in times.values())  # 5 standard deviations
+    assert set(members) == {0, 2, 3} and all(abs(count - 2667) < 220 for count in members.values())
+
+
+def test_draws_of_parts_can_be_merged_into_the_draw_of_the_whole():
+    whole = draw_groups(range(50), 6, 3)
+
+    parts = draw_groups(range(20), 6, 3) + draw_groups(range(20, 50), 6, 3)
+
+    assert draw_groups(parts, 6, 3) == whole
+
+
+@pytest.mark.shows("samples.num_per_step")
+def test_a_step_keeps_that_many_trajectories_each_of_another_group(tmp_path, model_dir):
+    for num in (0, 1, 3, 99):
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        found = keep_steps(folder, model_dir, batch(5, 4), batch(5, 4, seed=1), num_per_step=num, num_per_eval=1)
+
+        assert Counter(one.step for one in found) == ({6: min(num, 5), 7: min(num, 5)} if num else {})
+        assert len({(one.step, one.group) for one in found}) == len(found)
+
+
+def test_a_sample_holds_the_numbers_of_its_trajectory_and_of_the_loss(tmp_path, model_dir, tokenizer):
+    rows = [replace(row, actor_id="a0", prompt_index=40 + row.group_id) for row in batch(4, 4, seed=3)]
+    by_key = {(row.group_id, row.index): row for row in rows}
+    groups = {g: np.mean([row.reward for row in rows if row.group_id == g]) for g in range(4)}
+
+    found = keep_steps(tmp_path, model_dir, rows)
+
+    assert len(found) == 4
+    for one in found:
+        row = by_key[one.group, one.member]
+        assert (one.kind, one.step, one.fate, one.actor, one.record) == ("train", 6, "trained", "a0", 40 + one.group)
+        assert (one.version, one.lag) == (row.versions[0], VERSION - row.versions[0])
+        assert (one.reward, one.score, one.truncated) == (row.reward, row.scores["score"], row.truncated)
+        assert one.num_tokens == row.num_action_tokens
+        assert one.prompt == tokenizer.decode(row.prompt_ids) and "".join(one.tokens.texts)
+        for ratio, logprob, acts in zip(one.tokens.ratios, row.logprobs, row.mask, strict=True):
+            assert ratio == (pytest.approx(np.exp(-2.0 - logprob), rel=1e-3) if acts else None)
+        assert one.tokens.ids == row.token_ids.tolist() and one.tokens.versions == row.versions.tolist()
+        assert np.sign(one.advantage) == np.sign(round(row.reward - groups[one.group], 6))
+
+
+@pytest.mark.shows("samples.num_detailed_tokens")
+def test_only_the_first_tokens_are_kept_one_by_one(tmp_path, model_dir):
+    rows = batch(2, 2, num_actions=10, with_gap=False)
+
+    for num in (0, 3, 512):
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        for one in keep_steps(folder, model_dir, rows, num_detailed_tokens=num):
+            tokens = one.tokens
+            assert (tokens is None) == (num == 0)
+            if tokens is not None:
+                lists = (tokens.ids, tokens.texts, tokens.ratios, tokens.versions)
+                assert [len(values) for values in lists] == [min(num, 10)] * 4
+
+
+def test_an_evaluation_keeps_its_transcripts_though_they_are_greedy(tmp_path, model_dir):
+    kept = KeptGroup(frame(member(), group_id=(1 << 63) | (7 << 32) | 3, temperature=0.0), GroupOrigin("a1", 3))
+
+    (one,) = keep_steps(tmp_path, model_dir, result=EvalResult(7, 7, 1, 0.0, 0.0, 0.0, 0.0, kept=(kept,)))
+
+    assert (one.kind, one.step, one.version, one.lag, one.record, one.actor) == ("eval", 7, 6, 0, 3, "a1")
+    assert [(turn.role, turn.reward) for turn in one.messages] == [
+        ("assistant", 0.25), ("environment", 0.0), ("assistant", 0.75),
+    ]
+    assert one.answer.count("\n") == 1 and one.advantage is None and one.group == 7 << 32 | 3
+
+
+def test_a_transcript_that_cannot_be_read_is_left_out_and_said(tmp_path, model_dir, caplog):
+    kept = KeptGroup(b"nonsense" * 4, GroupOrigin("a1", 3))
+
+    assert keep_steps(tmp_path, model_dir, result=EvalResult(7, 7, 1, 0.0, 0.0, 0.0, 0.0, kept=(kept,))) == []
+    assert "transcripts of the evaluation of version 7 cannot be read" in caplog.text
+
+
+def test_a_model_without_a_tokenizer_costs_the_samples_and_not_the_run(tmp_path, caplog):
+    assert keep_steps(tmp_path, tmp_path / "nothing", batch(2, 2), batch(2, 2)) == []
+    assert caplog.text.count("training goes on without them") == 1
+
+
+def test_the_prompts_of_an_evaluation_are_always_the_same_ones():
+    first, second = draw_prompts(200, 8, 1), draw_prompts(200, 8, 1)
+
+    assert first == second and len(set(first)) == 8 and max(first) < 200 and first != draw_prompts(200, 8, 2)
+    assert draw_prompts(3, 8, 1) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("text", ["plain words", "naïve 日本 👩‍🚀 end", "x" * 40, ""])
+def test_the_texts_of_tokens_join_to_the_whole_text(tokenizer, text):
+    ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+
+    texts = token_texts(tokenizer.decode, ids)
+
+    assert len(texts) == len(ids) and "".join(texts) == f"{text}<eos>"
+
+
+def test_tokens_that_are_no_text_are_shown_as_such(tokenizer):
+    broken = [tokenizer("é")["input_ids"][0]] * 9  # nine first halves
+
+    texts = token_texts(tokenizer.decode, broken)
+
+    assert len(texts) == 9 and set("".join(texts)) == {"�"}
+
+
+def test_a_trajectory_without_action_tokens_can_be_drafted(tokenizer):
+    (row,) = batch(1, 1)
+    nothing = replace(row, mask=np.zeros_like(row.mask), versions=np.full_like(row.versions, -1))
+
+    one = draft(nothing, kind="train", step=6, version=5, fate="stale").decoded(tokenizer, 10)
+
+    assert isinstance(one, Sample) and (one.answer, one.version, one.num_tokens) == ("", 5, 0)
