@@ -47,8 +47,43 @@ ALIASES: dict[str, str] = {
     "nproc_per_node": "launch.num_learner_ranks", "engine": "actors.engine", "use_vllm": "actors.engine",
     "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers", "report_to": "tracking.trackers",
     "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
+    # the rest of docs/coming_from.md: TRL, verl, prime-rl, OpenRLHF
+    "generation_batch_size": "rollout.num_prompts_per_step", "seq_len": "learner.max_tokens_per_device",
+    "vllm_gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
+    "gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "actors.vllm.tensor_parallel_size",
+    "tensor_parallel_size": "actors.vllm.tensor_parallel_size",
+    "tensor_model_parallel_size": "actors.vllm.tensor_parallel_size",
+    "delta": "loss.options.ratio_cap", "clip_ratio_c": "loss.dual_clip", "importance_sampling_level": "loss.surrogate",
+    "loss_mode": "loss.surrogate", "is_correction_type": "loss.surrogate", "loss_agg_mode": "loss.avg_level",
+    "rollout_is": "loss.correction", "rollout_rs": "loss.correction", "kl_tau": "loss.behavior_penalty",
+    "vllm_importance_sampling_clip_max": "loss.cap", "off_policy_mask_threshold": "loss.opsm_delta",
+    "use_kl_in_reward": "kl.mode", "scale_rewards": "advantage.scale", "norm_adv_by_std_in_grpo": "advantage.scale",
+    "no_std_norm": "advantage.scale", "lam": "advantage.lam", "mask_truncated_completions": "filter.truncated",
+    "filter_zero_advantages": "filter.zero_std", "dynamic_filtering_range": "filter.accuracy_range",
+    "overlong_buffer_len": "overlong.cache_ratio", "use_adaptive_entropy": "entropy.adapt",
+    "sync_ref_model": "reference.sync_every_steps", "ref_model_sync_steps": "reference.sync_every_steps",
+    "max_norm": "policy.optimizer.max_grad_norm", "max_tool_calling_iterations": "env.max_turns",
+    "agent_func_path": "env.path", "remote_url": "env.path", "async_queue_size": "staleness.eta",
+    "staleness_threshold": "staleness.eta", "weight_sync_steps": "publish.when", "partial_rollout": "actors.on_install",
+    "partial_rollout_enable": "actors.on_install", "test_freq": "eval.every_steps",
+    "resume_mode": "checkpoint.resume", "n_gpus_per_node": "launch.num_learner_ranks",
+    "num_gpus_per_node": "launch.num_learner_ranks", "num_train_gpus": "launch.num_learner_ranks",
+    "num_infer_gpus": "launch.num_actors", "num_engines": "launch.num_actors",
 }
 """Lower case, without sections: `trainer.learning_rate` is looked up by its last part."""
+
+FULL_NAMES: dict[str, str] = {
+    "model.name": "policy.model_path", "actor_rollout_ref.model.path": "policy.model_path",
+    "actor_rollout_ref.rollout.name": "actors.engine", "orchestrator.train.source": "env.path",
+    "rollout.max_new_tokens": "rollout.train.sampling.max_new_tokens", "critic.adam.lr": "critic.optimizer.lr",
+    "trainer.loss.type": "loss.surrogate", "algorithm.kl_ctrl.type": "kl.controller", "algo.kl.use_loss": "kl.mode",
+    "algo.kl.estimator": "kl.mode", "algo.kl.target": "kl.controller", "algo.kl.horizon": "kl.controller",
+    "algo.kl.init_coef": "kl.coef", "weight_broadcast.type": "publish.transports",
+    "orchestrator.eval.interval": "eval.every_steps", "eval.steps": "eval.every_steps",
+    "ckpt.interval": "checkpoint.every_steps", "ckpt.load_enable": "checkpoint.resume",
+}
+"""Names whose last part alone would say something else."""
 
 COMMON = (
     "policy.model_path", "env.name", "env.path", "trainer.num_steps", "policy.optimizer.lr",

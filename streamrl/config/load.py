@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.config.aliases import ALIASES
+from streamrl.config.aliases import ALIASES, FULL_NAMES
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, is_file
@@ -148,6 +148,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def nearest_setting(key: str) -> str:
     """The setting that was probably meant, as the end of a sentence."""
+    if key.lower() in FULL_NAMES:
+        return f"did you mean `{FULL_NAMES[key.lower()]}`?"
     keys = set(setting_names())
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
     alias = ALIASES.get(key.lower().replace("-", "_").rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its settings work as written, its names are complete, its numbers are the functions' results."""
+"""docs/algorithms.md and docs/formulas.md: settings work as written, names are complete, numbers are the functions'."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import AdaptiveRule, Config, ConstraintMethod, EntropyAdapt, StalenessMode
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("algorithms.md", "formulas.md"))
 RECIPES = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
 SPANS = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
 SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=\S+( [a-z_]+(\.[a-z_0-9]+)*=\S+)*", span)

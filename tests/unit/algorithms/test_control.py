@@ -267,7 +267,7 @@ def test_publish_when_the_policy_has_moved():
     assert alg.should_publish(0.0101, m2_target=0.04)
 
 
-# 18.7: the step sizes that docs/algorithms.md states for a delay of k, against the roots of z^{k+1} - z^k + h.
+# 18.7: the step sizes that docs/formulas.md states for a delay of k, against the roots of z^{k+1} - z^k + h.
 
 
 def stable_below(delay):

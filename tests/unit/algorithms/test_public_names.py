@@ -53,6 +53,6 @@ def read_names(path: Path) -> set[str]:
 def test_every_public_name_is_used_by_the_product_or_documented():
     product = [path for room in ("streamrl", "learner", "actors") for path in (ROOT / room).rglob("*.py")]
     used = set().union(*map(read_names, product))
-    documented = set(re.findall(r"`([A-Za-z_0-9]+)`", (ROOT / "docs" / "algorithms.md").read_text()))
+    documented = set(re.findall(r"`([A-Za-z_0-9]+)`", (ROOT / "docs" / "formulas.md").read_text()))
 
     assert [name for name in PUBLIC_NAMES if name not in used | documented] == []

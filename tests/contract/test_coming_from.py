@@ -1,0 +1,58 @@
+"""docs/coming_from.md: our column names settings that exist, and typing their name suggests one of ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import check_overrides, load_config, nearest_setting
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+SETTING = r"[a-z_]+(?:\.[a-z0-9_]+)*(?:=\S+)?"
+
+
+def rows() -> list[tuple[list[str], list[str], str]]:
+    """(their names, our settings, remark) of every row of the tables."""
+    found = []
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and "`" in cells[0]:
+            found.append((re.findall(r"`([^`]+)`", cells[0]), re.findall(r"`([^`]+)`", cells[1]), cells[2]))
+    return found
+
+
+def test_there_are_tables_for_four_libraries():
+    assert len(re.findall(r"^## ", PAGE, re.M)) == 4 and len(rows()) > 100
+
+
+def test_our_column_holds_settings_only():
+    assert [ours for _, settings, _ in rows() for ours in settings if not re.fullmatch(SETTING, ours)] == []
+
+
+@pytest.mark.parametrize("ours", sorted({one for _, settings, _ in rows() for one in settings}))
+def test_every_setting_of_ours_exists_and_takes_its_value(ours):
+    if "=" in ours:
+        load_config(["policy.model_path=somewhere", ours])
+    else:
+        check_overrides([f"{ours}=0"])
+
+
+def test_the_settings_in_the_prose_and_the_remarks_exist():
+    words = [word for span in re.findall(r"`([^`]+)`", PAGE) for word in span.split() if "." in word or "=" in word]
+    ours = [word for word in words if re.match(r"(policy|rollout|loss|kl|advantage|staleness|algorithm)[.=]", word)]
+    theirs = {name for names, _, _ in rows() for name in names}
+    assert len(ours) > 40
+    for word in ours:
+        if word not in theirs:
+            check_overrides([word if "=" in word else f"{word}=0"])
+
+
+@pytest.mark.parametrize("names, settings", [(names, settings) for names, settings, _ in rows() if settings],
+                         ids=lambda value: value[0])
+def test_typing_their_name_suggests_one_of_ours(names, settings):
+    keys = {ours.partition("=")[0] for ours in settings}
+    for name in names:
+        suggestion = re.search(r"`(.+)`", nearest_setting(name.lstrip("-")))
+        assert suggestion is not None and suggestion[1] in keys | {key.rpartition(".")[0] for key in keys}, name

@@ -1,0 +1,81 @@
+"""docs/protocol.md: its tables are the structs' fields in wire order, its example is the encoder's bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.messages import (
+    FROM_WEIGHTS,
+    PROTOCOL,
+    TO_ACTOR,
+    TO_HUB,
+    TO_WEIGHTS,
+    ActorState,
+    Bye,
+    ChunkStatus,
+    InstallSource,
+    Layout,
+    Lease,
+    Limits,
+    Lineage,
+    Manifest,
+    Member,
+    MemberStatus,
+    Offer,
+    Outcome,
+    PullMode,
+    Purpose,
+    Rejection,
+    RejectReason,
+    ReturnReason,
+    Sampling,
+    Span,
+    StopReason,
+    TensorSpec,
+    Turn,
+    VersionRef,
+)
+from streamrl.messages.codec import encode
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+DIRECTIONS = {
+    "actor to hub": TO_HUB, "hub to actor": TO_ACTOR, "actor to weights": TO_WEIGHTS, "weights to actor": FROM_WEIGHTS,
+}
+PARTS = (VersionRef, Lineage, Limits, Lease, Sampling, Member, Span, Turn, Rejection, Layout, TensorSpec, Manifest,
+         Offer)
+ENUMS = (ActorState, Purpose, Outcome, ReturnReason, MemberStatus, RejectReason, InstallSource, StopReason, PullMode,
+         ChunkStatus)
+
+
+def fields(cls: type[msgspec.Struct]) -> str:
+    return ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(cls))
+
+
+def message_rows() -> list[str]:
+    kinds = {(kind, cls) for direction in DIRECTIONS.values() for kind, cls in direction.items()}
+    return [
+        f"| {kind} | `{cls.__name__}` | "
+        f"{', '.join(name for name, known in DIRECTIONS.items() if known.get(kind) is cls)} | {fields(cls)} |"
+        for kind, cls in sorted(kinds, key=lambda row: (row[0], row[1].__name__))
+    ]
+
+
+def enum_row(cls: type) -> str:
+    return f"| `{cls.__name__}` | {', '.join(f'{one.value} `{one.name}`' for one in cls)} |"
+
+
+@pytest.mark.parametrize("row", [*message_rows(), *(f"| `{cls.__name__}` | {fields(cls)} |" for cls in PARTS),
+                                 *map(enum_row, ENUMS)])
+def test_the_page_has_the_row_as_the_code_has_it(row):
+    assert row in PAGE.splitlines(), f"docs/protocol.md needs this row:\n{row}"
+
+
+def test_the_example_frame_is_what_the_encoder_makes():
+    example = re.search(r"```text\n((?:[0-9a-f]{2}[ \n])+)```", PAGE)
+    assert example is not None
+    assert bytes.fromhex(example[1].replace("\n", " ")) == bytes(encode(Bye(3, "drained")))
+    assert f"protocol is {PROTOCOL}" in PAGE
