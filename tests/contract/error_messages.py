@@ -210,7 +210,7 @@ MENDS: dict[str, str] = {
     # run directories and checkpoints
     "is not a metrics object": "the file was edited or cut: remove that line",
     "it is not a summary of this release": "read it with the release that wrote it",
-    "was it edited or cut short": "`streamrl report RUN_DIR` works without it",
+    "was it edited or cut short": "`streamrl report` works without it",
     "a newer learner owns": "only one learner may own a run: stop the other one, or resume with it",
     "belongs to run": "resume in the directory of the run that wrote it",
     "must exceed …, which wrote this": "a newer learner has written there: resume from its directory",
