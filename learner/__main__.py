@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
-from streamrl.run_dirs import choose_run_dir, numbered_run_dir
+from streamrl.parent_watch import VARIABLE
+from streamrl.run_dirs import choose_run_dir, note_start, numbered_run_dir
 
 if TYPE_CHECKING:
     from learner.mesh import Ranks
@@ -76,10 +77,13 @@ def learn(config: Config, words: list[str]) -> int:
     from learner.setup import build_run, start_ranks, tear_down
     from learner.stop_flag import StopFlag
 
+    launched = VARIABLE in os.environ  # then `streamrl launch` has noted the start
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config)
     run_dir = agreed_run_dir(config, ranks)
     run = build_run(config, run_dir, stop, ranks)
+    if ranks.rank == 0 and not launched:
+        note_start(run_dir, ["streamrl", "learner", *words])
     try:
         completed = train(run)
         finish(run, completed=completed)

@@ -17,6 +17,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
+  streamrl report runs/                           an index of all runs
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
@@ -35,7 +36,8 @@ streamrl launch -m [FILE.yaml] [key=value ...]    one run for each combination o
   WORD        only those whose line contains every word
   --common    only those to know first""",
     "report": """streamrl report RUN_DIR                 write RUN_DIR/report.html again
-streamrl report RUN_DIR RUN_DIR ...     compare runs: comparison.html and comparison.md beside the first""",
+streamrl report RUN_DIR RUN_DIR ...     compare runs: comparison.html and comparison.md beside the first
+streamrl report FOLDER                  index.html of all runs in a folder, and the reports that are missing or old""",
 }
 
 
@@ -169,8 +171,9 @@ def relay(options: list[str]) -> int:
 
 
 def report(run_dirs: list[str]) -> int:
-    """Write report.html of a run, or comparison.html of several."""
+    """Write report.html of a run, comparison.html of several, or index.html of a folder of runs."""
     from streamrl.report.compare import write_comparison
+    from streamrl.report.index import write_index
     from streamrl.report.report import write_report
 
     if not run_dirs:
@@ -178,7 +181,11 @@ def report(run_dirs: list[str]) -> int:
         return 2
     try:
         if len(run_dirs) == 1:
-            print(write_report(run_dirs[0]))
+            run_dir = Path(run_dirs[0])
+            is_folder = run_dir.is_dir() and not (run_dir / "metrics.jsonl").exists() and any(run_dir.iterdir())
+            print(write_index(run_dir, reports=True) if is_folder else write_report(run_dir))
+            if not is_folder and (run_dir.parent / "index.html").exists():
+                write_index(run_dir.parent)
             return 0
         out = Path(run_dirs[0]).parent / "comparison.html"
         print(write_comparison(run_dirs, out))

@@ -25,8 +25,10 @@ from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import child_environment, program
+from streamrl.report.index import find_runs, write_index
 from streamrl.report.live_view import LiveView
-from streamrl.run_dirs import choose_run_dir
+from streamrl.report.report import write_report
+from streamrl.run_dirs import choose_run_dir, note_start
 
 log = logging.getLogger("streamrl.launch")
 
@@ -52,8 +54,9 @@ class Child:
     given_up: bool = False
 
     def tail(self, num_lines: int) -> str:
-        """The end of its log, indented."""
-        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        """The end of its log without the lines of steps, indented."""
+        lines = [line for line in self.log_path.read_text(errors="replace").splitlines()
+                 if line.strip() and not line.startswith("step ")]  # the terminal has had those
         return "\n".join("  " + line for line in lines[-num_lines:])
 
     def close_pipe(self) -> None:
@@ -100,6 +103,7 @@ class Launcher:
     def run(self) -> int:
         """Run until the learner ends; returns its exit status, or 130 after Ctrl-C."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        note_start(self.run_dir, ["streamrl", "launch", *self._overrides])
         done = threading.Event()
         view = LiveView(self.run_dir)
         viewer = threading.Thread(target=view.run, args=(done,), daemon=True)
@@ -113,14 +117,19 @@ class Launcher:
                 done.set()
                 viewer.join(timeout=5)
         if interrupts.count:
-            kept = [one for one in self._overrides if one != "checkpoint.resume=true"]
-            resume = shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
-            print(f"\nStopped. Resume with:\n  streamrl launch {resume}", flush=True)
+            print(f"\nStopped. Resume with:\n  streamrl launch {self._resume()}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
             print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:\n{self._learner.tail(20)}",
                   file=sys.stderr)
+            if (self.run_dir / "LATEST").exists():
+                print(f"Go on from its newest checkpoint with:\n  streamrl launch {self._resume()}", file=sys.stderr)
         return code
+
+    def _resume(self) -> str:
+        """The words that continue this run."""
+        kept = [one for one in self._overrides if one != "checkpoint.resume=true"]
+        return shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
@@ -280,6 +289,18 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
         print("\n" + Summary.load(summary).table(), end="")
-    if code == 0 and report.exists():
-        print(f"report          {report}", flush=True)
+    write_pages(run_dir, run_dir.parent if config.run.dir is None else None, ended_well=code == 0)
+    if report.exists():
+        print(f"{'report':<15} {report}", flush=True)
     return run_dir, code
+
+
+def write_pages(run_dir: Path, root: Path | None, *, ended_well: bool) -> None:
+    """The report of a run whose learner could not write it, and the index of the folder of runs, if there is one."""
+    try:
+        if not ended_well and (run_dir / "metrics.jsonl").exists():
+            write_report(run_dir)
+        if root is not None and find_runs(root):
+            write_index(root)
+    except (OSError, StreamrlError, ValueError) as error:  # pages are never worth the exit status of a run
+        log.warning("a page could not be written: %s", error)

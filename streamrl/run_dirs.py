@@ -1,11 +1,19 @@
-"""Run directories: `<root>/<name>-<number>`, or the one that `run.dir` names."""
+"""Run directories: `<root>/<name>-<number>`, or the one that `run.dir` names; and the note of how a run was started."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
+from streamrl.metrics.run_record import read_object
+from streamrl.metrics.sinks import write_atomic
+from streamrl.version import __version__
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -41,3 +49,26 @@ def choose_run_dir(config: Config) -> Path:
 
 def numbered_run_dir(config: Config, number: int) -> Path:
     return Path(config.run.root) / f"{config.run.name}-{number:03d}"
+
+
+def note_start(run_dir: Path, command: Sequence[str]) -> None:
+    """Add a start to `run.json`: the command line, the time, the version, and the commit of the working directory."""
+    path = run_dir / "run.json"
+    started = {
+        "command": shlex.join(command), "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "version": __version__, "commit": _commit(),
+    }
+    starts = [*read_object(path).get("starts", ()), started]
+    write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """`1a2b3c4`, with a + if files were changed since; "" outside a git repository."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"], stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

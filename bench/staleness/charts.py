@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.staleness.summary import by, mean
-from streamrl.report.plots import HEIGHT, NUM_COLORS, WIDTH, Curve, line_chart
+from streamrl.report.charts.curve import NUM_COLORS, Curve
+from streamrl.report.charts.figure import SMALL
+from streamrl.report.charts.lines import line_chart
 
 _ColorS = ("#1f6fb4", "#d9622b", "#2f9457", "#8a4fb5", "#b08900", "#c2387e", "#26949b", "#777c82")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1d1f21}.tick,.label{fill:#63686e}.note{fill:#c0392b}"
     ".grid{stroke:#e4e5e7}.axis{stroke:#63686e}.bound{stroke:#c0392b;stroke-dasharray:5 4}"
-    ".curve{fill:none;stroke-width:2;stroke-linejoin:round}"
+    ".curve{fill:none;stroke-width:2;stroke-linejoin:round}.dots{stroke-width:6;stroke-linecap:round}"
     + "".join(f".c{i}{{stroke:{c}}}.dot.c{i},.k{i}{{fill:{c}}}" for i, c in enumerate(_ColorS))
 )
+WIDTH, HEIGHT = SMALL.width, SMALL.height
 RATIO_ONLY = ("none", "token_tis", "seq_tis", "icepop", "decoupled_ppo", "vespo", "vtrace_critic_free", "impala")
 TRUST_REGION = (
     "none", "stream_default", "m2po", "dppo_tv", "vtrace_critic_free_clip", "vtrace_critic_clip", "retrace_v_clip",
@@ -44,11 +47,11 @@ def write_charts(parts: Mapping[str, Runs], folder: Path, *, eval_every: int) ->
 
 
 def standalone(figure: str) -> str:
-    """The SVG of a figure of `streamrl.report.plots`, with style, title and legend inside."""
+    """The SVG of a figure of `streamrl.report.charts`, with style, title and legend inside."""
     found = re.search(r"<svg [^>]*>(.*)</svg>", figure, re.S)
     title = re.search(r"<figcaption>(.*?)</figcaption>", figure, re.S)
-    assert found is not None and title is not None, "not a figure of streamrl.report.plots"
-    names = re.findall(r'class="key k(\d)"></i>(.*?)</span>', figure)
+    assert found is not None and title is not None, "not a figure of streamrl.report.charts"
+    names = re.findall(r'class="key k(\d)"></i>(.*?)(?: <b>.*?</b>)?</span>', figure)
     rows = math.ceil(len(names) / 2)
     legend = "".join(
         f'<rect class="k{color}" x="{12 + 210 * (i % 2)}" y="{HEIGHT + 4 + 18 * (i // 2)}" width="12" height="4"/>'

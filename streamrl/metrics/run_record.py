@@ -1,35 +1,70 @@
-"""A run directory read back: `metrics.jsonl`, `summary.json` and the resolved configuration."""
+"""A run directory read back: `metrics.jsonl`, `summary.json`, the resolved configuration, and how it was started."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.summary import Summary
 
+RUNNING_S = 20.0
+"""A run whose hub has written nothing for so long is taken for dead."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run left behind. `summary` is None while it runs, or if it was killed."""
+    """What a run left behind. Files that it lacks, as an older or killed run does, leave their field empty.
+
+    Attributes:
+        summary: None while it runs, or if it was killed.
+        state: "finished", "stopped" (it can be resumed), "running", or "killed" (its last files say that it runs).
+        config: the resolved settings as plain values.
+        starts: one object for each start, resumed ones too: `command`, `started`, `commit`, `version`.
+        status: the hub's last `status.json`.
+        notes: the text of `notes.md`, which people write.
+    """
 
     name: str
     rows: list[dict[str, Any]]
     summary: Summary | None
     config_text: str
     overrides: list[str]
+    state: str = "finished"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    starts: Sequence[Mapping[str, Any]] = ()
+    status: Mapping[str, Any] = field(default_factory=dict)
+    notes: str = ""
 
     def keys(self) -> list[str]:
         """Every key that some line holds, in order of appearance."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
+    @property
+    def step(self) -> int:
+        """The newest step; 0 without any."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
 
-def read_run(run_dir: str | os.PathLike[str]) -> RunRecord:
+    def setting(self, name: str, default: Any = None) -> Any:
+        """The value of `policy.optimizer.lr`, say; `default` if the run's release had no such setting."""
+        value: Any = self.config
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+
+def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) -> RunRecord:
     """Read a finished, killed or running run.
 
+    Args:
+        max_rows: read only the lines with an evaluation and about so many others, spread over the run.
     Raises:
         FileNotFoundError: there is no `metrics.jsonl`.
         CheckpointError: a line before the last is damaged.
@@ -38,14 +73,39 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecord:
     path = root / "metrics.jsonl"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
-    summary = root / "summary.json"
+    summary, status = root / "summary.json", read_object(root / "status.json")
     return RunRecord(
         name=root.resolve().name,
-        rows=read_metrics(path),
+        rows=read_metrics(path) if max_rows is None else read_some_metrics(path, max_rows),
         summary=Summary.load(summary) if summary.exists() else None,
         config_text=_text(root / "config.yaml"),
         overrides=_overrides(root),
+        state=run_state(root, status),
+        config=read_object(root / "config.json"),
+        starts=read_object(root / "run.json").get("starts", ()),
+        status=status,
+        notes=_text(root / "notes.md").strip(),
     )
+
+
+def run_state(root: Path, status: Mapping[str, Any]) -> str:
+    """See `RunRecord.state`. A summary that is older than the metrics is of the part before a resume."""
+    summary, metrics = root / "summary.json", root / "metrics.jsonl"
+    if summary.exists() and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
+        return "stopped" if status.get("state") == "stopped" else "finished"
+    if status.get("state") in ("starting", "running"):
+        age_s = datetime.now(UTC).timestamp() - (root / "status.json").stat().st_mtime
+        return "running" if age_s < RUNNING_S else "killed"
+    return "killed"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if the file is missing or was cut short by a crash."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -60,6 +120,27 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise CheckpointError(f"{path} line {number} is not a metrics object ({error}).") from error
     return rows
+
+
+def read_some_metrics(path: Path, max_rows: int) -> list[dict[str, Any]]:
+    """The first and last line, those with an evaluation, and about `max_rows` others; damaged lines are left out."""
+    rows, size = [], path.stat().st_size
+    offset, next_due, newest = 0, 0.0, b""
+    with path.open("rb") as lines:
+        for line in lines:
+            newest = line if line.endswith(b"\n") else newest
+            if offset >= next_due or b'"eval/score"' in line:
+                rows.append(line)
+                next_due = max(next_due, offset + size / max_rows)
+            offset += len(line)
+    found = {}
+    for line in [*rows, newest]:
+        try:
+            row = parse_row(line.decode("utf-8", errors="replace"))
+            found[row["step"], "eval/score" in row] = row
+        except ValueError:
+            continue
+    return sorted(found.values(), key=lambda row: row["step"])
 
 
 def parse_row(line: str) -> dict[str, Any]:

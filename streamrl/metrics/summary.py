@@ -92,19 +92,21 @@ class Summary:
         """(label, value) pairs, most asked for first."""
         wait = f"{duration(self.learner_wait_s)} ({self.learner_wait_s / self.wall_s:.0%})" if self.wall_s else "-"
         violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
-        num_recovered = max(0, self.num_leases_reissued - self.num_leases_retried)
+        recovered = ", ".join(f"{count} {what}" for count, what in (
+            (max(0, self.num_leases_reissued - self.num_leases_retried), "leases reissued"),
+            (self.num_duplicates_dropped, "duplicates dropped"), (self.num_actor_restarts, "actor restarts"),
+        ) if count)  # nothing of it happens in most runs
+        stale = f", {self.num_groups_stale} stale" if self.num_groups_stale else ""
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
             ("run", self.run or self.run_id),
+            ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
             ("steps", str(self.steps)),
             ("wall time", duration(self.wall_s)),
-            ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
-            ("groups", f"{self.num_groups_trained} trained, {self.num_groups_accepted} accepted, "
-                       f"{self.num_groups_leased} leased, {self.num_groups_stale} stale"),
+            ("groups", f"{self.num_groups_trained} trained of {self.num_groups_leased} leased{stale}"),
             *(failures if self.num_episodes_failed else []),
-            ("recovered", f"{num_recovered} leases reissued, {self.num_duplicates_dropped} duplicates "
-                          f"dropped, {self.num_actor_restarts} actor restarts"),
+            *([("recovered", recovered)] if recovered else []),
             ("tokens trained", compact(self.trained_tokens)),
             ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
                          f"{compact(self.tokens_per_s_generate)} generated"),

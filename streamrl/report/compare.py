@@ -1,21 +1,30 @@
-"""Several runs side by side: a page with overlaid curves and a table of what was changed and what came of it."""
+"""Several runs side by side: a page with overlaid curves, a table of what came of each, and which settings differ."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import series
 from streamrl.metrics.text import compact, duration, markdown_table
-from streamrl.report.plots import line_chart
-from streamrl.report.report import charts, curves_of, page
+from streamrl.report import headline
+from streamrl.report.charts.curve import NUM_COLORS, Curve, noisy
+from streamrl.report.charts.lines import line_chart
+from streamrl.report.page import axis_data, page, section, table, toolbar
+from streamrl.report.run_charts import Chart, charts, evaluation_curves
 
 HEADER = ("run", "steps", "wall", "eval first", "eval last", "lag mean", "lag max", "trained tok/s", "generated tok/s",
           "learner waits")
+MAX_DIFFERENCES = 40
+ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
+"""Settings whose difference says nothing about the runs."""
 
 
 def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
@@ -23,11 +32,55 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.P
     records = [read_run(path) for path in run_dirs]
     labels = _labels(records)
     rows = [_row(record, label) for record, label in zip(records, labels, strict=True)]
-    table = markdown_table(HEADER, rows)
-    write_atomic(Path(out).with_suffix(".html"),
-                 page(f"{len(records)} runs compared", [_table(rows), *_overlays(records, labels)]))
-    write_atomic(Path(out).with_suffix(".md"), table)
-    return table
+    text = markdown_table(HEADER, rows)
+    here = Path(out).resolve().parent
+    links = [_link(Path(path), here) for path in run_dirs]
+    write_atomic(Path(out).with_suffix(".html"), comparison_page(records, labels, rows, links))
+    write_atomic(Path(out).with_suffix(".md"), text)
+    return text
+
+
+def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: Sequence[Sequence[str]],
+                    links: Sequence[str]) -> str:
+    """The page; `links` are addresses of the runs' reports, "" for a run without one."""
+    about = " · ".join(dict.fromkeys(
+        part for record in records for part in (headline.task(record), headline.model(record)) if part))
+    parts = {
+        "Learning": learning(records, labels), "Staleness": staleness(records, labels), "Speed": speed(records, labels),
+        "Optimization": optimization(records, labels),
+    }
+    drawn = [(name.lower(), name, section(name.lower(), name, charts(figures))) for name, figures in parts.items()]
+    drawn = [part for part in drawn if part[2]]
+    notes = [(label, record.notes) for label, record in zip(labels, records, strict=True) if record.notes]
+    note_text = "".join(f'<h3>{escape(label)}</h3><div class="message"><pre>{escape(note)}</pre></div>'
+                        for label, note in notes)
+    differences = section("settings", "Settings that differ", differing_settings(records, labels))
+    anchors = [(anchor, name) for anchor, name, _ in drawn] + ([("settings", "Settings")] if differences else [])
+    return page(f"{len(records)} runs compared", [
+        f'<h1>{len(records)} runs compared</h1><p class="subtitle">{escape(about)}</p>', _results(rows, links),
+        toolbar(anchors, extra=_legend(labels)), *map(axis_data, records), *(text for _, _, text in drawn),
+        differences, section("notes", "Notes", note_text),
+    ])
+
+
+def differing_settings(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    """A table of the settings that are not equal in all runs; empty if none differs."""
+    flat = [_flat(record.config) for record in records]
+    names = dict.fromkeys(name for settings in flat for name in settings)
+    rows = []
+    for name in names:
+        values = [str(settings.get(name, "-")) for settings in flat]
+        if len(set(values)) > 1 and not name.startswith(ALWAYS_DIFFER):
+            rows.append([f"<code>{escape(name)}</code>", *map(escape, values)])
+    more = (f'<p class="small-print">and {len(rows) - MAX_DIFFERENCES} more</p>' if len(rows) > MAX_DIFFERENCES else "")
+    return table(("setting", *labels), rows[:MAX_DIFFERENCES]) + more if rows else ""
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict) or not settings:
+        return {prefix: settings} if prefix else {}
+    return {name: value for key, part in settings.items()
+            for name, value in _flat(part, f"{prefix}.{key}" if prefix else str(key)).items()}
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:
@@ -48,28 +101,80 @@ def _row(record: RunRecord, label: str) -> list[str]:
             compact(s.lag_mean), str(s.lag_max), compact(s.tokens_per_s_train), compact(s.tokens_per_s_generate), waits]
 
 
-def _overlays(records: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
-    def overlay(title: str, unit: str, key: str, *, smoothed: bool = False, dots: bool = False,
-                zero: bool = False) -> str:
-        curves = [
-            curves_of(label, *series(record.rows, key), color, smoothed, dots)[-1]  # without the raw data
-            for color, (record, label) in enumerate(zip(records, labels, strict=True))
-        ]
-        return line_chart(title, curves, x_label="step", y_label=unit, from_zero=zero)
-
-    return [
-        charts("Learning", [overlay("Evaluation score", "score", "eval/score", dots=True),
-                            overlay("Reward", "reward", "reward/mean", smoothed=True)]),
-        charts("Staleness", [overlay("Mean token lag", "optimizer steps", "lag/token_mean", zero=True),
-                             overlay("Largest head lag", "optimizer steps", "lag/head_max", zero=True),
-                             overlay("Effective sample size, token", "fraction", "ess/token")]),
-        charts("Speed", [overlay("Trained", "tokens/s", "throughput/train_tokens_per_s", smoothed=True, zero=True),
-                         overlay("Generated", "tokens/s", "throughput/generate_tokens_per_s", smoothed=True,
-                                 zero=True)]),
-    ]
+def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
+    """The table on the page: names link to reports, the best last evaluation is marked."""
+    at = HEADER.index("eval last")
+    scores = [_number(row[at]) for row in rows]
+    best = max((score for score in scores if score is not None), default=None)
+    cells = []
+    for i, (row, link) in enumerate(zip(rows, links, strict=True)):
+        name = f'<i class="key k{i % NUM_COLORS}"></i>{escape(row[0])}'
+        texts = [f'<a href="{escape(link)}">{name}</a>' if link else name, *map(escape, row[1:])]
+        if best is not None and scores[i] == best and len(rows) > 1:
+            texts[at] = f'<span class="best">{texts[at]}</span>'
+        cells.append(texts)
+    return table(HEADER, cells)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADER)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _link(run_dir: Path, here: Path) -> str:
+    report = run_dir.resolve() / "report.html"
+    return quote(os.path.relpath(report, here).replace(os.sep, "/")) if report.exists() else ""
+
+
+def _legend(labels: Sequence[str]) -> str:
+    """The one legend of the page; the script lets each run be hidden."""
+    return '<div class="runs">' + "".join(
+        f'<label><input type="checkbox" checked hidden data-run="{i}"> <i class="key k{i % NUM_COLORS}"></i>'
+        f"{escape(label)}</label>" for i, label in enumerate(labels)) + "</div>"
+
+
+def learning(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    def evaluations(**more: Any) -> str:
+        curves = [curve for run, (record, label) in enumerate(zip(records, labels, strict=True))
+                  for curve in evaluation_curves(record, label, run)]
+        return line_chart("Evaluation score", curves, x_label="step", y_label="score", legend=False, **more)
+
+    return [evaluations, _overlay(records, labels, "Reward", "reward", "reward/mean", smoothed=True),
+            _overlay(records, labels, "Response length", "tokens", "rollout/response_tokens/train", smoothed=True,
+                     from_zero=True)]
+
+
+def staleness(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    return [_overlay(records, labels, "Mean token lag", "optimizer steps", "lag/token_mean", smoothed=True,
+                     from_zero=True),
+            _overlay(records, labels, "Largest head lag", "optimizer steps", "lag/head_max", from_zero=True),
+            _overlay(records, labels, "Effective sample size, token", "fraction", "ess/token", smoothed=True),
+            _overlay(records, labels, "Drift from the behavior policy", "nats, log scale", "drift/k3", smoothed=True,
+                     log=True)]
+
+
+def speed(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    return [_overlay(records, labels, "Trained", "tokens/s", "throughput/train_tokens_per_s", smoothed=True,
+                     from_zero=True),
+            _overlay(records, labels, "Generated", "tokens/s", "throughput/generate_tokens_per_s", smoothed=True,
+                     from_zero=True)]
+
+
+def optimization(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    return [_overlay(records, labels, "Gradient norm", "norm", "policy/grad_norm", smoothed=True, from_zero=True),
+            _overlay(records, labels, "Entropy", "nats", "entropy/mean", smoothed=True, from_zero=True)]
+
+
+def _overlay(records: Sequence[RunRecord], labels: Sequence[str], title: str, unit: str, key: str, *,
+             smoothed: bool = False, **options: Any) -> Callable[..., str]:
+    """One curve for each run, smoothed without the raw data."""
+    def chart(**more: Any) -> str:
+        curves = []
+        for run, (record, label) in enumerate(zip(records, labels, strict=True)):
+            curve = Curve(label, *series(record.rows, key), color=run, run=run)
+            curves.append(replace(noisy(curve)[-1] if smoothed else curve, faint=False))
+        return line_chart(title, curves, x_label="step", y_label=unit, robust=True, legend=False, **options, **more)
+
+    return chart

@@ -91,7 +91,8 @@ def test_the_table_for_the_terminal_answers_the_first_questions(make_run):
 
     assert "0.05 → 0.5" in table
     assert "mean 2.4, max 4, bound 3, 60 beyond it" in table
-    assert "100 trained, 110 accepted, 120 leased, 1 stale" in table
+    assert "100 trained of 120 leased, 1 stale" in table
+    assert "recovered" not in table, "nothing was"
     assert "5.0s (25%)" in table
 
 

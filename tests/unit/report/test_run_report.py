@@ -1,5 +1,7 @@
 """The report as a document: self-contained, well-formed, and about this run."""
 
+import base64
+import hashlib
 import re
 from html.parser import HTMLParser
 
@@ -40,18 +42,28 @@ class Outline(HTMLParser):
 def test_the_report_needs_nothing_but_itself(make_run):
     text = write_report(make_run()).read_text(encoding="utf-8")
 
-    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", text)
-    assert not {"script", "link", "img", "iframe"} & Outline(text).tags
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert not re.search(r"url\(|@import|\bsrc=", text)
+    assert all(href.startswith("#") for href in re.findall(r'\bhref="([^"]*)"', text))
+    assert not {"link", "img", "iframe"} & Outline(text).tags
+
+
+def test_only_the_script_of_the_page_may_run(make_run):
+    text = write_report(make_run()).read_text(encoding="utf-8")
+
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text and "default-src 'none'" in text
 
 
 def test_the_report_shows_what_was_measured_and_nothing_else(make_run):
     outline = Outline(write_report(make_run()).read_text(encoding="utf-8"))
 
     assert outline.captions == [
-        "Reward", "Evaluation score", "Lag", "Trained tokens by lag", "Dropped, by reason (whole run)", "Throughput",
-        "Where the learner's time went (whole run)",
+        "Evaluation score", "Reward", "Lag of the trained tokens", "Trained tokens by lag, whole run",
+        "Groups not trained on (whole run)", "Throughput", "Where the learner's time went (whole run)",
     ]
-    assert "0.05 → 0.5" in outline.text
+    assert "from 0.05; best 0.5 at step 10" in outline.text
     assert "surrogate: ppo_clip  # <b>" in outline.text
 
 
@@ -65,7 +77,8 @@ def test_the_lag_histogram_of_the_report_counts_every_trained_token(make_run):
 def test_the_evaluation_curve_has_one_dot_for_each_evaluation(make_run):
     text = write_report(make_run()).read_text(encoding="utf-8")
 
-    assert re.findall(r"score at (\d+): ([\d.]+)", text) == [("1", "0.05"), ("10", "0.5")]
+    (dots,) = re.findall(r'class="dots c0" data-run="0" data-x="([^"]*)" data-y="([^"]*)"', text)
+    assert dots == ("1,10", "0.05,0.5")
 
 
 def test_a_killed_run_has_a_report_too(make_run):
@@ -75,8 +88,8 @@ def test_a_killed_run_has_a_report_too(make_run):
 
     outline = Outline(write_report(root).read_text(encoding="utf-8"))
 
-    assert "at step 10" in outline.text
-    assert "Lag" in outline.captions
+    assert "ended without a summary" in outline.text and "The run ended at step 10" in outline.text
+    assert "Lag of the trained tokens" in outline.captions
 
 
 def test_a_directory_that_is_not_a_run_is_refused_by_name(tmp_path):
@@ -95,8 +108,8 @@ def test_a_comparison_overlays_the_runs_labeled_by_the_overrides_that_differ(mak
     outline = Outline(out.read_text(encoding="utf-8"))
     assert outline.captions == ["Evaluation score", "Reward", "Mean token lag", "Largest head lag", "Trained",
                                 "Generated"]
-    charts = out.read_text(encoding="utf-8").split("<figure>")[1:]
-    assert [len(re.findall(r'<path class="curve', chart)) for chart in charts] == [3] * 6
+    charts = out.read_text(encoding="utf-8").split("<figure")[1:]
+    assert [re.findall(r'<path class="curve c(\d)"', chart) for chart in charts] == [["0", "1", "2"]] * 6
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert [row[0] for row in rows] == ["run", rows[1][0], "staleness.eta=1", "staleness.eta=2", "staleness.eta=3"]
     assert [row[rows[0].index("lag max")] for row in rows[2:]] == ["1", "2", "3"]

@@ -1,0 +1,173 @@
+"""What a reader wants first: which run this is, what came of it, and what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from streamrl.metrics.run_record import RunRecord
+from streamrl.metrics.summary import Summary, last, series
+from streamrl.metrics.text import compact, duration
+from streamrl.report.page import definition_list
+
+STATES = {
+    "finished": "finished", "stopped": "stopped, can be resumed", "running": "running",
+    "killed": "ended without a summary",
+}
+
+
+def title(record: RunRecord) -> str:
+    """The name of the run, its state, and in one line the task, the model, the algorithm and the date."""
+    state = "" if record.state == "finished" else f'<span class="badge {record.state}">{STATES[record.state]}</span>'
+    about = [part for part in (task(record), model(record), algorithm(record), started(record)) if part]
+    line = f'<p class="subtitle">{escape(" · ".join(about))}</p>' if about else ""
+    return f"<h1>{escape(record.name)}{state}</h1>{line}"
+
+
+def task(record: RunRecord) -> str:
+    """The task by the name or the file that the settings give, with its options."""
+    path, name = record.setting("env.path"), record.setting("env.name")
+    options = record.setting("env.options", {})
+    words = [Path(path).name if path else name or ""]
+    words += [f"{key}={value}" for key, value in options.items()] if isinstance(options, Mapping) else []
+    return " ".join(words)
+
+
+def model(record: RunRecord) -> str:
+    """The last part of the model's path, or the size of a tiny one."""
+    if record.setting("policy.tiny.enabled"):
+        return (f"tiny model ({record.setting('policy.tiny.num_layers')} layers of width "
+                f"{record.setting('policy.tiny.hidden_size')})")
+    path = record.setting("policy.model_path")
+    return "/".join(Path(path).parts[-2:]) if path else ""
+
+
+def algorithm(record: RunRecord) -> str:
+    """The file of configs/algorithm if one was named, and the loss and the estimator."""
+    words = record.starts[0].get("command", "").split() if record.starts else []
+    named = [word.partition("=")[2] for word in words if word.startswith("algorithm=")]
+    parts = [record.setting("loss.surrogate"), record.setting("advantage.estimator")]
+    loss = f"{parts[0]} with {parts[1]} advantages" if all(parts) else ""
+    return ": ".join([*named, *([loss] if loss else [])])
+
+
+def started(record: RunRecord) -> str:
+    """When the run began: `22 Nov 2026, 08:25`."""
+    if not record.starts:
+        return ""
+    try:
+        return datetime.fromisoformat(record.starts[0]["started"]).strftime("%-d %b %Y, %H:%M")
+    except (KeyError, ValueError):
+        return ""
+
+
+def score_errors(record: RunRecord) -> tuple[list[int], list[float], list[float]]:
+    """Steps, scores and standard errors of the evaluations; errors are 0 where they cannot be known.
+
+    A measured error (`eval/score_stderr`) is taken as it is. Without one it is that of a share, sqrt(p (1 - p) / n):
+    exact for scores of 0 and 1, and an upper bound for anything between.
+    """
+    rows = [row for row in record.rows if "eval/score" in row]
+    errors = []
+    for row in rows:
+        score, num = row["eval/score"], row.get("eval/num_prompts", 0)
+        known = num > 0 and 0 <= score <= 1
+        errors.append(row.get("eval/score_stderr", math.sqrt(score * (1 - score) / num) if known else 0.0))
+    return [row["step"] for row in rows], [row["eval/score"] for row in rows], errors
+
+
+def tiles(record: RunRecord) -> str:
+    """The results in large type."""
+    rows, summary = record.rows, record.summary
+    found: list[tuple[str, str, str]] = []
+    steps, scores, errors = score_errors(record)
+    if scores and math.isfinite(scores[-1]):
+        spread = f" ± {compact(errors[-1], 2)}" if errors[-1] else ""
+        best = max(range(len(scores)), key=lambda i: (scores[i], -i))
+        num = compact(last(rows, "eval/num_prompts", math.nan))
+        found.append(("evaluation", compact(scores[-1]) + spread,
+                      f"from {compact(scores[0])}; best {compact(scores[best])} at step {steps[best]}; n = {num}"))
+    rewards = series(rows, "reward/mean")[1]
+    if rewards:
+        tail = rewards[-max(1, len(rewards) // 20) :]
+        found.append(("training reward", compact(sum(tail) / len(tail)),
+                      f"from {compact(rewards[0])}; mean of the last {len(tail)} steps"))
+    total = record.setting("trainer.num_steps")
+    wall_s = summary.wall_s if summary and record.state == "finished" else last(rows, "run/wall_s", math.nan)
+    found.append(("steps", f"{record.step}" + (f" of {total}" if total and total != record.step else ""),
+                  f"in {duration(wall_s)}"))
+    tokens = last(rows, "run/trained_tokens", math.nan)
+    if math.isfinite(tokens):
+        rate = compact(tokens / wall_s) if wall_s else "-"
+        found.append(("tokens trained", compact(tokens), f"{rate} a second, waiting included"))
+    if summary:
+        found.append(("lag of the tokens", compact(summary.lag_mean),
+                      f"on average; at most {summary.lag_max}, bound {summary.max_lag_bound}"))
+    waits, whole = sum(series(rows, "time/wait_s")[1]), sum(series(rows, "time/step_s")[1])
+    if whole:
+        found.append(("learner waited", f"{waits / whole:.0%}", "of its time for data"))
+    return '<dl class="tiles">' + "".join(
+        f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(more)}</span></dd></div>"
+        for name, value, more in found) + "</dl>"
+
+
+def messages(record: RunRecord) -> str:
+    """Failures and warnings of the run, and the notes that people wrote."""
+    out = []
+    if record.state == "killed":
+        out.append(("warning", f"The run ended at step {record.step} without a summary: its learner was killed or "
+                               "failed. Its last words are in logs/learner.log."))
+    summary = record.summary
+    if summary and summary.num_lag_violations:
+        out.append(("warning", f"{summary.num_lag_violations} trajectories were trained on beyond the lag bound."))
+    failed = int(max([0, *series(record.rows, "hub/num_episodes_failed")[1]]))
+    if failed:
+        first = summary.first_failure if summary else ""
+        out.append(("warning", f"{failed} episodes failed in their environment. " + (first or "See the logs.")))
+    skipped = int(sum(series(record.rows, "policy/num_skipped_steps")[1]))
+    if skipped:
+        out.append(("warning", f"{skipped} steps were skipped: their loss or gradient was not finite."))
+    boxes = [f'<div class="message {css}">{escape(text)}</div>' for css, text in out]
+    if record.notes:
+        boxes.append(f'<div class="message"><pre>{escape(record.notes)}</pre></div>')
+    return "".join(boxes)
+
+
+def details(record: RunRecord) -> str:
+    """The command line, the machine, the bookkeeping, what the hub had to say, and the configuration."""
+    facts = [("command", start["command"]) for start in record.starts if start.get("command")]
+    facts += [("commit", start["commit"]) for start in record.starts[-1:] if start.get("commit")]
+    facts += [("streamrl", start["version"]) for start in record.starts[-1:] if start.get("version")]
+    facts += [(str(name), str(version)) for name, version in record.config.get("versions", {}).items()]
+    parts = [definition_list("facts", facts)]
+    if record.summary:
+        parts.append(definition_list("facts", bookkeeping(record.summary)))
+    notices = [str(notice) for notice in record.status.get("notices", ())]
+    if notices:
+        parts.append(f"<h3>What the hub reported</h3><pre>{escape(chr(10).join(notices))}</pre>")
+    out = f'<details open><summary>Command, machine, counts</summary>{"".join(parts)}</details>' if any(parts) else ""
+    if record.config_text:
+        out += f"<details><summary>Configuration</summary><pre>{escape(record.config_text)}</pre></details>"
+    return out
+
+
+def bookkeeping(summary: Summary) -> list[tuple[str, str]]:
+    """Counts of the whole run; those that are zero in a healthy one only if they are not."""
+    groups = [f"{summary.num_groups_trained} trained of {summary.num_groups_leased} leased"]
+    groups += [f"{summary.num_groups_stale} too old"] if summary.num_groups_stale else []
+    recovered = [
+        f"{count} {what}" for count, what in (
+            (max(0, summary.num_leases_reissued - summary.num_leases_retried), "leases reissued"),
+            (summary.num_leases_retried, "leases retried after a failed episode"),
+            (summary.num_duplicates_dropped, "duplicates dropped"), (summary.num_actor_restarts, "actor restarts"),
+        ) if count]
+    return [
+        ("device", f"{summary.device}, {summary.dtype}, seed {summary.seed}"), ("groups", ", ".join(groups)),
+        *([("recovered", ", ".join(recovered))] if recovered else []),
+        ("tokens/s", f"{compact(summary.tokens_per_s_train)} trained, "
+                     f"{compact(summary.tokens_per_s_generate)} generated"),
+        ("publish", f"{duration(summary.publish_s_mean)} on average"), ("id", summary.run_id),
+    ]

@@ -1,0 +1,160 @@
+"""`index.html` of a folder of runs: every run with its headline numbers, and in every report links to its neighbors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from streamrl.metrics.run_record import RunRecord, read_run
+from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.summary import last, series
+from streamrl.metrics.text import compact, duration
+from streamrl.report import headline
+from streamrl.report.charts.curve import thin
+from streamrl.report.page import TRAIL_BEGIN, TRAIL_END, page, table
+from streamrl.report.report import write_report
+
+HEADER = ("run", "began", "steps", "wall", "evaluation", "best", "lag", "tokens/s", "")
+MAX_ROWS = 120
+"""Lines of metrics that are read of each run, beside its evaluations."""
+MAX_DEPTH = 3
+SPARK_WIDTH, SPARK_HEIGHT = 128, 26
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A run of the index: its folder, and what is known of it."""
+
+    path: Path
+    record: RunRecord
+
+    @property
+    def began(self) -> str:
+        """Sorts by time; runs of older releases, which did not note it, come first, by name."""
+        return str(self.record.starts[0].get("started", "")) if self.record.starts else ""
+
+
+def find_runs(root: Path) -> list[Path]:
+    """Folders with a `metrics.jsonl`, at most `MAX_DEPTH` below the root."""
+    found = [path.parent for depth in range(1, MAX_DEPTH + 1) for path in root.glob("*/" * depth + "metrics.jsonl")]
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
+
+
+def write_index(root: str | os.PathLike[str], *, reports: bool = False) -> Path:
+    """Write `index.html` into a folder of runs, and bring the links in the runs' reports up to date.
+
+    Args:
+        reports: also write the report of each run that has none, or changed since.
+    Raises:
+        FileNotFoundError: no run is in the folder.
+    """
+    root = Path(root)
+    runs = [Listed(path, read_run(path, max_rows=MAX_ROWS)) for path in find_runs(root)]
+    if not runs:
+        raise FileNotFoundError(f"{root} holds no run: name a run directory, or a folder of them such as runs/.")
+    groups: dict[Path, list[Listed]] = {}
+    for run in sorted(runs, key=lambda run: (run.began, run.path.name)):
+        groups.setdefault(run.path.parent, []).append(run)
+        if reports and _outdated(run.path):
+            write_report(run.path)
+    for group in groups.values():
+        paths = [None, *(run.path for run in group), None]
+        for before, run_dir, after in zip(paths, paths[1:], paths[2:], strict=False):
+            if run_dir is not None and (run_dir / "report.html").exists():
+                set_trail(run_dir / "report.html", trail_of(root, run_dir, before, after))
+    out = root / "index.html"
+    write_atomic(out, index_page(root, groups))
+    return out
+
+
+def index_page(root: Path, groups: Mapping[Path, Sequence[Listed]]) -> str:
+    """The page: the newest run first; runs of a sweep together under its name."""
+    ordered = sorted(groups.items(), key=lambda item: max(run.began for run in item[1]), reverse=True)
+    ordered.sort(key=lambda item: item[0] != root)  # single runs before sweeps
+    num = sum(len(group) for _, group in ordered)
+    parts = [f'<h1>{escape(root.resolve().name)}</h1><p class="subtitle">{num} run{"s" if num != 1 else ""}</p>']
+    for folder, group in ordered:
+        if folder != root:
+            comparison = folder / "comparison.html"
+            more = f' · <a href="{_href(root, comparison)}">comparison</a>' if comparison.exists() else ""
+            parts.append(f"<h2>{escape(folder.relative_to(root).as_posix())}{more}</h2>")
+        newest_first = group if folder != root else list(reversed(group))
+        parts.append(f'<div class="index">{table(HEADER, [_row(root, run) for run in newest_first])}</div>')
+    return page(f"runs in {root.resolve().name}", parts)
+
+
+def trail_of(root: Path, run: Path, before: Path | None, after: Path | None) -> str:
+    """Links from a run's report to the run before it, to the index and to the run after it."""
+    def link(to: Path | None, text: str) -> str:
+        if to is None or not (to / "report.html").exists():
+            return "<span></span>"
+        return f'<span><a href="{_href(run, to / "report.html")}">{escape(text.format(to.name))}</a></span>'
+
+    comparison = run.parent / "comparison.html"
+    middle = f'<a href="{_href(run, root / "index.html")}">all runs</a>'
+    middle += f' · <a href="{_href(run, comparison)}">comparison</a>' if comparison.exists() else ""
+    return link(before, "← {}") + f"<span>{middle}</span>" + link(after, "{} →")
+
+
+def set_trail(report: Path, trail: str) -> None:
+    """Put the links into a page that is already written; one of an older release, without a place for them, stays."""
+    text = report.read_text(encoding="utf-8")
+    begin, end = text.find(TRAIL_BEGIN), text.find(TRAIL_END)
+    if begin < 0 or end < begin or text[begin + len(TRAIL_BEGIN) : end] == trail:
+        return
+    stat = report.stat()
+    write_atomic(report, text[: begin + len(TRAIL_BEGIN)] + trail + text[end:])
+    os.utime(report, (stat.st_atime, stat.st_mtime))  # still as old as what it tells
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A small curve without axes; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    xs, ys = thin(list(range(len(values))), values, limit=SPARK_WIDTH)
+    low, high = min(ys), max(ys)
+    span = (high - low) or 1.0
+    to_x, to_y = (SPARK_WIDTH - 4) / (len(values) - 1), (SPARK_HEIGHT - 6) / span
+    points = "L".join(f"{2 + x * to_x:.1f},{SPARK_HEIGHT - 3 - (y - low) * to_y:.1f}"
+                      for x, y in zip(xs, ys, strict=True))
+    return (f'<svg viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}" role="img" aria-label="{compact(values[0])} to '
+            f'{compact(values[-1])}"><path class="curve c0" d="M{points}"/></svg>')
+
+
+def _row(root: Path, run: Listed) -> list[str]:
+    record = run.record
+    rows, state = record.rows, record.state
+    report = run.path / "report.html"
+    name = escape(record.name)
+    name = f'<a href="{_href(root, report)}">{name}</a>' if report.exists() else name
+    if state != "finished":
+        name += f'<span class="badge {state}">{"ended early" if state == "killed" else state}</span>'
+    about = " · ".join(part for part in (headline.task(record), headline.model(record), record.notes[:160]) if part)
+    scores = series(rows, "eval/score")[1]
+    curve = scores if len(scores) > 2 else series(rows, "reward/mean")[1]
+    wall_s = last(rows, "run/wall_s", 0.0)
+    lag = last(rows, "lag/token_mean", float("nan"))
+    rate = last(rows, "run/trained_tokens", 0.0) / wall_s if wall_s else None
+    return [
+        f'{name}<div class="small-print">{escape(about)}</div>', escape(headline.started(record)) or "-",
+        str(record.step), duration(wall_s),
+        f"{compact(scores[0])} → {compact(scores[-1])}" if scores else "-", compact(max(scores)) if scores else "-",
+        compact(lag, 2), compact(rate), sparkline(curve),
+    ]
+
+
+def _href(page_folder: Path, target: Path) -> str:
+    """The address of `target`, relative to a page in `page_folder`, fit for an attribute."""
+    return escape(quote(os.path.relpath(target, page_folder).replace(os.sep, "/")))
+
+
+def _outdated(run: Path) -> bool:
+    """Without a report, or with one that is older than what it tells."""
+    report = run / "report.html"
+    told = [path.stat().st_mtime for name in ("metrics.jsonl", "summary.json", "notes.md", "samples.jsonl")
+            if (path := run / name).exists()]
+    return not report.exists() or report.stat().st_mtime < max(told)

@@ -1,0 +1,117 @@
+"""The top of a report: which run it is, what came of it, what went wrong; and what older and killed runs lack."""
+
+import json
+import os
+
+import pytest
+
+from streamrl.metrics.run_record import RunRecord, read_run, run_state
+from streamrl.report import headline
+from streamrl.report.report import write_report
+from streamrl.run_dirs import note_start
+
+
+def record_of(rows=(), **fields):
+    return RunRecord(**{"name": "r", "rows": list(rows), "summary": None, "config_text": "", "overrides": [], **fields})
+
+
+def test_the_headline_names_task_model_algorithm_and_date(make_run):
+    root = make_run("try-003")
+    (root / "config.json").write_text(json.dumps({
+        "env": {"name": "x", "path": "/home/me/task.py", "options": {"digits": 3}}, "policy": {
+            "tiny": {"enabled": False}, "model_path": "/models/Qwen/Qwen2.5-7B"},
+        "loss": {"surrogate": "cispo"}, "advantage": {"estimator": "group"}}))
+    (root / "run.json").write_text(json.dumps({"starts": [
+        {"command": "streamrl launch algorithm=grpo", "started": "2026-03-04T05:06:07+00:00", "commit": "1a2b3c4+"}]}))
+
+    text = write_report(root).read_text()
+
+    assert "<h1>try-003</h1>" in text
+    assert "task.py digits=3 · Qwen/Qwen2.5-7B · grpo: cispo with group advantages · 4 Mar 2026, 05:06" in text
+    assert "<dd>streamrl launch algorithm=grpo</dd>" in text and "<dd>1a2b3c4+</dd>" in text
+
+
+def test_a_run_of_an_older_release_has_a_headline_without_what_it_did_not_note(make_run):
+    text = write_report(make_run("old")).read_text()
+
+    assert "<h1>old</h1>" in text
+    assert 'class="subtitle"' not in text
+
+
+def test_the_standard_error_is_that_of_a_share_unless_a_measured_one_is_there():
+    rows = [{"step": 1, "eval/score": 0.5, "eval/num_prompts": 100.0},
+            {"step": 2, "eval/score": 0.5, "eval/num_prompts": 100.0, "eval/score_stderr": 0.01},
+            {"step": 3, "eval/score": -3.0, "eval/num_prompts": 100.0}, {"step": 4, "eval/score": 0.5}]
+
+    assert headline.score_errors(record_of(rows))[2] == pytest.approx([0.05, 0.01, 0.0, 0.0])
+
+
+def test_bookkeeping_that_is_zero_is_left_out_and_failures_are_not(make_run):
+    root = make_run()
+    healthy = write_report(root).read_text()
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "hub/num_episodes_failed": 7}\n')
+    failing = write_report(root).read_text()
+
+    assert "reissued" not in healthy and "duplicates" not in healthy and "failed in their environment" not in healthy
+    assert "7 episodes failed in their environment" in failing
+
+
+def test_notes_and_names_from_outside_are_escaped(make_run):
+    root = make_run()
+    (root / "notes.md").write_text("lr was <too> high & so on")
+    (root / "config.json").write_text(json.dumps({"env": {"name": "<script>alert(1)</script>"}}))
+    (root / "status.json").write_text(json.dumps({"state": "finished", "notices": ["<img src=x onerror=alert(2)>"]}))
+
+    text = write_report(root).read_text()
+
+    assert "lr was &lt;too&gt; high &amp; so on" in text
+    assert "<script>alert" not in text and "<img" not in text
+
+
+@pytest.mark.parametrize(("status", "summary_is", "expected"), [
+    ("finished", "newer", "finished"), ("stopped", "newer", "stopped"), (None, "newer", "finished"),
+    ("stopped", "missing", "killed"),  # the hub outlived a killed learner for a moment
+    ("running", "missing", "running"), ("running", "older", "running"),  # resumed
+    (None, "missing", "killed"), ("stopped", "older", "killed"),
+])
+def test_the_state_of_a_run_follows_from_its_files(make_run, status, summary_is, expected):
+    root = make_run(finished=summary_is != "missing")
+    if summary_is == "older":
+        os.utime(root / "summary.json", (1, 1))
+    found = {"state": status} if status else {}
+    (root / "status.json").write_text(json.dumps(found))
+
+    assert run_state(root, found) == expected
+
+
+def test_a_run_whose_last_status_is_old_was_killed(make_run):
+    root = make_run(finished=False)
+    (root / "status.json").write_text('{"state": "running"}')
+    os.utime(root / "status.json", (1, 1))
+
+    record = read_run(root)
+
+    assert record.state == "killed"
+    assert "ended without a summary" in headline.title(record)
+
+
+def test_every_start_of_a_run_is_noted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no git repository
+    note_start(tmp_path, ["streamrl", "launch", "env.options={a: 1}"])
+    note_start(tmp_path, ["streamrl", "learner", "checkpoint.resume=true"])
+
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+
+    assert [start["command"] for start in starts] == [
+        "streamrl launch 'env.options={a: 1}'", "streamrl learner checkpoint.resume=true"]
+    assert starts[0]["commit"] == "" and starts[0]["started"][:2] == "20"
+
+
+def test_a_part_of_the_metrics_holds_every_evaluation_and_both_ends(make_run):
+    root = make_run(num_steps=400)
+
+    rows = read_run(root, max_rows=20).rows
+
+    assert len(rows) <= 30 and (rows[0]["step"], rows[-1]["step"]) == (1, 400)
+    assert [row["step"] for row in rows if "eval/score" in row] == [1, 10]
