@@ -22,7 +22,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track]' -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data]' -c constraints/cpu.txt
 	touch $(STAMP)
 
 quickstart: install

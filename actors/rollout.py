@@ -40,13 +40,14 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     started = time.perf_counter()
     try:
         if lease.prompt is None:
-            raise LookupError("the lease carries no record")
-        record = json.loads(lease.prompt)
+            raise LookupError("the record is not valid: the log of the learner names its file and field")
+        json.loads(lease.prompt)
     except (ValueError, LookupError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
     try:
         members = await _all_or_cancel([
-            runner.play(record, index, seed, lease.sampling, on_progress)
+            # A record of its own for each member: an environment may change it.
+            runner.play(json.loads(lease.prompt), index, seed, lease.sampling, on_progress)
             for index, seed in zip(lease.members, lease.seeds, strict=True)
         ])
     except PromptTooLongError as error:

@@ -25,7 +25,7 @@ from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
-from envs.registry import load_task
+from envs.registry import task_of
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
 from streamrl.errors import StreamrlError
@@ -133,7 +133,7 @@ def build_runtime(
     config = from_plain(json.loads(welcome.task), list(overrides))
     source.relay = config.actors.relay
     source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
-    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    task = task_of(config)
     with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
         assets = source.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest)
         unpack_assets(assets, model_dir)
@@ -172,7 +172,7 @@ def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpe
 def built_from(welcome: Welcome) -> tuple[object, ...]:
     """What of a WELCOME goes into a runtime; a resumed run may come with other settings."""
     settings = json.loads(welcome.task)
-    sections = {name: settings.get(name) for name in ("env", "data", "rollout", "actors")}
+    sections = {name: settings.get(name) for name in ("env", "data", "reward", "rollout", "actors")}
     longest = settings.get("learner", {}).get("max_tokens_per_device")
     tensors = None if welcome.layout is None else welcome.layout.tensors
     return sections, longest, welcome.assets_digest, tensors

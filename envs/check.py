@@ -41,6 +41,8 @@ def check_task(task: Task, *, limit_s: float = 60.0) -> None:
         probe = _play(where, task, record, PROBE, limit_s)
         if isinstance(task, HasTarget):
             target = _call(where, "target", task.target, record)
+            if target is None:
+                continue
             if not isinstance(target, str):
                 raise TaskError(f"{where}: target must return a string, got {target!r}.")
             best = _play(where, task, record, target, limit_s)

@@ -4,6 +4,8 @@
     reasoning_gym.chain_sum     a dataset of the reasoning_gym package
     my_package.tasks:MyTask     a class (or a function that returns a task) on the import path
     path="my_task.py"           a file that need not be on the import path
+
+With `data.path` the records come from files, and `envs.data_task` puts the task together.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import construct, task_from_file
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
 from envs.tasks.strings import OPERATIONS, StringTask
@@ -20,6 +23,16 @@ from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import did_you_mean, import_attribute
 
 REGISTERED: dict[str, Callable[..., Task]] = {f"string.{op}": partial(StringTask, op) for op in OPERATIONS}
+
+
+def task_of(settings: TaskSettings) -> Task:
+    """The task of a run. Raises TaskError: see `load_task` and `envs.data_task`."""
+    env, data, reward = settings.env, settings.data, settings.reward
+    if data.path is not None:
+        return task_from_data(settings)
+    if reward.type is not None:
+        raise TaskError(f"reward.type={reward.type} scores the records of a file: give data.path=train.jsonl, too.")
+    return load_task(env.name, path=env.path, options=dict(env.options))
 
 
 def load_task(name: str, *, path: str | None = None, options: Mapping[str, Any] | None = None) -> Task:

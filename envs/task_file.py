@@ -36,10 +36,16 @@ NO_TASK = "not a task: it must have name, num_records, record and env (derive it
 
 def task_from_file(path: str, options: Mapping[str, Any]) -> Task:
     """Run the file and make its task. Raises TaskError for a missing file, an error inside it, or no clear task."""
+    module, file = run_file(path)
+    return construct(_find_factory(module, file), options, file.name)
+
+
+def run_file(path: str) -> tuple[ModuleType, Path]:
+    """Run a user's file. Raises TaskError for a missing file or an error inside it, with the line of the file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise TaskError(f"env.path={path!r}: there is no such file (looked at {file}).")
-    return construct(_find_factory(_run_file(file), file), options, file.name)
+    return _run(file), file
 
 
 def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str) -> Task:
@@ -84,7 +90,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _run_file(file: Path) -> ModuleType:
+def _run(file: Path) -> ModuleType:
     name = f"{file.stem}_{blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.check import check_task
-from envs.registry import load_task
+from envs.registry import task_of
 from streamrl.config.rules import tracker_names
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
@@ -42,7 +42,7 @@ def check_run(config: Config) -> None:
                 "or take adamw."
             )
     _check_models(config)
-    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s)
     check_settings(config, _device(config))
 

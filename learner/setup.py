@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from envs.check import check_task
-from envs.registry import load_task
+from envs.data_task import DataTask
+from envs.registry import task_of
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
@@ -38,6 +39,7 @@ from learner.run import Run
 from learner.stop_flag import StopFlag
 from streamrl.config.rules import largest_max_lag, lookahead
 from streamrl.config.schema import Config
+from streamrl.environment import Task
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
@@ -74,8 +76,9 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     rank_zero = ranks.rank == 0
     lock = lock_run_dir(run_dir) if rank_zero else None
     epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
-    task = load_task(config.env.name, path=config.env.path, options=dict(config.env.options))
+    task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
+    _fit_to_records(config, task)
     model_dir = model_directory(config, task, ranks)
     vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)
@@ -129,6 +132,13 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     if rank_zero:
         _finish_rank_zero(run, past)
     return run
+
+
+def _fit_to_records(config: Config, task: Task) -> None:
+    """Say what the run reads, and evaluate no held-out prompt twice."""
+    if isinstance(task, DataTask):
+        log.info("data: %s", task.dataset)
+    config.eval.num_samples = min(config.eval.num_samples, task.num_records("test"))
 
 
 def _make_publisher(

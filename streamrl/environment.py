@@ -12,6 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from streamrl.errors import TaskError
 
+MAX_REWARD = 1e6
+"""A reward of a larger magnitude is refused as a mistake: it would drown every other of its batch."""
+
 Record = Mapping[str, Any]
 """One prompt of a task: JSON-serializable, keys are the task's own."""
 
@@ -78,17 +81,23 @@ class Task(Protocol):
 class HasTarget(Protocol):
     """Optional on a task that knows the right answers; a supervised warm start needs it."""
 
-    def target(self, record: Record) -> str:
-        """A completion of this record that earns the full reward."""
+    def target(self, record: Record) -> str | None:
+        """A completion of this record that earns the full reward; None if none is known."""
         ...
 
 
 class RewardFunction(Protocol):
-    """Scores a finished completion against its record."""
+    """Scores the answers to the records of a data file; its `__call__` may be `async`.
 
-    name: str
+    It may also have `target(record, answer) -> str`, the completion that earns the full reward (`\\boxed{4}` for 4),
+    and `system_prompt`, the text that tells the model so.
+    """
 
-    def __call__(self, record: Record, completion: str) -> float: ...
+    def __call__(
+        self, record: Record, completion: str, prompt: Sequence[ChatMessage]
+    ) -> float | Step | Awaitable[float | Step]:
+        """The reward of a completion; `prompt` is the conversation before it."""
+        ...
 
 
 class SingleTurnTask:

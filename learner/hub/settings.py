@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.ledger.settings import LedgerSettings
-from streamrl.config.schema import EnvConfig, FilterConfig, HubConfig, PublishConfig
+from streamrl.config.schema import DataConfig, EnvConfig, FilterConfig, HubConfig, PublishConfig, RewardConfig
 from streamrl.messages import Limits, Lineage, Sampling
 
 
@@ -27,7 +27,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank_endpoint: str
     shm_dir: str
     env: EnvConfig
-    shuffle: bool
+    data: DataConfig
+    reward: RewardConfig
     welcome_task: str
     """JSON for actors, passed on as it is."""
     total_steps: int

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
-from envs.registry import load_task
+from envs.registry import task_of
 from learner.hub.ledger.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.settings import HubSettings
+from streamrl.errors import TaskError
+
+log = logging.getLogger("streamrl.hub")
 
 
 def build_ledger(settings: HubSettings) -> Ledger:
     """A fresh ledger, or the one that the checkpoint of `settings.version` holds."""
-    task = load_task(settings.env.name, path=settings.env.path, options=dict(settings.env.options))
+    task = task_of(settings)
 
-    def record(split: str, index: int) -> bytes:
-        return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
+    def record(split: str, index: int) -> bytes | None:
+        try:
+            return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
+        except TaskError as error:  # one bad record of a file: its prompt is passed over, the run goes on
+            log.warning("this record is passed over: %s", error)
+            return None
 
     prompts = PromptStream(
         task.num_records("train"), seed=settings.run_seed, record=lambda index: record("train", index),
-        shuffle=settings.shuffle,
+        shuffle=settings.data.shuffle,
     )
     arguments = dict(
         settings=settings.ledger, run_id=settings.run_id, learner_epoch=settings.learner_epoch,

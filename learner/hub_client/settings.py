@@ -32,6 +32,7 @@ class WelcomeTask:
     actors: schema.ActorsConfig
     learner: schema.LearnerConfig
     policy: schema.PolicyConfig
+    reward: schema.RewardConfig
 
     def encode(self) -> str:
         return json.dumps(to_plain(self))
@@ -50,9 +51,9 @@ def hub_settings(
     return HubSettings(
         run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
         run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
-        env=config.env, shuffle=config.data.shuffle,
+        env=config.env, data=config.data, reward=config.reward,
         welcome_task=WelcomeTask(
-            config.env, config.data, config.rollout, config.actors, config.learner, config.policy
+            config.env, config.data, config.rollout, config.actors, config.learner, config.policy, config.reward
         ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),

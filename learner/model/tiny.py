@@ -23,7 +23,7 @@ from streamrl.environment import HasTarget, Task
 from streamrl.errors import ConfigError, TaskError
 
 PAD, EOS, SEPARATOR, UNKNOWN = "<pad>", "<eos>", "<sep>", "<unk>"
-MAX_VOCABULARY = 64
+MAX_VOCABULARY = 1024
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}" + EOS + "{% else %}" + SEPARATOR + "{% endif %}{% endfor %}"
@@ -49,7 +49,7 @@ def make_tiny_model(
             base tells neighbors apart, and a reversed string is learned in about half the steps.
         architecture: "qwen3" or "llama".
     Raises:
-        ConfigError: a size does not fit, or the vocabulary would exceed 64 tokens.
+        ConfigError: a size does not fit, or the vocabulary would exceed 1024 tokens.
     """
     vocabulary = _vocabulary(characters)
     if hidden_size % (2 * num_heads):
@@ -77,7 +77,10 @@ def _vocabulary(characters: str) -> dict[str, int]:
         raise ConfigError(f"characters must be distinct and at least one, got {characters!r}.")
     tokens = [PAD, EOS, SEPARATOR, UNKNOWN, *characters]
     if len(tokens) > MAX_VOCABULARY:
-        raise ConfigError(f"{len(characters)} characters make {len(tokens)} tokens, more than {MAX_VOCABULARY}.")
+        raise ConfigError(
+            f"{len(characters)} different characters make {len(tokens)} tokens, more than a tiny model's "
+            f"{MAX_VOCABULARY}: use policy.model_path, or a task with fewer letters."
+        )
     return {token: index for index, token in enumerate(tokens)}
 
 
@@ -141,16 +144,27 @@ def prepare_tiny_model(
 
 def _task_pairs(task: Task, num_pairs: int, *, needs_target: bool) -> Pairs:
     """(prompt, answer) texts; answers are empty where the task knows none and none are needed."""
-    if needs_target and not isinstance(task, HasTarget):
-        raise TaskError(
-            f"task {task.name!r} knows no right answers: give it a method target(record) -> str, or start from random "
-            "weights (policy.tiny.num_warm_start_steps=0) or from a trained checkpoint (policy.model_path)."
-        )
+    knows_targets = isinstance(task, HasTarget)
+    if needs_target and not knows_targets:
+        raise _no_target(task, "give it a method target(record) -> str")
     env, size, pairs = task.env(), task.num_records("train"), []
     for i in range(min(num_pairs, size)):
-        record = task.record("train", size - 1 - i)
+        try:
+            record = task.record("train", size - 1 - i)
+        except TaskError:
+            continue  # a bad record of a data file: it is counted when it is drawn
         messages = env.reset(record)
         if not isinstance(messages, Sequence) or len(messages) != 1 or messages[0].role != "user":
             raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
-        pairs.append((messages[0].content, task.target(record) if isinstance(task, HasTarget) else ""))
+        target = task.target(record) if knows_targets else ""
+        if target is None and needs_target:
+            raise _no_target(task, "name the field of the answer (data.answer_key)")
+        pairs.append((messages[0].content, target or ""))
     return pairs
+
+
+def _no_target(task: Task, remedy: str) -> TaskError:
+    return TaskError(
+        f"task {task.name!r} knows no right answers: {remedy}, or start from random weights "
+        "(policy.tiny.num_warm_start_steps=0) or from a trained checkpoint (policy.model_path)."
+    )

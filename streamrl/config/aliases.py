@@ -35,8 +35,11 @@ ALIASES: dict[str, str] = {
     "algo": "advantage.estimator", "gamma": "advantage.gamma", "gae_lambda": "advantage.lam", "lambda": "advantage.lam",
     "max_staleness": "staleness.eta", "max_off_policy_steps": "staleness.eta", "async_level": "staleness.eta",
     # task
-    "dataset": "env.path", "data_path": "env.path", "dataset_name": "env.name", "task": "env.name",
-    "environment": "env.name", "reward": "env.path", "reward_fn": "env.path", "reward_funcs": "env.path",
+    "dataset": "data.path", "data_path": "data.path", "dataset_name": "data.path", "train_files": "data.path",
+    "val_files": "data.test_path", "task": "env.name", "environment": "env.name",
+    "reward_fn": "env.path", "reward_funcs": "env.path",
+    "custom_reward_function": "env.path", "reward_type": "reward.type", "messages_key": "data.prompt_key",
+    "input_key": "data.prompt_key", "label_key": "data.answer_key", "test_size": "data.test_ratio",
     "max_turns": "env.max_turns", "system_prompt": "data.system_prompt",
     # run
     "seed": "run.seed", "output_dir": "run.dir", "out_dir": "run.dir", "save_dir": "run.dir", "run_name": "run.name",

@@ -2,7 +2,7 @@
 
 Names follow one grammar: `num_` counts, `_s` seconds, `_bytes` and `_tokens` sizes. Choices are enums with lower-case
 members. A range is declared at its field; rules between settings live in `streamrl.config.rules`. The sections of the
-algorithm and of the system have files of their own; all are imported from here.
+algorithm, of the system and of the task have files of their own; all are imported from here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from streamrl.config.ranges import ranged
 from streamrl.config.schema_algorithm import *
 from streamrl.config.schema_system import *
+from streamrl.config.schema_task import *
 
 CriticKind = StrEnum("CriticKind", ["head", "model"])
 EssRule = StrEnum("EssRule", ["none", "sqrt", "linear"])
 GroupPolicy = StrEnum("GroupPolicy", ["reissue_missing", "reissue_whole", "accept_partial"])
-OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
 
 
 @dataclass
@@ -45,36 +45,6 @@ class RunConfig:
     """Torch threads of each learner rank on a CPU; 0 leaves torch's own choice."""
     shutdown_s: float = ranged(10.0, gt=0)
     """How long an orderly stop may take before processes are ended by force."""
-
-
-@dataclass
-class DataConfig:
-    shuffle: bool = True
-    """Draw prompts in a seeded random order instead of 0, 1, 2, ..."""
-    apply_chat_template: bool = True
-    """Render messages with the tokenizer's chat template, if it has one."""
-    system_prompt: str | None = None
-    """A system message put before the task's own messages."""
-
-
-@dataclass
-class EnvConfig:
-    name: str = "string.reverse"
-    """Registered task name, or `package.module:Class`."""
-    path: str | None = None
-    """A Python file with your own task; wins over `env.name`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
-    max_turns: int = ranged(1, gt=0)
-    """Most turns of an episode; the last one ends it even if the environment is not done."""
-    step_timeout_s: float = ranged(60.0, gt=0)
-    """Longest time that one reset or step of an environment may take."""
-    num_threads: int = ranged(4, gt=0)
-    """Threads in which plain (not async) environments run."""
-    on_error: OnEnvError = OnEnvError.drop
-    """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
-    reward_floor: float = 0.0
-    """The reward of the whole trajectory of a failed environment under `env.on_error=floor`."""
 
 
 @dataclass
@@ -224,6 +194,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)

@@ -12,7 +12,7 @@ from learner.model.optimizer import OPTIMIZERS
 from streamrl.config.load import settings
 
 ROOT = Path(__file__).parents[3]
-NOT_READERS = {"schema.py", "schema_algorithm.py", "schema_system.py"}
+NOT_READERS = {"schema.py", "schema_algorithm.py", "schema_system.py", "schema_task.py"}
 SOURCE = "\n".join(
     path.read_text()
     for room in ("streamrl", "actors", "learner", "envs")

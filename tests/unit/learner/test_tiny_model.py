@@ -90,7 +90,7 @@ def test_every_prefix_of_a_conversation_renders_to_a_prefix_of_its_text(tmp_path
     [
         ({"characters": "aa"}, "distinct"),
         ({"characters": ""}, "at least one"),
-        ({"characters": "".join(map(chr, range(300, 370)))}, "more than 64"),
+        ({"characters": "".join(map(chr, range(300, 1400)))}, "more than a tiny model's 1024"),
         ({"characters": "ab", "hidden_size": 30, "num_heads": 4}, "multiple of 2 x num_heads=4"),
         ({"characters": "ab", "architecture": "gpt"}, "choose one of qwen3, llama"),
     ],

@@ -1,0 +1,1 @@
+"""Records from data files: readers, the shapes that records come in, splits and mixtures."""

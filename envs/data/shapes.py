@@ -1,0 +1,182 @@
+"""What a record means: where its prompt and its right answer are, under whatever names it came with.
+
+    {"question": "2 + 2 = ?", "answer": "4"}                         a text
+    {"messages": [{"role": "user", "content": ...}], "answer": ...}  a conversation
+    {"messages": {"role": "user", "content": ...}, "gt_answer": ...} one message
+    {"prompt": [...], "reward_model": {"ground_truth": ...}}         a field inside a field
+
+Every other field stays in the record, under its own name. Messages of errors name the field; who reads the file puts
+the file and the record's number before them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.environment import ChatMessage, Record
+from streamrl.errors import TaskError
+
+PROMPT_KEYS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
+ANSWER_KEYS = (
+    "answer", "gt_answer", "ground_truth", "solution", "label", "target", "final_answer", "reward_model.ground_truth",
+)
+"""Where prompt and answer are looked for, in this order, unless a setting says where."""
+ROLES = ("system", "user", "assistant", "tool")
+MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordShape:
+    """Reads prompt and answer of a record; keys that are None are found in each record."""
+
+    prompt_key: str | None = None
+    answer_key: str | None = None
+
+    def prompt_field(self, record: Record) -> str:
+        """The name of the field that holds the prompt."""
+        keys = PROMPT_KEYS if self.prompt_key is None else (self.prompt_key,)
+        for key in keys:
+            if lookup(record, key) is not MISSING:
+                return key
+        if self.prompt_key is not None:
+            raise TaskError(f"no field {self.prompt_key!r} (data.prompt_key); it has {shown_fields(record)}")
+        raise TaskError(
+            f"no prompt: it has {shown_fields(record)}, none of {', '.join(PROMPT_KEYS)}; name it: data.prompt_key=..."
+        )
+
+    def prompt(self, record: Record) -> Any:
+        """The prompt as the record holds it: a text, a list of messages or one message."""
+        return lookup(record, self.prompt_field(record))
+
+    def messages(self, record: Record) -> list[ChatMessage]:
+        """The conversation that opens the episode."""
+        field = self.prompt_field(record)
+        return conversation(field, lookup(record, field))
+
+    def answer(self, record: Record) -> Any:
+        """The right answer as the record holds it, or None."""
+        if self.answer_key is not None:
+            found = lookup(record, self.answer_key)
+            if found is MISSING:
+                raise TaskError(f"no field {self.answer_key!r} (data.answer_key); it has {shown_fields(record)}")
+            return found
+        return next((value for key in ANSWER_KEYS if (value := lookup(record, key)) not in (MISSING, None)), None)
+
+    def required_answer(self, record: Record) -> Any:
+        """The right answer. Raises TaskError if the record has none."""
+        answer = self.answer(record)
+        if answer is None or answer == "":
+            raise TaskError(
+                f"no right answer: it has {shown_fields(record)}; name the field: data.answer_key=..."
+            )
+        return answer
+
+    def check(self, record: Record) -> None:
+        """Raise TaskError, naming the field, for a record that cannot be played."""
+        self.messages(record)
+        self.answer(record)
+        if "test_cases" in record:
+            code_tests(record)
+        try:
+            json.dumps(record, allow_nan=False)
+        except (TypeError, ValueError):
+            for key, value in record.items():
+                _check_json(key, value)
+
+
+def _check_json(key: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"field {key!r} holds {shown(value)}, which JSON cannot carry ({error})") from error
+
+
+def lookup(record: Record, key: str) -> Any:
+    """The field of this name, or what `outer.inner` names inside a mapping; MISSING if there is none."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def conversation(field: str, value: Any) -> list[ChatMessage]:
+    """Messages from a text, a list of messages or one message. Raises TaskError naming the field."""
+    if isinstance(value, str) and field == "messages" and value.lstrip().startswith(("[", "{")):
+        value = _parsed(field, value)  # a column of a CSV or Parquet file that holds JSON
+    if isinstance(value, str):
+        if not value.strip():
+            raise TaskError(f"field {field!r} is empty")
+        return [ChatMessage("user", value)]
+    turns = [value] if isinstance(value, Mapping) else value
+    if not isinstance(turns, list | tuple) or not turns:
+        raise TaskError(f'field {field!r} is {shown(value)}: give a text, or a list of {{"role": ..., "content": ...}}')
+    messages = [_message(field, number, turn) for number, turn in enumerate(turns, 1)]
+    if messages[-1].role == "assistant":
+        raise TaskError(
+            f"field {field!r} ends with an assistant message: leave it out, the model writes the next one "
+            "(a right answer belongs into a field of its own, such as answer)"
+        )
+    return messages
+
+
+def _message(field: str, number: int, turn: Any) -> ChatMessage:
+    where = f"field {field!r}, message {number}"
+    if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
+        raise TaskError(f'{where} is {shown(turn)}: give {{"role": ..., "content": ...}}')
+    role, content = turn["role"], turn["content"]
+    if role not in ROLES:
+        raise TaskError(f"{where} has the role {shown(role)}: allowed are {', '.join(ROLES)}")
+    if isinstance(content, list | tuple | Mapping):
+        raise TaskError(f"{where} has {shown(content)} as its content: text only, images and audio are not supported")
+    if not isinstance(content, str):
+        raise TaskError(f"{where} has {shown(content)} as its content: give a text")
+    return ChatMessage(role, content)
+
+
+def code_tests(record: Record) -> dict[str, Any]:
+    """The programs' tests of a record: {"inputs": [text ...], "outputs": [text ...]}, perhaps with `fn_name`.
+
+    Raises TaskError: not a mapping (or JSON of one), lists of unequal lengths, or anything but texts in them.
+    """
+    cases = record.get("test_cases")
+    if isinstance(cases, str):
+        cases = _parsed("test_cases", cases)
+    if not isinstance(cases, Mapping):
+        raise TaskError(f'field \'test_cases\' is {shown(cases)}: give {{"inputs": [...], "outputs": [...]}}')
+    for side in ("inputs", "outputs"):
+        texts = cases.get(side)
+        if not isinstance(texts, list | tuple) or not texts:
+            raise TaskError(f"field 'test_cases' has {shown(texts)} as its {side}: give a list of texts")
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str):
+                raise TaskError(f"field 'test_cases' has {shown(text)} as number {number} of its {side}: give a text")
+    if len(cases["inputs"]) != len(cases["outputs"]):
+        raise TaskError(
+            f"field 'test_cases' has {len(cases['inputs'])} inputs and {len(cases['outputs'])} outputs: give one "
+            "output for each input"
+        )
+    return dict(cases)
+
+
+def _parsed(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TaskError(f"field {field!r} holds text that is not JSON ({error}): {text:.60}") from error
+
+
+def shown(value: Any) -> str:
+    """A value and its type, cut to one line."""
+    return "missing" if value is MISSING else f"{value!r:.60} ({type(value).__name__})"
+
+
+def shown_fields(record: Record) -> str:
+    """The record's fields, or that it has none."""
+    return f"the fields {', '.join(map(str, list(record)[:12]))}" if record else "no fields"

@@ -1,0 +1,100 @@
+"""Parquet, Arrow, folders and data sets of the hub, through the `datasets` library: memory-mapped, whatever their size.
+
+The library takes seconds to import, so only opening such a file does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envs.data.shapes import MISSING
+from streamrl.errors import TaskError
+
+
+class Table:
+    """A `datasets.Dataset`; rows come as plain Python values, with a missing number as None."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.name, self._dataset = name, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, record {index + 1}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        try:
+            return {key: _without_nan(value) for key, value in self._dataset[index].items()}
+        except Exception as error:  # decoding of images and audio may need packages that are not here
+            raise TaskError(f"{self.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
+
+    def field(self, key: str) -> Iterator[Any]:
+        if key not in self._dataset.column_names:
+            yield from [MISSING] * len(self)
+            return
+        for batch in self._dataset.select_columns([key]).with_format("arrow").iter(10_000):
+            yield from batch.column(key).to_pylist()
+
+
+def open_table(file: Path, name: str) -> Table:
+    """A Parquet or Arrow file. Raises TaskError for a damaged one."""
+    datasets = _library()
+    try:
+        if file.suffix.lower() == ".arrow":
+            return Table(datasets.Dataset.from_file(str(file)), name)
+        return Table(datasets.load_dataset("parquet", data_files=str(file), split="train"), name)
+    except Exception as error:
+        raise TaskError(f"{name} is not a readable {file.suffix[1:]} file: {_first_line(error)}") from error
+
+
+def open_folder(path: str, split: str, setting: str) -> Table:
+    """A folder of `save_to_disk`, a folder of data files, or `owner/name[:subset]` on the hub."""
+    datasets = _library()
+    folder = Path(path).expanduser()
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            found = datasets.load_from_disk(str(folder))
+        elif folder.is_dir():
+            found = datasets.load_dataset(str(folder))
+        else:
+            name, _, subset = path.partition(":")
+            return Table(datasets.load_dataset(name, subset or None, split=split), path)
+    except Exception as error:
+        where = "a folder of data" if folder.is_dir() else "a file here, nor a data set that the hub gives"
+        raise TaskError(
+            f"{setting} is not {where}: {_first_line(error)}. Give a file, a folder of data files or of save_to_disk, "
+            "or the name of a data set of the hub (owner/name, online or in its cache)."
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        if split != "train":
+            raise TaskError(f"{setting}: this folder holds one data set without splits: leave `{split}@` out.")
+        return Table(found, path)
+    if split not in found:
+        raise TaskError(f"{setting}: no split {split!r}; it has {', '.join(found)}: write {next(iter(found))}@{path}.")
+    return Table(found[split], f"{split}@{path}")
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            f"Parquet, Arrow, folders and hub data sets need {error.name}: pip install 'streamrl[data]' "
+            "(JSON, JSON Lines and CSV need nothing)."
+        ) from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _without_nan(value: Any) -> Any:
+    """Tables mark a missing number as NaN, which JSON does not have."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _first_line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first}".rstrip(": .")

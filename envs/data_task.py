@@ -1,0 +1,116 @@
+"""Records from `data.path` and a way to score them are a task."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from envs.data.dataset import Dataset, open_dataset
+from envs.data.shapes import RecordShape
+from envs.reward_file import EnvFactory, reward_from_file
+from envs.reward_values import as_step
+from envs.rewards.registry import make_reward
+from streamrl.config.schema import DataConfig, EnvConfig, RewardConfig
+from streamrl.environment import ChatMessage, Env, Record, RewardFunction, Step
+from streamrl.errors import TaskError
+
+
+class TaskSettings(Protocol):
+    """The sections of a config that make a task."""
+
+    env: EnvConfig
+    data: DataConfig
+    reward: RewardConfig
+
+
+class DataTask:
+    """A task over data files, opened when a record is first asked for: an actor gets its records with the leases.
+
+    Args:
+        settings: `data.*`; its path is set.
+        shape: reads a record's prompt and answer.
+        make_env: a fresh environment for each episode.
+        reward: what it scores with, if it does; its `target` says what a right completion looks like.
+    """
+
+    def __init__(
+        self, settings: DataConfig, shape: RecordShape, make_env: Callable[[], Env],
+        reward: RewardFunction | None = None,
+    ) -> None:
+        assert settings.path is not None, "data.path is not set"
+        self.name = PurePath(settings.path).name
+        self._settings, self._shape, self._make_env, self._reward = settings, shape, make_env, reward
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return open_dataset(self._settings)
+
+    def num_records(self, split: str) -> int:
+        return len(self.dataset.train if split == "train" else self.dataset.test)
+
+    def record(self, split: str, index: int) -> Record:
+        return (self.dataset.train if split == "train" else self.dataset.test)[index]
+
+    def env(self) -> Env:
+        return self._make_env()
+
+    def target(self, record: Record) -> str | None:
+        """The record's answer in the form that the reward looks for; None if it has none."""
+        answer = self._shape.answer(record)
+        if answer is None or answer == "":
+            return None
+        write = getattr(self._reward, "target", None)
+        return str(answer) if write is None else write(record, answer)
+
+
+def task_from_data(settings: TaskSettings) -> DataTask:
+    """The task that data.path, and env.path, reward.type or env.name make together. Raises TaskError."""
+    env, data, reward = settings.env, settings.data, settings.reward
+    shape = RecordShape(data.prompt_key, data.answer_key)
+    if env.path is None and reward.type is None:
+        raise TaskError(
+            f"data.path={data.path} holds questions, but nothing says how answers are scored: give env.path=reward.py "
+            "with a function reward_fn(messages, answer), or reward.type=exact."
+        )
+    if env.path is not None and reward.type is not None:
+        raise TaskError(f"env.path={env.path} and reward.type={reward.type} both score answers: leave one of them out.")
+    if env.path is None:
+        function = make_reward(reward, shape)
+        return DataTask(data, shape, _player(function, f"reward.type={reward.type}", shape), function)
+    found = reward_from_file(env.path, dict(env.options), shape)
+    if isinstance(found, EnvFactory):
+        return DataTask(data, shape, found)
+    return DataTask(data, shape, _player(found, found.name, shape), found)
+
+
+def _player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
+    """What makes environments of one question and one answer."""
+    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+    kind = AsyncAnswerEnv if is_async else AnswerEnv
+    return lambda: kind(reward, name, shape)
+
+
+class AnswerEnv:
+    """One question, one answer, its reward."""
+
+    def __init__(self, reward: Callable[..., Any], name: str, shape: RecordShape) -> None:
+        self._reward, self._name, self._shape = reward, name, shape
+        self._record: Record = {}
+        self._prompt: Sequence[ChatMessage] = ()
+
+    def reset(self, record: Record) -> Sequence[ChatMessage]:
+        self._record, self._prompt = record, self._shape.messages(record)
+        return self._prompt
+
+    def step(self, action: str) -> Step:
+        return as_step(self._reward(self._record, action, self._prompt), self._name)
+
+
+class AsyncAnswerEnv(AnswerEnv):
+    """The same with a reward that is awaited: slow ones of many episodes run side by side on the actor's loop."""
+
+    async def step(self, action: str) -> Step:
+        return as_step(await self._reward(self._record, action, self._prompt), self._name)
