@@ -113,7 +113,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Adam's epsilon."""
     weight_decay: float = 0.0
-    """Weight decay of matrices: decoupled, but for sgd."""
+    """Weight decay of matrices: decoupled, except with sgd."""
     options: dict[str, Any] = field(default_factory=dict)
     """The optimizer's own constants: momentum and nesterov of sgd and muon, ns_steps of muon."""
     max_grad_norm: float = ranged(1.0, gt=0)
@@ -167,7 +167,7 @@ class TinyModelConfig:
     warm_start_lr: float = 4e-3
     """Learning rate of these steps."""
     cache_dir: str = "models"
-    """Where made models are kept; a second run with the same settings takes the first one's."""
+    """Where tiny models are kept; a second run with the same settings takes the first one's."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ class AdaptiveConfig:
     breaker: bool = True
     """Halve the lead when the ESS falls, gradients jump or drift oscillates; drain the queue in the worst case."""
     group_spread: bool = False
-    """Give trajectories of one group baselines of their own when their lags differ by more than the drift allows."""
+    """Split a group whose lags differ by more than the drift allows: each part gets a baseline of its own."""
 
 
 @dataclass
@@ -90,8 +90,8 @@ class StalenessConfig:
     max_lag: int | None = None
     """Bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
     mode: StalenessMode = StalenessMode.drop
-    """Beyond max_lag: `drop` the group; `mask_old_tokens` and train the others; `reweight` old tokens down to a hard
-    bound; or `wait` for the oldest group at every cut, so that none gets there."""
+    """What happens beyond max_lag: `drop` the group; `mask_old_tokens` and train on the others; `reweight` old tokens
+    and drop beyond a hard bound. `wait` lets no group get that old: batches are cut strictly in order."""
     hard_max_lag: int | None = None
     """Under mode=reweight: the lag at which a group is refused after all; null derives eta + ceil(W / B)."""
     decay: float = 0.5
@@ -157,7 +157,7 @@ class LossConfig:
     anchor: str | None = None
     """Denominator of the ratio: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
     ewma_decay: float = ranged(0.95, ge=0, lt=1)
-    """Per step, of the averaged weights behind `loss.anchor=ewma`."""
+    """Decay of the averaged weights behind `loss.anchor=ewma`, for each step."""
     correction: str = "disabled"
     """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`, or
     your own as package.module:function."""
@@ -210,13 +210,13 @@ class ReferenceConfig:
     model_path: str | None = None
     """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
     sync_every_steps: int = ranged(0, ge=0)
-    """The reference becomes the policy of the moment every so many steps; 0 never."""
+    """Replace the reference by the current policy every so many steps; 0 never."""
 
 
 @dataclass
 class EntropyConfig:
     target: float | None = ranged(None, gt=0)
-    """Mean token entropy in nats that `entropy.adapt` steers to; the bonus rests while the entropy is above it."""
+    """Mean token entropy in nats that `entropy.adapt` aims at; above it no bonus is paid."""
     adapt: EntropyAdapt = EntropyAdapt.none
     """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
     step: float = ranged(0.005, gt=0)
@@ -238,4 +238,4 @@ class ConstraintConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Knobs of the method by their name in `streamrl.algorithms`, e.g. `constraint.options.lr=0.1`."""
     one_sided: bool = False
-    """A weight that is left over acts only while the constraint is violated."""
+    """Apply a weight only while its constraint is violated, not until it has come down."""

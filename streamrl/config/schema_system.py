@@ -83,9 +83,9 @@ class PublishConfig:
     reaches this machine, zmq every actor; your own as package.module:attribute. An actor takes the first one that it
     may use and that works for it."""
     nccl_init_deadline_s: float = ranged(20.0, gt=0)
-    """For all members to build a communicator; a later member is left out and pulls."""
+    """Time for all members to build a communicator; a member that is late is left out and pulls."""
     nccl_bucket_deadline_s: float = ranged(10.0, gt=0)
-    """For one bucket to reach every member by broadcast or IPC buffer; then the broadcast is aborted."""
+    """Time for one bucket to reach every member by broadcast or IPC buffer; after it the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
     """Type in which weights are sent; auto is float32 on a CPU and bfloat16 on a GPU."""
     bucket_bytes: int = ranged(16 << 20, gt=0)
@@ -111,7 +111,7 @@ class CheckpointConfig:
     """Save after every so many steps (more often if actors' outboxes could not hold what lies between), and at the
     end; 0 only at the end."""
     resume: bool = False
-    """Go on from the newest good checkpoint of this run directory (or of the newest run of this name)."""
+    """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = ranged(2, gt=0)
     """Checkpoints that are kept."""
     export_hf: bool = True
