@@ -51,6 +51,7 @@ ALIASES: dict[str, str] = {
     "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers", "report_to": "tracking.trackers",
     "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
     # the rest of docs/coming_from.md: TRL, verl, prime-rl, OpenRLHF
+    "train_dataset": "data.path", "prompt_dataset": "data.path", "eval_dataset": "data.test_path",
     "generation_batch_size": "rollout.num_prompts_per_step", "seq_len": "learner.max_tokens_per_device",
     "vllm_gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
     "gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
@@ -77,7 +78,8 @@ ALIASES: dict[str, str] = {
 """Lower case, without sections: `trainer.learning_rate` is looked up by its last part."""
 
 FULL_NAMES: dict[str, str] = {
-    "model.name": "policy.model_path", "actor_rollout_ref.model.path": "policy.model_path",
+    "custom_reward_function.path": "env.path", "eval.dataset": "data.test_path", "model.name": "policy.model_path",
+    "actor_rollout_ref.model.path": "policy.model_path",
     "actor_rollout_ref.rollout.name": "actors.engine", "orchestrator.train.source": "env.path",
     "rollout.max_new_tokens": "rollout.train.sampling.max_new_tokens", "critic.adam.lr": "critic.optimizer.lr",
     "trainer.loss.type": "loss.surrogate", "algorithm.kl_ctrl.type": "kl.controller", "algo.kl.use_loss": "kl.mode",
