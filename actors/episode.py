@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.engines.base import Engine, GenerateRequest, Generation
 from actors.env_executor import EnvExecutor, where
+from actors.load import LoadMeter
 from actors.render import Renderer
 from streamrl.environment import Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
@@ -95,8 +96,10 @@ class EpisodeRunner:
     """Plays episodes of one task on one engine; plain environments run in a few threads with a time limit."""
 
     def __init__(
-        self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4
+        self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4,
+        load: LoadMeter | None = None,
     ) -> None:
+        self.load = load or LoadMeter()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
         self.executor = EnvExecutor(num_threads)
         self.num_env_errors = 0
@@ -115,7 +118,8 @@ class EpisodeRunner:
         transcript = Transcript()
         try:
             env = self.task.env()
-            messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
+            with self.load.in_environment():
+                messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
             transcript.prompt_ids = self.renderer.render(list(messages))
         except (EngineError, asyncio.CancelledError):
             raise
@@ -138,11 +142,14 @@ class EpisodeRunner:
         finish, source = "stop", f"{where(env.step)} of task {self.task.name}"
         for turn in range(self.rules.max_turns):
             last = turn + 1 == self.rules.max_turns
-            generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
+            with self.load.generating():
+                generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
             on_progress()
             try:
                 text = self.renderer.text(generation.token_ids)
-                step = checked(await self.executor.run(env.step, text, self.rules.step_timeout_s), source)
+                with self.load.stepping():
+                    answer = await self.executor.run(env.step, text, self.rules.step_timeout_s)
+                step = checked(answer, source)
                 scores = _add_scores(scores, step, source)
                 # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
                 last_token = generation.token_ids[-1] if generation.token_ids else -1

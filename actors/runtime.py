@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import zmq
 from actors.engines.base import Engine, EngineSpec
 from actors.engines.registry import build_engine
 from actors.episode import EpisodeRules, EpisodeRunner
+from actors.load import LoadMeter
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
@@ -58,6 +59,7 @@ class ActorRuntime:
     max_leases: int  # groups held at once
     device_weights: DeviceWeights | None = None
     fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
+    load: LoadMeter = field(default_factory=LoadMeter)  # of both runners
 
     async def close(self) -> None:
         self.installer.close()
@@ -142,15 +144,18 @@ def build_runtime(
     renderer = Renderer(
         tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
     )
+    load = LoadMeter()
     runners = [
-        EpisodeRunner(task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads)
+        EpisodeRunner(
+            task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads, load=load
+        )
         for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
     ]
     installer = Installer(engine, source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=source.close)
     return ActorRuntime(
         engine, installer, *runners, set_welcome=set_welcome,
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
-        device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome),
+        device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome), load=load,
     )
 
 

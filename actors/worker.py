@@ -191,6 +191,8 @@ class Worker:
         await self._updater.install(*newest, welcome.layout)
 
     def _report(self, report: Installed) -> None:
+        if self._runtime is not None:
+            self._runtime.load.paused(report.pause_s)
         self.client.report_installed(report)
         self._update_progress()
 
@@ -243,7 +245,7 @@ class Worker:
             self.client.update(Progress(running=len(held), held=held, stuck=stuck))
             return
         stats = runtime.engine.stats()
-        numbers = {"busy_s": stats.busy_s, "waiting": float(stats.waiting)}
+        numbers = {"busy_s": stats.busy_s, "waiting": float(stats.waiting), **runtime.load.numbers()}
         if runtime.device_weights is not None:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining

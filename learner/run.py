@@ -33,6 +33,7 @@ from learner.objective.scoring_pass import score_batch
 from learner.publish.probe import Prober
 from learner.publish.publisher import Publisher
 from learner.publish.rounding import with_wire_precision
+from learner.record.process_use import ProcessUse
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.stop_flag import StopFlag
@@ -44,9 +45,10 @@ from streamrl.weights.shm.transport import ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
 
-SHARED_TIMES = ("step", "wait", "pack", "score", "forward_backward", "optimizer", "critic", "publish")
-"""Stages that every rank has in every step: a row of metrics holds the slowest rank's time."""
-RANK_ZERO_TIMES = ("checkpoint", "eval")
+TIMES = (
+    "step", "wait", "pack", "score", "forward_backward", "optimizer", "critic", "publish", "checkpoint", "eval"
+)
+"""Stages of a step: a row of metrics holds the slowest rank's time."""
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Run:
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
     prober: Prober | None = None
+    process_use: ProcessUse = field(init=False)
     model_dir: Path = Path()
     assets_path: str = ""
     saved_version: int = -1
@@ -88,6 +91,9 @@ class Run:
     _step_began: float = 0.0
     _regulated_at: float = 0.0
     _published_before: bool = False
+
+    def __post_init__(self) -> None:
+        self.process_use = ProcessUse(self.ranks.device)
 
     def remaining_steps(self) -> Iterator[int]:
         """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
@@ -285,19 +291,20 @@ class Run:
         """One row of metrics and the step's samples; every rank calls it, rank 0 writes."""
         self.samples.keep(step, self.objective, skipped=result.skipped)
         self.times["step"] = time.monotonic() - self._step_began
-        times = {name: self.ranks.maximum(self.times.get(name, 0.0)) for name in sorted(SHARED_TIMES)}
-        times |= {name: self.times[name] for name in RANK_ZERO_TIMES if name in self.times}
+        measured = {f"time/{name}_s": self.times.get(name, 0.0) for name in TIMES} | self.process_use.sample()
+        of_ranks = zip(*self.ranks.gather_world(list(measured.values())), strict=True)
+        largest = {key: max(values) for key, values in zip(measured, of_ranks, strict=True)}
         self.times = {}  # a checkpoint, which follows, is reported with the next step
         if self.recorder is None:
             return
         self.hub.poll()
         self._take_evals()
-        meter.add_all({f"time/{name}_s": seconds for name, seconds in times.items()})
+        meter.add_all(largest)
         if self.critic_result is not None:
             meter.add_all({f"critic/{name}": value for name, value in asdict(self.critic_result).items()})
         meter.add_all({
             "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
             "policy/num_skipped_steps": float(result.skipped),
-            "hub/num_failed_publishes": float(self.num_failed_publishes),
+            "hub/num_failed_publishes": float(self.num_failed_publishes), "meter/num_nonfinite": 0.0,
         })
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)

@@ -181,6 +181,7 @@ def _finish_rank_zero(run: Run, past: ResumeState) -> None:
     run.recorder = Recorder(
         run.config, run.run_dir, run.run_id, resume_step=past.version, wall_s=past.wall_s,
         trained_tokens=past.trained_tokens, device=run.ranks.device.type, dtype=str(dtype).removeprefix("torch."),
+        counters=run.hub.status.counters,
     )
     _announce(run)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from learner.hub.actor_load import ActorLoads
+from learner.hub.arrivals import Arrivals
 from learner.hub.episode_failures import EpisodeFailures
 from learner.hub.handlers.connections import Connections
 from learner.hub.ledger.ledger import Ledger
@@ -66,6 +68,8 @@ class HubContext:
     notices: list[str] = field(default_factory=list)
     """What a person must see, with the time: in `status.json`, from where `launch` prints it."""
     failures: EpisodeFailures = field(init=False)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    loads: ActorLoads = field(default_factory=ActorLoads)
 
     def __post_init__(self) -> None:
         self.failures = EpisodeFailures(self.notify)

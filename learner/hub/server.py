@@ -29,6 +29,7 @@ from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
+from streamrl.messages import InstallSource
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.transport import device_transports
 
@@ -39,6 +40,11 @@ TICK_S = 0.1
 MAX_DRAINED = 256
 NO_ACTOR_S = 10.0
 """Time for the first actor to join, from the first publication."""
+ALWAYS = (
+    "num_actor_restarts", "tokens_generated", "num_evictions_for_strikes", "num_sends_refused", "num_sends_unreachable",
+    *(f"num_installs_{source.name.lower()}" for source in InstallSource),
+)
+"""Counters that are there from the start; those by reason come with the first of their kind."""
 UNREAD_PER_ACTOR = 4096
 """Receive limit in messages; an actor's outbox and leases bound them long before."""
 
@@ -62,7 +68,7 @@ class HubServer:
         self._rank_socket = self._zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._rank_socket.bind(settings.rank_endpoint)
-        counters = Counter(num_actor_restarts=0, tokens_generated=0)
+        counters = Counter(dict.fromkeys(ALWAYS, 0))
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
         uses_device = device_transports(settings.publish.transports, setting="publish.transports")

@@ -64,11 +64,15 @@ def token_masks(
         removed["lag"] = ~lag_keep(tokens.lags, mask, max_lag=oldest)
     if loss.veto_low is not None or loss.veto_high is not None:
         removed["veto"] = _vetoed(loss, ratios, mask)
-    if loss.opsm_delta is not None and (lag_policy.drift_exceeded or loss.opsm_when is OpsmWhen.always):
-        removed["opsm"] = ~opsm_keep(ratios, advantages, mask, delta=loss.opsm_delta * lag_policy.opsm_scale)
-    lag_m2 = lag_policy.expected_m2(tokens.lags)
-    if loss.zscore_bound is not None and lag_m2 is not None:
-        removed["zscore"] = ~zscore_keep(ratios, advantages, lag_m2, mask, z_bound=loss.zscore_bound)
+    nothing = torch.zeros_like(mask)  # of a rule that waits for drift: its metric is 0 meanwhile, not absent
+    if loss.opsm_delta is not None:
+        on = lag_policy.drift_exceeded or loss.opsm_when is OpsmWhen.always
+        delta = loss.opsm_delta * lag_policy.opsm_scale
+        removed["opsm"] = ~opsm_keep(ratios, advantages, mask, delta=delta) if on else nothing
+    if loss.zscore_bound is not None:
+        lag_m2, bound = lag_policy.expected_m2(tokens.lags), loss.zscore_bound
+        known = lag_m2 is not None
+        removed["zscore"] = ~zscore_keep(ratios, advantages, lag_m2, mask, z_bound=bound) if known else nothing
     # A preset without a weight may still reject; weights of 1 would only cost a multiplication.
     if correction.mode is not None:
         corrected = _corrected(correction, tokens)

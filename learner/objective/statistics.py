@@ -137,17 +137,16 @@ def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
     num_rows, num_tokens = len(plan), sum(row.num_action_tokens for row in plan)
     rewards = [row.reward for row in plan]
     means = {
-        "reward/mean": _mean(rewards), "rollout/reward/train": _mean(rewards),
+        "reward/trained": _mean(rewards),
         "length/consumed": num_tokens / max(1, num_rows),
         "rollout/response_tokens/train": num_tokens / max(1, num_rows),
         "lag/head_groups": _mean([row.head_lag for row in plan]) * len(by_group),
     }
     meter.add_all(means, weight=num_rows)
-    meter.add_moments("reward/std", num_rows, sum(rewards), sum(reward * reward for reward in rewards))
     for rows in by_group.values():
         heads, scores = [row.head_lag for row in rows], [row.reward for row in rows]
         meter.add("lag/group_spread", max(heads) - min(heads))
-        meter.add("group/zero_std_fraction", float(max(scores) == min(scores)))
+        meter.add("group/zero_std_trained", float(max(scores) == min(scores)))
     meter.add_all({
         "policy/num_trajectories": num_rows, "policy/num_groups": len(by_group), "policy/num_tokens": num_tokens
     })
@@ -161,8 +160,8 @@ def add_trajectories(meter: Meter, trajectories: Sequence[Trajectory]) -> None:
     meter.add_all({**means, "rollout/num_turns/train": turns}, weight=len(trajectories))
     for row in trajectories:
         for name, value in row.scores.items():
-            key = "rollout/score/train" if name == "score" else member("reward", name)
-            if key == "rollout/score/train" or key not in METRICS:  # a part named "mean" must not pose as the mean
+            key = "score/trained" if name == "score" else member("reward", name)
+            if key == "score/trained" or key not in METRICS:  # a part named "mean" must not pose as the mean
                 meter.add(key, value)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from learner.hub.arrivals import PREFIX
 from learner.record.hub_counts import HubCounts
 from learner.record.pareto import ParetoArchive
 from streamrl.config.load import to_plain, to_yaml
@@ -35,11 +36,12 @@ _RENAMED = {
 
 
 class Recorder:
-    """Writer of rows, summary and report; `wall_s` is what earlier parts of a resumed run took."""
+    """Writer of rows, summary and report; of a resumed run, `wall_s` is what earlier parts took, and `counters` are
+    the hub's at the start."""
 
     def __init__(
         self, config: Config, run_dir: Path, run_id: str, *, resume_step: int | None, wall_s: float,
-        trained_tokens: int, device: str, dtype: str,
+        trained_tokens: int, device: str, dtype: str, counters: Mapping[str, float] | None = None,
     ) -> None:
         self._config, self._run_dir, self._run_id = config, run_dir, run_id
         self._device, self._dtype = device, dtype
@@ -47,7 +49,7 @@ class Recorder:
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
         (run_dir / "config.yaml").write_text(to_yaml(config))
-        self._hub_counts = HubCounts()
+        self._hub_counts = HubCounts(counters)
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
         tracking = config.tracking
@@ -81,7 +83,8 @@ class Recorder:
             row["throughput/train_tokens_per_s"] = tokens / seconds
             row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
             row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
-        counts = self._hub_counts.since_last(status.counters)
+        num_trained = float(row.get("policy/num_groups", 0.0))
+        counts = self._hub_counts.since_last(status.counters, num_trained=num_trained)
         self.write(step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status)})
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
@@ -98,7 +101,8 @@ class Recorder:
 
     def close(self, step: int, status: HubStatus, *, version: int, epoch: int) -> Summary:
         """The last row (an evaluation may still wait for one), summary.json and report.html."""
-        self.write(step, {**self._run_keys(version, epoch), **hub_keys(status)})
+        came = self._hub_counts.since_last(status.counters)
+        self.write(step, {**came, **self._run_keys(version, epoch), **hub_keys(status)})
         counters = status.counters
         summary = summarize(
             read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,
@@ -117,7 +121,7 @@ def hub_keys(status: HubStatus) -> dict[str, float]:
     """The hub's counters under their metric names."""
     return {
         _RENAMED.get(name, f"hub/{name}"): value for name, value in status.counters.items()
-        if name in _RENAMED or math.isfinite(value)
+        if (name in _RENAMED or math.isfinite(value)) and not name.startswith(PREFIX)
     }
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamrl.metrics.names import missing_and_surplus
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "experiment=quickstart", "rollout.num_prompts_per_step=8", "rollout.num_responses_per_prompt=4",
@@ -116,6 +118,13 @@ class RunHarness:
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def check_metric_keys(self) -> None:
+        """Every key that the run must write under its settings, and no other, is in some line of its metrics."""
+        settings = json.loads((self.run_dir / "config.json").read_text()) | {"device": self.summary()["device"]}
+        written = {key for row in self.metrics() for key in row} - {"step"}
+        missing, surplus = missing_and_surplus(written, settings)
+        assert (missing, surplus) == ([], []), f"declared and not written: {missing}; written, not declared: {surplus}"
 
     def logs(self, lines: int = 25) -> str:
         paths = [*sorted(self.path.glob("*.log")), *sorted(self.run_dir.glob("logs/*.log"))]

@@ -76,10 +76,11 @@ def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_alwa
 def test_each_mode_trains_and_says_what_it_did(harness: RunHarness, mode: str, words: tuple[str, ...]):
     launch = harness.launch(
         f"staleness.mode={mode}", *words, "staleness.eta=3", "trainer.num_steps=9", "eval.num_samples=0",
-        "checkpoint.every_steps=0", "launch.num_actors=1", "actors.num_concurrent=192",
+        "checkpoint.every_steps=0", "launch.num_actors=1", "actors.num_concurrent=192", "hub.heartbeat_s=0.2",
     )
 
     assert harness.finish(launch, 250) == 0, harness.logs()
+    harness.check_metric_keys()
     rows, summary = steps_of(harness), harness.summary()
     assert len(rows) == 9 and summary["num_lag_violations"] == 0
     assert summary["lag_max"] <= {"mask_old_tokens": 3, "reweight": 4, "wait": 3}[mode]

@@ -9,11 +9,18 @@ from tests.flow.processes import RunHarness
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 WITH_CRITIC = ("advantage.estimator=vtrace", "advantage.baseline=none", "advantage.whiten=batch")
+MORE_METRICS = (
+    "hub.heartbeat_s=0.2", "loss.opsm_delta=0.01", "loss.zscore_bound=6", "loss.entropy_coef=0.001",
+    "loss.anchor=recomputed", "loss.correction=decoupled_token_is", "advantage.rho_bar_ess_target=0.9",
+    "objectives.components={reward:1,score:-1}",
+)
+"""Modes that have metrics of their own and that no other launched run is in."""
 
 
 def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(harness: RunHarness):
-    first = harness.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", *WITH_CRITIC)
+    first = harness.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", *WITH_CRITIC, *MORE_METRICS)
     assert harness.finish(first, 120) == 0, harness.logs()
+    harness.check_metric_keys()
     rows = [row for row in harness.metrics() if "policy/lr" in row]
     assert [row["policy/lr"] > 0 for row in rows] == [False, False, True, True]
     assert all("critic/loss" in row for row in rows)

@@ -12,7 +12,7 @@ PULLED = (
     "kl.mode=reward_k1", "kl.coef=0.01", "kl.controller=doubling", "kl.options.target=1e-6", "kl.options.high=0.5",
     "reference.sync_every_steps=3", "entropy.adapt=clip_high", "entropy.target=9", "entropy.step=0.01",
     "constraint.entropy_min=9", "constraint.options.lr=1e-4", "launch.num_learner_ranks=2", "launch.num_actors=1",
-    "checkpoint.every_steps=2", "eval.num_samples=0", "policy.optimizer.lr=1e-3",
+    "checkpoint.every_steps=2", "eval.num_samples=0", "policy.optimizer.lr=1e-3", "hub.heartbeat_s=0.2",
 )
 
 
@@ -21,6 +21,7 @@ def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_
     assert harness.finish(first, 200) == 0, harness.logs()
     second = harness.launch(*PULLED, "trainer.num_steps=7", "checkpoint.resume=true")
     assert harness.finish(second, 200) == 0, harness.logs()
+    harness.check_metric_keys()
 
     rows = [row for row in harness.metrics() if "policy/loss" in row]
     assert [row["run/version"] for row in rows] == list(range(1, 8))

@@ -17,13 +17,14 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):
-    launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3")
+    launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2")
 
     assert harness.finish(launch, 120) == 0, harness.logs()
     summary, rows = harness.summary(), harness.metrics()
     assert summary["steps"] == 6 and summary["num_groups_trained"] == 48
     assert summary["eval_score_first"] is not None and summary["eval_score_last"] is not None
     assert [row["step"] for row in rows if "policy/loss" in row] == [1, 2, 3, 4, 5, 6]
+    harness.check_metric_keys()
     assert (harness.run_dir / "report.html").read_text().startswith("<!doctype html>")
     printed = (harness.path / "launch.log").read_text()
     assert "evaluation" in printed and "report.html" in printed

@@ -21,9 +21,11 @@ START_S = 420  # three processes that import vLLM; seconds on quiet cores, minut
 
 
 def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(harness: RunHarness):
-    launch = harness.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2")
+    launch = harness.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2",
+                            "hub.heartbeat_s=0.2")
 
     assert harness.finish(launch, START_S + 120) == 0, harness.logs()
+    harness.check_metric_keys()
     summary, rows = harness.summary(), harness.metrics()
     assert summary["num_groups_trained"] == 48 and summary["num_lag_violations"] == 0
     assert [row["step"] for row in rows if "policy/loss" in row] == [1, 2, 3, 4, 5, 6]

@@ -22,6 +22,7 @@ from streamrl.messages import (
     Installed,
     Leases,
     Message,
+    RejectReason,
     Stop,
     StopReason,
     Welcome,
@@ -88,6 +89,8 @@ class ActorHandler:
                 result = hub.ledger.accept(actor.actor_id, message, frame, now)
                 if result.kind == "accepted":
                     hub.failures.add(message)
+                if result.kind == "accepted" or result.reason == RejectReason.STALE:
+                    hub.arrivals.add(message, len(frame))
                 if result.strike or result.kind == "rejected":
                     log.log(logging.WARNING if result.strike else logging.DEBUG, "rejected(%s) from %s: %s",
                             result.reason.name.lower(), actor.actor_id, result.detail)
@@ -103,6 +106,7 @@ class ActorHandler:
             case Bye():
                 hub.ledger.bye(actor.actor_id, now)
                 hub.weights.health.forget(actor.actor_id)
+                hub.loads.left(actor.actor_id)
                 self._send(actor.routing_id, Bye(message.last_seq, "bye"))
                 hub.connections.drop(actor.actor_id)
                 log.info("%s left: %s", actor.actor_id, message.note)
@@ -158,6 +162,8 @@ class ActorHandler:
         elif known != hello.incarnation:
             self._hub.counters["num_actor_restarts"] += 1
             log.info("actor %s was restarted and joined again", hello.actor_id)
+        if known != hello.incarnation and hello.run_id is None:
+            self._hub.loads.joined(hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
         actor = Connection(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
@@ -178,6 +184,8 @@ class ActorHandler:
         if not actor.max_leases:
             actor.state = "relay"
         actor.stats = beat.stats
+        if actor.max_leases:
+            hub.loads.beat(actor.actor_id, beat.stats)
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)
         self._broadcast.beat(actor, trusted, now)
         # An actor in quarantine has the newest version: another announcement would only make it fail again.
@@ -285,6 +293,7 @@ class ActorHandler:
     def _evict(self, actor: Connection, detail: str, now: float) -> None:
         self._send(actor.routing_id, _stop(StopReason.EVICTED, detail, rejoin=True))
         self._hub.ledger.evict(actor.actor_id, now)
+        self._hub.loads.left(actor.actor_id)
         self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:

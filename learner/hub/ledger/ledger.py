@@ -43,10 +43,11 @@ from streamrl.messages import Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReas
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
-    "num_leases_reissued", "num_leases_retried", "num_episodes_failed", "num_groups_filtered", "num_groups_dropped",
-    "num_lag_violations", "num_tokens_accepted", "num_tokens_stale", "num_repeats", "num_evictions",
-    "num_leases_expired", "num_leases_lost", "num_actor_restarts", "num_installs", "num_install_failures",
-    "lost_on_crash",
+    "num_leases_reissued", "num_leases_retried", "num_episodes_failed", "num_groups_completed", "num_groups_zero_std",
+    "num_groups_filtered", "num_groups_dropped", "num_groups_partial", "num_groups_overdue", "num_groups_quarantined",
+    "num_lag_violations", "num_members_accepted", "num_members_aborted", "num_tokens_accepted", "num_tokens_stale",
+    "num_tokens_discarded", "num_repeats", "num_evictions", "num_leases_expired", "num_leases_lost",
+    "num_eval_leases", "num_eval_groups", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
@@ -252,7 +253,7 @@ class Ledger:
             "num_groups_drawn": self.groups.next_id,
             "num_groups_ready": self.groups.num(GroupState.READY),
             "num_leases_open": self.groups.num(GroupState.LEASED),
-            "num_groups_held": self.groups.num(GroupState.HELD),
+            "num_groups_queued": self.groups.num(GroupState.HELD),
             "num_groups_in_batch": self.groups.num(GroupState.IN_BATCH),
             "num_actors": len(self.actors), "eta": self.lag.rule.eta, "max_lag": self.lag.rule.max_lag,
         }

@@ -69,6 +69,9 @@ class GroupLifecycle:
         """The group is complete: it waits for a batch, unless the filter drops it."""
         record.holder = ""
         self.groups.move(record, GroupState.HELD)
+        rewards = [member.reward for member in record.members.values()]
+        self.counts["num_groups_completed"] += 1
+        self.counts["num_groups_zero_std"] += len(rewards) > 1 and min(rewards) == max(rewards)
         # Filtered here and not at the cut, so that a replacement is drawn while the batch still waits.
         reason = self.keep_group(self.lag.held(record))
         if reason is not None:

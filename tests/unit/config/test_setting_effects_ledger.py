@@ -52,7 +52,7 @@ def joined(ledger: Ledger, name: str = "a1", *, slots: int = 50) -> FakeActor:
 def state_of(ledger: Ledger) -> tuple[float, float, float]:
     """Groups that wait for an actor, that are held complete, that were dropped."""
     counts = ledger.counters()
-    return counts["num_groups_ready"], counts["num_groups_held"], counts["num_groups_dropped"]
+    return counts["num_groups_ready"], counts["num_groups_queued"], counts["num_groups_dropped"]
 
 
 # --- how much is drawn, and in which order ---------------------------------------------------------------------------

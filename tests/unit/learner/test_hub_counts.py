@@ -3,6 +3,11 @@
 import pytest
 
 from learner.record.hub_counts import HubCounts
+from streamrl.metrics.names import METRICS
+
+
+def occurred(row: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if value}
 
 
 def test_a_row_tells_what_was_dropped_since_the_row_before_and_why():
@@ -13,22 +18,58 @@ def test_a_row_tells_what_was_dropped_since_the_row_before_and_why():
         "num_malformed_logprob_finite": 1.0,
     })
 
-    assert first == {"dropped/zero_std": 3.0, "dropped/stale": 1.0}
-    assert second == {
-        "dropped/zero_std": 5.0, "dropped/stale": 0.0, "dropped/accuracy": 2.0, "dropped/nonfinite_logprob": 1.0
-    }
+    assert {key for key in METRICS if key.startswith("dropped/")} - {"dropped/*"} <= first.keys()
+    assert occurred(first) == {"dropped/zero_std": 3.0, "dropped/stale": 1.0, "group/stale_fraction": 1.0}
+    assert occurred(second) == {"dropped/zero_std": 5.0, "dropped/accuracy": 2.0, "dropped/nonfinite_logprob": 1.0}
 
 
-def test_the_length_of_what_came_is_of_this_step_alone():
+def test_means_are_of_what_came_in_this_step_alone():
     counts = HubCounts()
-    assert counts.since_last({"num_members_accepted": 4.0, "num_tokens_accepted": 40.0})["length/dispatched"] == 10.0
-    row = counts.since_last({"num_members_accepted": 6.0, "num_tokens_accepted": 100.0})
-    assert row["length/dispatched"] == pytest.approx(30.0)
-    assert "length/dispatched" not in counts.since_last({"num_members_accepted": 6.0, "num_tokens_accepted": 100.0})
+    came = {"arrived_trajectories": 4.0, "arrived_reward": -2.0, "arrived_reward_squared": 4.0, "arrived_score": 8.0,
+            "arrived_tokens": 40.0, "arrived_bytes": 400.0}
+    later = {"arrived_trajectories": 6.0, "arrived_reward": -5.0, "arrived_reward_squared": 9.0, "arrived_score": 8.0,
+             "arrived_tokens": 100.0, "arrived_bytes": 700.0}
+
+    first, second, third = (counts.since_last(counters) for counters in (came, later, later))
+
+    assert (first["reward/mean"], first["score/mean"], first["length/dispatched"]) == (-0.5, 2.0, 10.0)
+    assert first["reward/std"] == pytest.approx((4.0 / 4 - 0.5**2) ** 0.5)
+    assert (second["reward/mean"], second["score/mean"], second["length/dispatched"]) == (-1.5, 0.0, 30.0)
+    assert second["throughput/wire_bytes_per_token"] == 5.0
+    assert "reward/mean" not in third and "length/dispatched" not in third
+
+
+def test_shares_of_groups_are_of_all_that_ended_in_the_step():
+    row = HubCounts().since_last(
+        {"num_groups_completed": 10.0, "num_groups_zero_std": 4.0, "num_groups_filtered": 5.0, "num_groups_stale": 2.0,
+         "arrived_failed_groups": 1.0}, num_trained=8.0,
+    )
+
+    shares = [row[f"group/{name}_fraction"] for name in ("zero_std", "filtered", "stale", "failed")]
+    assert shares == pytest.approx([4 / 10, 5 / 16, 2 / 16, 1 / 16])
+
+
+def test_shares_of_the_actors_time_are_of_what_they_told_since_the_row_before():
+    counts = HubCounts()
+    counts.since_last({"actor_s": 10.0, "actor_idle_s": 10.0, "actor_starved_s": 10.0, "actor_paused_s": 0.0,
+                       "episode_generation_s": 0.0, "episode_environment_s": 0.0})
+    later = {"actor_s": 14.0, "actor_idle_s": 12.0, "actor_starved_s": 11.0, "actor_paused_s": 1.0,
+             "episode_generation_s": 6.0, "episode_environment_s": 2.0}
+    row = counts.since_last(later)
+
+    assert (row["time/actor_idle_fraction"], row["time/actor_starved_fraction"]) == (0.5, 0.25)
+    assert (row["time/actor_install_fraction"], row["time/environment_fraction"]) == (0.25, 0.25)
+    assert "time/actor_idle_fraction" not in counts.since_last(later)
 
 
 def test_a_restarted_hub_counts_from_nothing():
     counts = HubCounts()
     counts.since_last({"num_dropped_zero_std": 9.0})
 
-    assert counts.since_last({"num_dropped_zero_std": 2.0}) == {"dropped/zero_std": 2.0}
+    assert occurred(counts.since_last({"num_dropped_zero_std": 2.0})) == {"dropped/zero_std": 2.0}
+
+
+def test_the_first_row_of_a_resumed_run_does_not_repeat_what_its_checkpoint_had_counted():
+    resumed = HubCounts({"num_dropped_zero_std": 9.0})
+
+    assert occurred(resumed.since_last({"num_dropped_zero_std": 11.0})) == {"dropped/zero_std": 2.0}

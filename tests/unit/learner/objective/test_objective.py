@@ -455,7 +455,7 @@ def test_a_group_of_equal_rewards_teaches_nothing():
     same = [replace(row, reward=2.0) for row in rows]
     _, grads, _, stats = run(same, replace(GROUP, scale="std"))
 
-    assert not any(g.any() for g in grads) and stats["group/zero_std_fraction"] == 1.0
+    assert not any(g.any() for g in grads) and stats["group/zero_std_trained"] == 1.0
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

@@ -170,7 +170,7 @@ def test_metrics_tell_what_the_task_paid_whatever_is_trained_on():
     rules = RewardRules(ObjectivesConfig(combine="weighted_sum", components={"quality": 5.0}), NONE, max_tokens=12)
     _, shaped = losses(rows, reward_rules=rules)
 
-    assert shaped["reward/mean"] == plain["reward/mean"]
+    assert shaped["reward/trained"] == plain["reward/trained"]
     assert shaped["advantage/std"] != plain["advantage/std"]
 
 

@@ -113,9 +113,8 @@ def test_rewards_lengths_and_counts_are_of_the_batch(step):
     rows, log_ratios, _, stats = step
     rewards = np.array([r.reward for r in rows])
 
-    assert stats["reward/mean"] == stats["rollout/reward/train"] == pytest.approx(rewards.mean())
-    assert stats["reward/std"] == pytest.approx(rewards.std())
-    assert stats["rollout/score/train"] == pytest.approx((rewards / 3).mean())
+    assert stats["reward/trained"] == pytest.approx(rewards.mean())
+    assert stats["score/trained"] == pytest.approx((rewards / 3).mean())
     assert stats["length/consumed"] == pytest.approx(np.mean([r.num_action_tokens for r in rows]))
     assert stats["length/truncated_fraction"] == pytest.approx(np.mean([r.truncated for r in rows]))
     assert stats["rollout/num_turns/train"] == pytest.approx(np.mean([r.num_turns for r in rows]))
@@ -129,10 +128,10 @@ def test_every_key_is_in_the_list_of_metrics(step):
 
 def test_a_reward_part_named_like_a_metric_does_not_pose_as_it():
     rows = batch(1, 2)
-    rows = [replace(row, scores={"mean": 9.0, "format ok": 1.0}) for row in rows]
+    rows = [replace(row, scores={"trained": 9.0, "format ok": 1.0}) for row in rows]
     made = Objective(AdvantageConfig(), LOSS, max_new_tokens=16, max_lag=4, ranks=Ranks())
     made.begin(rows, plan_of(rows), version=VERSION)
     stats = made.finish().flush(1)
 
-    assert stats["reward/mean"] == pytest.approx(np.mean([r.reward for r in rows]))
+    assert stats["reward/trained"] == pytest.approx(np.mean([r.reward for r in rows]))
     assert stats["reward/format_ok"] == 1.0

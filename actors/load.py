@@ -1,0 +1,87 @@
+"""What an actor's time goes into, for the heartbeat: generation, environments, installs, and waiting for leases.
+
+    no episode                     starved: it waits for leases
+    episodes, none in the engine   idle, as is the time above: all of them are in their environments
+    a sequence in the engine       generating, unless an install pauses the engine
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+
+NUM_RECENT_STEPS = 256
+"""Environment steps that the percentile is of."""
+
+
+class LoadMeter:
+    """Adds up seconds from its making on; used from one event loop. `clock` is in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._at = clock()
+        self._num_generating = self._num_in_environment = 0
+        self._idle_s = self._starved_s = self._paused_s = self._generation_s = self._environment_s = 0.0
+        self._steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around a call of the engine's `generate`."""
+        self._count()
+        self._num_generating += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._num_generating -= 1
+
+    @contextmanager
+    def in_environment(self) -> Iterator[None]:
+        """Around a call of an environment, the wait for a thread included."""
+        self._count()
+        self._num_in_environment += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._num_in_environment -= 1
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """`in_environment`, of a step: its duration goes into the percentile."""
+        began = self._clock()
+        try:
+            with self.in_environment():
+                yield
+        finally:
+            self._steps_s.append(self._clock() - began)
+
+    def paused(self, seconds: float) -> None:
+        """An install has kept the engine from generating."""
+        self._paused_s += seconds
+
+    def numbers(self) -> dict[str, float]:
+        """Seconds since the start, by the names that the hub reads; the last is a 95th percentile."""
+        self._count()
+        return {
+            "up_s": self._at - self._began, "idle_s": self._idle_s, "starved_s": self._starved_s,
+            "paused_s": self._paused_s, "generation_s": self._generation_s, "environment_s": self._environment_s,
+            "env_step_p95_s": self._step_p95_s(),
+        }
+
+    def _count(self) -> None:
+        """Add the time since the last change, before the next one."""
+        now = self._clock()
+        passed, self._at = now - self._at, now
+        self._generation_s += passed * self._num_generating
+        self._environment_s += passed * self._num_in_environment
+        if not self._num_generating:
+            self._idle_s += passed
+            self._starved_s += 0.0 if self._num_in_environment else passed
+
+    def _step_p95_s(self) -> float:
+        steps = sorted(self._steps_s)
+        return steps[ceil(0.95 * len(steps)) - 1] if steps else 0.0

@@ -1,0 +1,47 @@
+"""What the actors' time goes into, summed over all of them from their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SUMS = {
+    "up_s": "actor_s", "idle_s": "actor_idle_s", "starved_s": "actor_starved_s", "paused_s": "actor_paused_s",
+    "generation_s": "episode_generation_s", "environment_s": "episode_environment_s",
+}
+"""Name in a heartbeat's `stats` -> name among the hub's counters; seconds since the actor was ready."""
+P95 = "env_step_p95_s"
+
+
+class ActorLoads:
+    """Adds what each heartbeat tells beyond the one before, so that actors may come and go."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(SUMS.values(), 0.0)
+        self._before: dict[str, Mapping[str, float]] = {}  # by the actor's name
+        self._p95: dict[str, float] = {}
+
+    def joined(self, actor_id: str) -> None:
+        """A new process, which has done nothing yet: all that it tells from now on counts."""
+        self._before[actor_id] = {}
+
+    def beat(self, actor_id: str, stats: Mapping[str, float]) -> None:
+        """A heartbeat; one without these numbers is of an actor that is still loading."""
+        if "up_s" not in stats:
+            return
+        before = self._before.get(actor_id)
+        self._before[actor_id] = stats
+        self._p95[actor_id] = stats.get(P95, 0.0)
+        if before is None:  # an actor of an earlier start of the learner: what it did before does not count here
+            return
+        for name, total in SUMS.items():
+            self._sums[total] += max(0.0, stats.get(name, 0.0) - before.get(name, 0.0))
+
+    def left(self, actor_id: str) -> None:
+        """It has gone: forget its last numbers."""
+        self._before.pop(actor_id, None)
+        if len(self._p95) > 1:  # of the last one they stay: the end of the run is reported after it
+            self._p95.pop(actor_id, None)
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over the actors, and the step time of that whose environments are slowest."""
+        return {**self._sums, P95: max(self._p95.values(), default=0.0)}

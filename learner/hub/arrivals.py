@@ -1,0 +1,41 @@
+"""What actors deliver, before age and filters decide about it: sums whose differences are a step's means."""
+
+from __future__ import annotations
+
+from streamrl.messages import EVAL_BIT, Group, MemberStatus
+
+PREFIX = "arrived_"
+"""Of the names among the hub's counters: a row of metrics holds their means, not the sums."""
+
+
+class Arrivals:
+    """Training groups that are well-formed and no repetition, also those that are too old to be trained on."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(
+            ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups"), 0.0
+        )
+
+    def add(self, group: Group, num_bytes: int) -> None:
+        """A group that the ledger has accepted, or refused for its age alone.
+
+        Args:
+            num_bytes: of the message on the wire.
+        """
+        if group.group_id & EVAL_BIT:
+            return
+        members = [member for member in group.members if member.status != MemberStatus.ABORTED]
+        rewards = [member.reward for member in members]
+        self._add(
+            trajectories=len(members), reward=sum(rewards), reward_squared=sum(reward * reward for reward in rewards),
+            score=sum(member.scores.get("score", member.reward) for member in members),
+            tokens=sum(end - start for member in members for start, end in member.mask), bytes=num_bytes,
+            failed_groups=bool(group.num_failed_episodes),
+        )
+
+    def _add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._sums[name] += value
+
+    def metrics(self) -> dict[str, float]:
+        return {PREFIX + name: value for name, value in self._sums.items()}

@@ -1,0 +1,26 @@
+"""Memory and processor of a learner rank, as the operating system and CUDA know them; well under a millisecond."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+
+class ProcessUse:
+    """Samples once a step; a share of processor time is of the time since the sample before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._process = device, psutil.Process()
+        self._process.cpu_percent(), psutil.cpu_percent()  # the first call only starts the clock
+
+    def sample(self) -> dict[str, float]:
+        """This rank's `system/*` metrics."""
+        found = {
+            "system/rss_bytes": float(self._process.memory_info().rss),
+            "system/learner_cpu_percent": self._process.cpu_percent(),
+            "system/cpu_percent": psutil.cpu_percent(),
+        }
+        if self._device.type == "cuda":
+            found["system/gpu_allocated_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            found["system/gpu_reserved_bytes"] = float(torch.cuda.memory_reserved(self._device))
+        return found

@@ -1,0 +1,76 @@
+"""Where an actor's time goes: idle, starved, in environments, and how long their steps take."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.load import LoadMeter
+from actors.rollout import run_group
+from tests.unit.actors.fakes import always, installed_engine, lease, make_runner, run
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_time_counts_as_starved_idle_or_generating_and_episodes_count_each():
+    clock = Clock()
+    load = LoadMeter(clock)
+    clock.passes(1.0)  # no episode: starved, hence idle
+    with load.in_environment():
+        clock.passes(2.0)  # idle, not starved
+        with load.generating(), load.generating():
+            clock.passes(4.0)  # two sequences, one environment
+        clock.passes(8.0)
+    clock.passes(16.0)
+    load.paused(0.5)
+
+    found = load.numbers()
+
+    assert (found["up_s"], found["starved_s"], found["idle_s"]) == (31.0, 17.0, 27.0)
+    assert (found["generation_s"], found["environment_s"], found["paused_s"]) == (8.0, 14.0, 0.5)
+
+
+def test_a_failed_call_ends_its_time_too():
+    clock = Clock()
+    load = LoadMeter(clock)
+    with pytest.raises(ValueError), load.stepping():
+        clock.passes(1.0)
+        raise ValueError
+    clock.passes(1.0)
+
+    assert load.numbers()["environment_s"] == 1.0 and load.numbers()["env_step_p95_s"] == 1.0
+
+
+def test_the_percentile_is_of_recent_steps_alone():
+    clock = Clock()
+    load = LoadMeter(clock)
+    for seconds in [*[9.0] * 300, *[1.0] * 240, *[2.0] * 16]:
+        with load.stepping():
+            clock.passes(seconds)
+    assert load.numbers()["env_step_p95_s"] == 2.0
+    with load.in_environment():  # a reset
+        clock.passes(50.0)
+    assert load.numbers()["env_step_p95_s"] == 2.0
+
+
+def test_an_episode_fills_the_meter_from_its_engine_and_its_environment():
+    async def work():
+        runner = make_runner(always(reward=1.0), await installed_engine())
+        before = runner.load.numbers()
+        await run_group(lease(), runner)
+        after = runner.load.numbers()
+        assert before["generation_s"] == before["environment_s"] == before["env_step_p95_s"] == 0.0
+        assert after["generation_s"] > 0.0 and after["environment_s"] > after["env_step_p95_s"] > 0.0
+        await asyncio.sleep(0)
+        assert runner.load.numbers()["generation_s"] == after["generation_s"]
+
+    run(work)

@@ -1,0 +1,62 @@
+"""What actors deliver is measured before age and filters decide about it; what they spend time on is added up."""
+
+from __future__ import annotations
+
+import pytest
+
+from learner.hub.actor_load import ActorLoads
+from learner.hub.arrivals import Arrivals
+from learner.hub.ledger.filters import zero_std
+from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
+from tests.unit.hub.factories import FakeActor, make_ledger, member
+
+
+def group(*rewards: float, group_id: int = 0, num_failed: int = 0) -> Group:
+    members = [member(i, [(1, 0)], reward=x, scores={"score": 10 * x}) for i, x in enumerate(rewards)]
+    failed = [member(len(rewards) + i, [(1, 0)], status=MemberStatus.ABORTED) for i in range(num_failed)]
+    return Group(0, 0, group_id, 0, Outcome.COMPLETE, ReturnReason.NONE, "", Sampling(), tuple(members + failed),
+                 {NUM_FAILED_EPISODES: float(num_failed)})
+
+
+def test_sums_are_over_the_training_trajectories_that_came_through():
+    arrivals = Arrivals()
+    arrivals.add(group(1.0, -2.0), 100)
+    arrivals.add(group(0.5, num_failed=1), 50)
+    arrivals.add(group(7.0, group_id=EVAL_BIT | 3), 1000)
+
+    found = arrivals.metrics()
+    tokens = sum(end - begin for begin, end in member(0, [(1, 0)]).mask)
+
+    assert (found["arrived_trajectories"], found["arrived_reward"], found["arrived_score"]) == (3, -0.5, -5.0)
+    assert (found["arrived_reward_squared"], found["arrived_bytes"]) == (5.25, 150)
+    assert (found["arrived_tokens"], found["arrived_failed_groups"]) == (3 * tokens, 1)
+
+
+def test_groups_with_equal_rewards_are_counted_before_the_filter_drops_them():
+    ledger = make_ledger(keep_group=zero_std())
+    actor = FakeActor(ledger, "a")
+    actor.join()
+    for lease, rewards in zip(actor.ask(), [[1.0, 1.0], [0.0, 1.0], [2.0, 2.0]], strict=False):
+        assert actor.finish(lease, rewards=rewards).kind == "accepted"
+    counts = ledger.counters()
+
+    assert (counts["num_groups_completed"], counts["num_groups_zero_std"], counts["num_groups_filtered"]) == (3, 2, 2)
+    assert counts["num_groups_queued"] == 1
+
+
+def test_the_time_of_actors_is_added_up_as_they_come_and_go():
+    loads = ActorLoads()
+    loads.joined("a")
+    loads.beat("a", {"busy_s": 0.0})  # still loading
+    loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3})
+    loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1})  # known to the learner before this one
+    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7})
+    found = loads.metrics()
+    assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (5.0, 2.0, 0.7)
+
+    loads.left("b")
+    loads.joined("a")  # restarted: its counters begin again
+    loads.beat("a", {"up_s": 1.0, "idle_s": 0.0, "env_step_p95_s": 0.2})
+    loads.left("a")
+    found = loads.metrics()
+    assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (6.0, 2.0, pytest.approx(0.2))
