@@ -1,0 +1,139 @@
+r"""Rewards that find an answer in a completion and compare it with the record's own.
+
+Each returns a `Step`: its reward needs the right form and the right answer; its score, which evaluations report, is the
+answer alone; its parts `format_acc` and `ans_acc` are logged by themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from envs.data.shapes import RecordShape
+from envs.rewards.extract import (
+    ANSWER_TAGS,
+    final_answer,
+    first_found,
+    has_format,
+    last_answer_tag,
+    last_boxed,
+    last_number,
+)
+from envs.rewards.math_equality import HALF
+from envs.rewards.workers import WorkerPool, WorkerTimeout
+from streamrl.config.schema import RewardConfig
+from streamrl.environment import ChatMessage, Record, Step
+
+Grader = Callable[[str, str], float]
+"""Gold and given answer to 1, HALF or 0."""
+
+
+class MathGrader:
+    """math-verify in worker processes with a time limit of their own; a comparison that takes longer is worth 0."""
+
+    def __init__(self, settings: RewardConfig) -> None:
+        self._settings = settings
+        self._pool: WorkerPool | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, gold: str, answer: str) -> float:
+        with self._lock:
+            if self._pool is None:
+                workers = self._settings.num_workers or 2
+                self._pool = WorkerPool("envs.rewards.math_worker", workers, self._settings.timeout_s)
+        if answer == gold:
+            return 1.0
+        try:
+            return float(self._pool.ask([gold, answer]))
+        except WorkerTimeout:
+            return 0.0
+
+
+class _FoundAnswer:
+    """Base of rewards that find an answer: `find` says where, `well_formed` whether the form was kept."""
+
+    def __init__(self, settings: RewardConfig, shape: RecordShape, grader: Grader) -> None:
+        self._settings, self._shape, self._grader = settings, shape, grader
+
+    def find(self, completion: str) -> str | None:
+        raise TypeError(f"{type(self).__name__} must define find(completion)")
+
+    def well_formed(self, completion: str) -> bool:
+        tags = self._settings.format_tags
+        return self.find(completion) is not None and (not tags or has_format(completion, tags))
+
+    def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        gold, answer = final_answer(str(self._shape.required_answer(record))), self.find(completion)
+        grade = 0.0 if answer is None else self._grader(gold, answer)
+        formatted = self.well_formed(completion)
+        parts = {"format_acc": float(formatted), "ans_acc": float(grade > HALF)}
+        return Step(reward=self._settings.correct * grade * formatted, score=float(grade > HALF), parts=parts)
+
+
+class Boxed(_FoundAnswer):
+    r"""The last \boxed{...} is the answer."""
+
+    system_prompt = "Reason step by step, and put your final answer within \\boxed{}."
+
+    def find(self, completion: str) -> str | None:
+        return last_boxed(completion)
+
+    def target(self, record: Record, answer: str) -> str:
+        return f"\\boxed{{{answer}}}"
+
+
+class ThinkAnswerTags(_FoundAnswer):
+    """The last <answer>...</answer> is the answer; a completion is a <think> part and an <answer> part, once each."""
+
+    system_prompt = (
+        "Think about the question first, inside <think> </think> tags. Then give the final answer alone inside "
+        "<answer> </answer> tags, for example <answer> 123 </answer>, and stop."
+    )
+    stop = ("</answer>",)
+
+    def find(self, completion: str) -> str | None:
+        return last_answer_tag(completion)
+
+    def well_formed(self, completion: str) -> bool:
+        return has_format(completion.rstrip(), self._settings.format_tags or ANSWER_TAGS)
+
+    def target(self, record: Record, answer: str) -> str:
+        return f"<think> </think><answer> {answer} </answer>"
+
+
+class FreeMath(_FoundAnswer):
+    r"""The last \boxed{...}, else the last <answer>, else the last number; no form is asked for."""
+
+    system_prompt = Boxed.system_prompt
+
+    def find(self, completion: str) -> str | None:
+        return first_found(completion, last_boxed, last_answer_tag, last_number)
+
+    def well_formed(self, completion: str) -> bool:
+        return not self._settings.format_tags or has_format(completion, self._settings.format_tags)
+
+    def target(self, record: Record, answer: str) -> str:
+        return f"\\boxed{{{final_answer(answer)}}}"
+
+
+class Exact(_FoundAnswer):
+    """The whole completion is the answer, compared letter by letter but for white space around it."""
+
+    def find(self, completion: str) -> str | None:
+        return completion.strip()
+
+
+def exact(settings: RewardConfig, shape: RecordShape) -> Exact:
+    return Exact(settings, shape, lambda gold, answer: float(gold == answer))
+
+
+def boxed(settings: RewardConfig, shape: RecordShape) -> Boxed:
+    return Boxed(settings, shape, MathGrader(settings))
+
+
+def math(settings: RewardConfig, shape: RecordShape) -> FreeMath:
+    return FreeMath(settings, shape, MathGrader(settings))
+
+
+def think_answer_tags(settings: RewardConfig, shape: RecordShape) -> ThinkAnswerTags:
+    return ThinkAnswerTags(settings, shape, MathGrader(settings))

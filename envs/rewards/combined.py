@@ -1,0 +1,55 @@
+"""Several rewards with weights, each logged under its own name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envs.reward_values import as_step
+from streamrl.environment import ChatMessage, Record, RewardFunction, Step
+
+
+class Combined:
+    """The weighted sum. The score, and the right completion of a record, are those of the first reward that has one."""
+
+    def __init__(self, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
+        self._rewards, self._weights = rewards, weights
+        self.system_prompt = _first(rewards, "system_prompt")
+        target = _first(rewards, "target")
+        if target is not None:
+            self.target = target
+
+    def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        return self._sum({name: reward(record, completion, prompt) for name, reward in self._rewards.items()})
+
+    def _sum(self, values: Mapping[str, Any]) -> Step:
+        steps = {name: as_step(value, f"reward {name}") for name, value in values.items()}
+        parts: dict[str, float] = {}
+        for name, step in steps.items():
+            parts |= step.parts
+            parts[name] = step.reward
+        total = sum(self._weights[name] * step.reward for name, step in steps.items())
+        score = next((step.score for step in steps.values() if step.score is not None), None)
+        return Step(reward=total, score=score, parts=parts)
+
+
+class AsyncCombined(Combined):
+    """The same where one of them is awaited; those that are not must be fast, as they run on the actor's loop."""
+
+    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:  # type: ignore[override]
+        values = {}
+        for name, reward in self._rewards.items():
+            value = reward(record, completion, prompt)
+            values[name] = await value if inspect.isawaitable(value) else value
+        return self._sum(values)
+
+
+def combine(rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> Combined:
+    """One reward of several; `weights` has the same names."""
+    awaited = any(inspect.iscoroutinefunction(type(reward).__call__) for reward in rewards.values())
+    return (AsyncCombined if awaited else Combined)(rewards, weights)
+
+
+def _first(rewards: Mapping[str, RewardFunction], attribute: str) -> Any:
+    return next((found for reward in rewards.values() if (found := getattr(reward, attribute, None)) is not None), None)

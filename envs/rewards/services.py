@@ -1,0 +1,159 @@
+"""Rewards that another process computes, over HTTP: a judge that reads the answer, a reward model that scores it.
+
+Both are `async`: any number of episodes waits at once, and no thread is held. A service that fails is tried again after
+a pause that doubles; then the episode fails like any other whose environment raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from envs.data.shapes import RecordShape
+from streamrl.config.schema import JudgeConfig, RewardConfig
+from streamrl.environment import ChatMessage, Record, Step
+from streamrl.errors import ConfigError, TaskError
+
+MAX_TRIES = 3
+FIRST_PAUSE_S = 0.5
+_AGAIN = {408, 409, 429, 500, 502, 503, 504}
+_SCORE = re.compile(r"(?:score|rating)\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_SCORE_KEYS = ("score", "reward", "probs", "embedding", "data")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class HttpService:
+    """POST of JSON with tries, a limit on requests at once, and one connection pool for each event loop."""
+
+    def __init__(self, url: str, *, timeout_s: float, max_concurrent: int, api_key_env: str | None, name: str) -> None:
+        self._url, self._timeout_s, self._max_concurrent, self._name = url, timeout_s, max_concurrent, name
+        key = os.environ.get(api_key_env) if api_key_env else None
+        if api_key_env and not key:
+            raise ConfigError(f"{name}.api_key_env={api_key_env}, but this environment variable is not set.")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def post(self, payload: Mapping[str, Any]) -> Any:
+        """The JSON answer. Raises TaskError naming the service, what it said and the setting to look at."""
+        problem = ""
+        for number in range(MAX_TRIES):
+            if number:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
+            try:
+                response = await self._client().post(self._url, json=payload, headers=self._headers)
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__} {error}".strip()
+                continue
+            if response.status_code == 200:
+                return response.json()
+            problem = f"status {response.status_code}: {response.text:.200}"
+            if response.status_code not in _AGAIN:
+                break
+        raise TaskError(f"{self._name}.url={self._url} gave no answer: {problem}")
+
+    def _client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            limits = httpx.Limits(max_connections=self._max_concurrent)
+            timeout = httpx.Timeout(self._timeout_s, pool=None)  # waiting for one's turn is not the service's fault
+            self._clients[loop] = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        return self._clients[loop]
+
+
+class Judge:
+    """A chat model, behind an OpenAI-compatible endpoint, reads question and answer and gives a number."""
+
+    def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
+        self._judge, self._shape, self._correct = _named(settings.judge, "judge"), shape, settings.correct
+        judge = self._judge
+        for word in ("{completion}",):
+            if word not in judge.prompt:
+                raise ConfigError(f"reward.judge.prompt has no {word}: the judge would not see what it judges.")
+        self._service = _service(judge, "reward.judge")
+
+    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        judge = self._judge
+        question = "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
+        answer = self._shape.answer(record)
+        text = judge.prompt
+        for name, value in (("question", question), ("answer", "" if answer is None else str(answer))):
+            text = text.replace("{" + name + "}", value)
+        text = text.replace("{completion}", completion)  # last: a completion may hold the other words
+        message = {"role": "user", "content": text}
+        reply = await self._service.post(
+            {"model": judge.model, "messages": [message], "temperature": 0.0, "max_tokens": judge.max_tokens}
+        )
+        score = read_score(_content(reply), judge.max_score)
+        return Step(reward=self._correct * score, score=score, parts={"judge": score})
+
+
+def read_score(text: str, max_score: float) -> float:
+    """A judge's number as a share of `max_score`: after the last "score" or "rating", else the last number of the text.
+
+    Raises TaskError if there is none.
+    """
+    found = _SCORE.findall(text) or _NUMBER.findall(text)
+    if not found:
+        raise TaskError(f"the judge gave no number: {text:.120!r}. Let reward.judge.prompt ask for one.")
+    return min(1.0, max(0.0, float(found[-1]) / max_score))
+
+
+class RewardModel:
+    """A reward model behind a scoring endpoint (`/classify` or `/pooling` of an inference server, or your own)."""
+
+    def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
+        self._model = _named(settings.model, "model")
+        self._service = _service(self._model, "reward.model")
+
+    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        messages = [{"role": message.role, "content": message.content} for message in prompt]
+        messages.append({"role": "assistant", "content": completion})
+        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        question = {"model": self._model.model, "input": text, "messages": messages}
+        score = first_number(await self._service.post(question))
+        return Step(reward=score, parts={"reward_model": score})
+
+
+def first_number(reply: Any) -> float:
+    """The score in a reply: its `score` or `reward`, or that of the first entry of its `data` (or `probs`, `embedding`).
+
+    Raises TaskError if there is none.
+    """
+    value = reply
+    while not isinstance(value, int | float):
+        if isinstance(value, Mapping):
+            value = next((value[key] for key in _SCORE_KEYS if key in value), None)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+            value = value[0]
+        else:
+            raise TaskError(f"the reward model's reply holds no score: {reply!r:.120}")
+    return float(value)
+
+
+def _content(reply: Any) -> str:
+    try:
+        return str(reply["choices"][0]["message"]["content"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise TaskError(f"the judge's reply is not that of a chat completion: {reply!r:.120}") from error
+
+
+def _named(settings: JudgeConfig, name: str) -> JudgeConfig:
+    if settings.url is None:
+        raise ConfigError(f"reward.type={name} asks a service: give its address, reward.{name}.url=http://...")
+    return settings
+
+
+def _service(settings: JudgeConfig, name: str) -> HttpService:
+    assert settings.url is not None
+    return HttpService(
+        settings.url, timeout_s=settings.timeout_s, max_concurrent=settings.max_concurrent,
+        api_key_env=settings.api_key_env, name=name,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Processes that answer one JSON line with another, each with a time limit and replaced when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from streamrl.errors import TaskError
+
+START_S = 60.0
+
+
+class WorkerTimeout(Exception):
+    """No answer within the limit; the worker was ended."""
+
+
+class WorkerPool:
+    """At most `num_workers` processes of `python -m module limit_s`, started when needed. Threads may share it.
+
+    Raises (from `ask`):
+        WorkerTimeout: the answer took longer than limit_s.
+        TaskError: the worker ended, or could not start; with its last words.
+    """
+
+    def __init__(self, module: str, num_workers: int, limit_s: float) -> None:
+        self._module, self._limit_s = module, limit_s
+        self._places: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._places.put(None)
+
+    def ask(self, question: Any) -> Any:
+        """The answer of the next free worker; questions and answers are JSON-serializable."""
+        worker = self._places.get()
+        try:
+            if worker is None:
+                worker = _Worker(self._module, self._limit_s)
+            return worker.ask(question, self._limit_s)
+        except BaseException:
+            if worker is not None:
+                worker.close()
+                worker = None
+            raise
+        finally:
+            self._places.put(worker)
+
+    def close(self) -> None:
+        """End the workers that are idle; busy ones end with their answer, or with this process."""
+        while not self._places.empty():
+            worker = self._places.get()
+            if worker is not None:
+                worker.close()
+
+
+class _Worker:
+    def __init__(self, module: str, limit_s: float) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(int(limit_s) + 1)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the actor, not for them
+        )  # fmt: skip
+        self._buffer = b""
+        self._errors = b""
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        self._line(START_S)
+
+    def ask(self, question: Any, limit_s: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        return json.loads(self._line(limit_s))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _line(self, limit_s: float) -> bytes:
+        assert self._process.stdout is not None
+        fd, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise WorkerTimeout
+            chunk = os.read(fd, 1 << 16)
+            if not chunk:
+                raise self._ended()
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors = (self._errors + line)[-2000:]
+
+    def _ended(self) -> TaskError:
+        self._process.wait()
+        words = self._errors.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
+        return TaskError(f"a worker process of a reward ended with status {self._process.returncode}: {words[0]}")

@@ -1,0 +1,84 @@
+"""Answers are found where the ancestors of these rewards found them."""
+
+import pytest
+
+from envs.rewards.extract import (
+    ANSWER_TAGS,
+    final_answer,
+    has_format,
+    last_answer_tag,
+    last_boxed,
+    last_code_block,
+    last_number,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} and \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} then \boxed{2", None),
+        (r"\boxed {3}", None),
+        (r"\boxed{}", ""),
+        ("42", None),
+    ],
+)
+def test_the_last_box_counts_if_it_is_closed(text: str, found: str | None) -> None:
+    assert last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>1</answer><answer>\n 2 \n</answer>", "2"),
+        ("<answer>a <b> c</answer>", "a <b> c"),
+        ("<answer>1", None),
+        ("<answer>1<answer>2</answer>", "1<answer>2"),
+    ],
+)
+def test_the_last_closed_answer_tag_counts(text: str, found: str | None) -> None:
+    assert last_answer_tag(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<think>a</think><answer>1</answer>", True),
+        ("x <think></think> y <answer>1</answer>", True),
+        ("<think>a</think><answer>1</answer> more", False),
+        ("<answer>1</answer><think>a</think>", False),
+        ("<think>a</think><think>a</think><answer>1</answer>", False),
+        ("<think>a</think><answer>1", False),
+    ],
+)
+def test_format_is_each_tag_once_in_order_with_nothing_after_the_last(text: str, right: bool) -> None:
+    assert has_format(text, ANSWER_TAGS) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "formatted"),
+    [
+        ("hi\n```python\nprint(1)\n```\nbye", "\nprint(1)\n", True),
+        ("```python\na\n```\n```python\nb\n```", "\nb\n", True),
+        ("```python\nprint(1)", "\nprint(1)", True),
+        ("print(2)\n```\nx\n```", "print(2)\n", False),
+        ("print(3)", "print(3)", False),
+    ],
+)
+def test_the_last_python_fence_holds_the_program(text: str, program: str, formatted: bool) -> None:
+    assert last_code_block(text) == (program, formatted)
+
+
+def test_numbers_lose_their_commas_and_keep_their_sign() -> None:
+    assert last_number("from 3 to -1,234.5 apples.") == "-1234.5"
+    assert last_number("3/4 of it") == "3/4"
+    assert last_number("none") is None
+
+
+def test_a_records_own_answer_may_hold_its_derivation() -> None:
+    assert final_answer("2 + 2 = <<2+2=4>>4\n#### 4") == "4"
+    assert final_answer(r"Thus $x = \boxed{\frac12}$.") == r"\frac12"
+    assert final_answer(" 7 ") == "7"
