@@ -70,16 +70,17 @@ def task_from_data(settings: TaskSettings) -> DataTask:
     """The task that data.path, and env.path, reward.type or env.name make together. Raises TaskError."""
     env, data, reward = settings.env, settings.data, settings.reward
     shape = RecordShape(data.prompt_key, data.answer_key)
-    if env.path is None and reward.type is None:
+    named = reward.type or ", ".join(reward.weights)
+    if env.path is None and not named:
         raise TaskError(
             f"data.path={data.path} holds questions, but nothing says how answers are scored: give env.path=reward.py "
             "with a function reward_fn(messages, answer), or reward.type=exact."
         )
-    if env.path is not None and reward.type is not None:
-        raise TaskError(f"env.path={env.path} and reward.type={reward.type} both score answers: leave one of them out.")
+    if env.path is not None and named:
+        raise TaskError(f"env.path={env.path} and the reward {named} both score answers: leave one of them out.")
     if env.path is None:
         function = make_reward(reward, shape)
-        return DataTask(data, shape, _player(function, f"reward.type={reward.type}", shape), function)
+        return DataTask(data, shape, _player(function, f"reward {named}", shape), function)
     found = reward_from_file(env.path, dict(env.options), shape)
     if isinstance(found, EnvFactory):
         return DataTask(data, shape, found)

@@ -20,7 +20,7 @@ from envs.rewards.extract import (
     last_number,
 )
 from envs.rewards.math_equality import HALF
-from envs.rewards.workers import WorkerPool, WorkerTimeout
+from envs.rewards.workers import WorkerPool, WorkerTimeout, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 
@@ -39,8 +39,8 @@ class MathGrader:
     def __call__(self, gold: str, answer: str) -> float:
         with self._lock:
             if self._pool is None:
-                workers = self._settings.num_workers or 2
-                self._pool = WorkerPool("envs.rewards.math_worker", workers, self._settings.timeout_s)
+                module, workers = "envs.rewards.math_worker", num_workers(self._settings)
+                self._pool = WorkerPool(module, workers, self._settings.timeout_s)
         if answer == gold:
             return 1.0
         try:

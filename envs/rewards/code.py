@@ -12,12 +12,14 @@ import httpx
 from envs.data.shapes import RecordShape, code_tests
 from envs.rewards.extract import last_code_block
 from envs.rewards.output_match import matches
+from envs.rewards.workers import num_workers
 from envs.sandbox import Call, Case, Execution, Limits, SandboxPool
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 
 PASS, WRONG, RUNTIME_ERROR, COMPILE_ERROR = True, False, -1, -2
 """Results of one case, as code-verifier services report them."""
+LEVELS = {"auto": "auto", "limited": "1", "isolated": "2"}
 BATCH = 8
 """Cases that a sandbox runs before we look at their results; after a failure the rest is not run."""
 
@@ -57,12 +59,13 @@ class Code:
             if self._pool is None:
                 code = self._settings.code
                 limits = Limits(timeout_s=code.case_timeout_s, memory_bytes=code.memory_mb << 20)
-                self._pool = SandboxPool(code.sandbox, self._settings.num_workers, limits)
+                self._pool = SandboxPool(LEVELS[code.sandbox], num_workers(self._settings), limits)
             return self._pool
 
 
 def grade_program(
-    pool: SandboxPool, program: str, tests: Mapping[str, Any], *, partial: bool, any_order: bool, total_s: float
+    pool: SandboxPool, program: str, tests: Mapping[str, Any], *, partial: bool, any_order: bool, total_s: float,
+    case_timeout_s: float | None = None,
 ) -> list[bool | int]:
     """Results of the cases in order; without `partial` the list ends with the first case that fails."""
     name, results = tests.get("fn_name"), []
@@ -70,7 +73,7 @@ def grade_program(
     for start in range(0, len(pairs), BATCH):
         some = pairs[start : start + BATCH]
         cases = [Case(call=Call(name, _arguments(text))) if name else Case(stdin=text) for text, _ in some]
-        outcomes = pool.run(program, cases, total_s)
+        outcomes = pool.run(program, cases, total_s, case_timeout_s)
         for outcome, (_, expected) in zip(outcomes, some, strict=False):
             results.append(_result(outcome, expected, name is not None, any_order))
             if results[-1] is not PASS and not partial:
@@ -114,5 +117,5 @@ def ask_verifier(
     response.raise_for_status()
     results = response.json().get("result")
     if not isinstance(results, list) or not all(isinstance(result, bool | int) for result in results):
-        raise ValueError(f"reward.code.url={url} answered {response.text:.80!r}: `result` must be a list of results.")
+        raise ValueError(f"reward.code.url={url} answered {response.text!r:.80}: `result` must be a list of results.")
     return [bool(result) if result in (0, 1) else int(result) for result in results]

@@ -1,32 +1,52 @@
-"""`reward.type` becomes a reward function for the records of `data.path`.
+"""`reward.type` or `reward.weights` becomes a reward function for the records of `data.path`.
 
 A reward gets the record, the completion and the conversation before it. `envs.data.shapes` reads a record's answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from envs.data.shapes import RecordShape
+from envs.rewards.answers import boxed, exact, math, think_answer_tags
+from envs.rewards.code import Code
+from envs.rewards.combined import combine
+from envs.rewards.forms import Length, Repetition, Tags
+from envs.rewards.services import Judge, RewardModel
 from streamrl.config.schema import RewardConfig
-from streamrl.environment import ChatMessage, Record, RewardFunction
+from streamrl.environment import RewardFunction
+from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 
-
-class Exact:
-    """1 if the completion is the record's answer but for white space around it, else 0."""
-
-    def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
-        self._shape = shape
-
-    def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> float:
-        return float(completion.strip() == str(self._shape.required_answer(record)).strip())
-
-
-REWARDS: dict[str, Callable[[RewardConfig, RecordShape], RewardFunction]] = {"exact": Exact}
+MakeReward = Callable[[RewardConfig, RecordShape], RewardFunction]
+REWARDS: dict[str, MakeReward] = {
+    "exact": exact,
+    "math": math,
+    "boxed": boxed,
+    "think_answer_tags": think_answer_tags,
+    "code": Code,
+    "tags": Tags,
+    "length": Length,
+    "repetition": Repetition,
+    "judge": Judge,
+    "model": RewardModel,
+}
 
 
 def make_reward(settings: RewardConfig, shape: RecordShape) -> RewardFunction:
-    """The reward that `reward.type` names. Raises ConfigError for an unknown name."""
-    assert settings.type is not None, "reward.type is not set"
-    return resolve(settings.type, REWARDS, setting="reward.type")(settings, shape)
+    """The reward that `reward.type` names, or the weighted sum of those in `reward.weights`.
+
+    Raises ConfigError: an unknown name, or both settings at once.
+    """
+    if not settings.weights:
+        assert settings.type is not None, "neither reward.type nor reward.weights is set"
+        return resolve(settings.type, REWARDS, setting="reward.type")(settings, shape)
+    if settings.type is not None:
+        raise ConfigError(
+            f"reward.type={settings.type} and reward.weights are both set: leave one of them out, or put "
+            f"{settings.type} into reward.weights."
+        )
+    rewards = {
+        name: resolve(name, REWARDS, setting="reward.weights")(settings, shape) for name in settings.weights
+    }
+    return combine(rewards, settings.weights)

@@ -11,15 +11,16 @@ import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from envs.data.shapes import RecordShape
-from streamrl.config.schema import JudgeConfig, RewardConfig
+from streamrl.config.schema import RewardConfig, ServiceConfig
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
 
+T = TypeVar("T", bound=ServiceConfig)
 MAX_TRIES = 3
 FIRST_PAUSE_S = 0.5
 _AGAIN = {408, 409, 429, 500, 502, 503, 504}
@@ -73,11 +74,9 @@ class Judge:
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         self._judge, self._shape, self._correct = _named(settings.judge, "judge"), shape, settings.correct
-        judge = self._judge
-        for word in ("{completion}",):
-            if word not in judge.prompt:
-                raise ConfigError(f"reward.judge.prompt has no {word}: the judge would not see what it judges.")
-        self._service = _service(judge, "reward.judge")
+        if "{completion}" not in self._judge.prompt:
+            raise ConfigError("reward.judge.prompt has no {completion}: the judge would not see what it judges.")
+        self._service = _service(self._judge, "reward.judge")
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         judge = self._judge
@@ -102,7 +101,7 @@ def read_score(text: str, max_score: float) -> float:
     """
     found = _SCORE.findall(text) or _NUMBER.findall(text)
     if not found:
-        raise TaskError(f"the judge gave no number: {text:.120!r}. Let reward.judge.prompt ask for one.")
+        raise TaskError(f"the judge gave no number: {text!r:.120}. Let reward.judge.prompt ask for one.")
     return min(1.0, max(0.0, float(found[-1]) / max_score))
 
 
@@ -123,7 +122,7 @@ class RewardModel:
 
 
 def first_number(reply: Any) -> float:
-    """The score in a reply: its `score` or `reward`, or that of the first entry of its `data` (or `probs`, `embedding`).
+    """The score in a reply: its `score` or `reward`, or that of the first entry of its `data`, `probs` or `embedding`.
 
     Raises TaskError if there is none.
     """
@@ -145,13 +144,13 @@ def _content(reply: Any) -> str:
         raise TaskError(f"the judge's reply is not that of a chat completion: {reply!r:.120}") from error
 
 
-def _named(settings: JudgeConfig, name: str) -> JudgeConfig:
+def _named(settings: T, name: str) -> T:
     if settings.url is None:
         raise ConfigError(f"reward.type={name} asks a service: give its address, reward.{name}.url=http://...")
     return settings
 
 
-def _service(settings: JudgeConfig, name: str) -> HttpService:
+def _service(settings: ServiceConfig, name: str) -> HttpService:
     assert settings.url is not None
     return HttpService(
         settings.url, timeout_s=settings.timeout_s, max_concurrent=settings.max_concurrent,

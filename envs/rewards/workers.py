@@ -13,9 +13,17 @@ import threading
 import time
 from typing import Any
 
+from streamrl.config.schema import RewardConfig
 from streamrl.errors import TaskError
 
 START_S = 60.0
+MAX_WORKERS = 8
+"""What reward.num_workers is at most where it is not set: many actors may share a machine."""
+
+
+def num_workers(settings: RewardConfig) -> int:
+    """Processes of this actor for rewards."""
+    return settings.num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 class WorkerTimeout(Exception):

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from envs.sandbox.detect import find_isolation
@@ -45,7 +46,10 @@ class SandboxPool:
         self._starter = threading.Thread(target=self._start_all, name="sandbox-starter", daemon=True)
         self._starter.start()
 
-    def run(self, program: str, cases: Sequence[Case] = (Case(),), total_s: float = 600.0) -> list[Execution]:
+    def run(
+        self, program: str, cases: Sequence[Case] = (Case(),), total_s: float = 600.0,
+        case_timeout_s: float | None = None,
+    ) -> list[Execution]:
         """Run a Python program once for each case, each in a directory of its own, all in one fresh sandbox.
 
         Returns: one execution for each case; fewer if the program ended its sandbox or `total_s` passed, and then
@@ -59,7 +63,8 @@ class SandboxPool:
                 self._free.put(slot)
                 raise TaskError(f"no sandbox could be started: {process}.") from process
             try:
-                return process.run(program, cases, self.limits, total_s)
+                limits = self.limits if case_timeout_s is None else replace(self.limits, timeout_s=case_timeout_s)
+                return process.run(program, cases, limits, total_s)
             finally:
                 process.close()
                 self._free.put(slot)

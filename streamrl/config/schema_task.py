@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.config.ranges import ranged
 
+Sandbox = StrEnum("Sandbox", ["auto", "limited", "isolated"])
 OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
 
 
@@ -52,6 +53,66 @@ class EnvConfig:
 
 
 @dataclass
+class CodeRewardConfig:
+    case_timeout_s: float = ranged(10.0, gt=0)
+    """Longest time of one test case."""
+    total_timeout_s: float = ranged(600.0, gt=0)
+    """Longest time of all test cases of a program together."""
+    memory_mb: int = ranged(1024, gt=0)
+    """Address space of a program."""
+    partial: bool = False
+    """Reward the share of test cases that pass; false pays only for all of them and stops at the first that fails."""
+    any_order: bool = False
+    """Accept the words of an output line in any order."""
+    sandbox: Sandbox = Sandbox.auto
+    """`isolated` programs have no network and no files, `limited` ones only limits; auto isolates where it can."""
+    url: str | None = None
+    """A code verifier that runs the test cases instead, e.g. `python -m envs.rewards.verifier_server`."""
+
+
+@dataclass
+class ServiceConfig:
+    url: str | None = None
+    """Where to send requests."""
+    model: str = ""
+    """The model's name, as the service knows it."""
+    timeout_s: float = ranged(30.0, gt=0)
+    """Longest time of one request; a request that fails is sent three times at most."""
+    max_concurrent: int = ranged(64, gt=0)
+    """Requests of one actor at once; the others wait."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; the key itself is never part of a config."""
+
+
+@dataclass
+class JudgeConfig(ServiceConfig):
+    prompt: str = (
+        "Question:\n{question}\n\nReference answer:\n{answer}\n\nAnswer to be judged:\n{completion}\n\n"
+        "Judge only whether the answer is right. End with one line: Score: N, where N is from 0 to 10."
+    )
+    """What the judge reads; {question}, {answer} and {completion} are filled in."""
+    max_score: float = ranged(10.0, gt=0)
+    """The judge's best number; scores are divided by it."""
+    max_tokens: int = ranged(512, gt=0)
+    """Longest reply of the judge."""
+
+
+@dataclass
 class RewardConfig:
     type: str | None = None
-    """How the answers to records of `data.path` are scored: exact, or your own with env.path=reward.py."""
+    """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ... (docs/rewards.md)."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Several rewards with weights instead of one type, e.g. `reward.weights={math: 1.0, repetition: 0.2}`."""
+    correct: float = ranged(1.0, gt=0)
+    """Reward of a right answer in the right form."""
+    format_tags: list[str] = field(default_factory=list)
+    """Tags that a completion must hold once each, in this order, the last one at its end; empty is the reward's own."""
+    timeout_s: float = ranged(5.0, gt=0)
+    """Longest time of one comparison of mathematical answers; a longer one counts as wrong."""
+    num_workers: int | None = ranged(None, gt=0)
+    """Processes of each actor that compare answers or run programs; null is one for each core, at most 8."""
+    length_chars: int = ranged(4000, gt=0)
+    """The reward `length` falls from 0 to -1 over so many characters."""
+    code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    model: ServiceConfig = field(default_factory=ServiceConfig)

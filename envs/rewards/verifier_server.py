@@ -1,0 +1,85 @@
+"""A code verifier over HTTP, for actors that must not run programs themselves: `python -m envs.rewards.verifier_server`.
+
+    POST /check_correctness {in_outs, generation, timeout, debug}  ->  {result: [true | false | -1 | -2 ...], metadata: [...]}
+
+A result for each test case in order: passed, wrong, an error or a time-out, no program. Listens on loopback unless told
+otherwise; it has no authentication, so put it behind something that has before you open it to a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from envs.data.shapes import code_tests
+from envs.rewards.code import grade_program
+from envs.sandbox import Limits, SandboxPool
+from streamrl.errors import TaskError
+
+PATH = "/check_correctness"
+MAX_BODY = 64 << 20
+TOTAL_S = 600.0
+
+
+def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
+    """A server that is bound but does not serve yet; port 0 takes a free one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            try:
+                self._answer(200, self._check(self.rfile.read(min(MAX_BODY, int(self.headers["Content-Length"])))))
+            except (TaskError, ValueError, KeyError, TypeError) as error:
+                self._answer(400, {"error": str(error)})
+
+        def _check(self, body: bytes) -> dict[str, Any]:
+            if self.path != PATH:
+                raise ValueError(f"no such path: {self.path}; POST to {PATH}")
+            request = json.loads(body)
+            tests = code_tests({"test_cases": request["in_outs"]})
+            results = grade_program(
+                pool, str(request["generation"]), tests, partial=False, any_order=False, total_s=TOTAL_S,
+                case_timeout_s=float(request.get("timeout") or pool.limits.timeout_s),
+            )  # fmt: skip
+            return {"result": results, "metadata": [{}] * len(results)}
+
+        def _answer(self, status: int, content: dict[str, Any]) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """One line for each request would flood a terminal."""
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--workers", type=int, default=None, help="programs at once; one for each core")
+    parser.add_argument("--sandbox", choices=("auto", "1", "2"), default="auto", help="level, see docs/sandbox.md")
+    args = parser.parse_args()
+    try:
+        pool = SandboxPool(args.sandbox, args.workers, Limits())
+    except TaskError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with pool, make_server(args.host, args.port, pool) as server:
+        host, port = server.server_address[:2]
+        print(f"code verifier at http://{host!s}:{port}{PATH}, sandbox {pool.description}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
