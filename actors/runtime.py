@@ -29,6 +29,7 @@ from actors.weights.installer import Installer
 from envs.registry import task_of
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
+from streamrl.environment import Task
 from streamrl.errors import StreamrlError
 from streamrl.messages import Welcome
 from streamrl.weights.assets import unpack_assets
@@ -147,7 +148,8 @@ def build_runtime(
     load = LoadMeter()
     runners = [
         EpisodeRunner(
-            task, engine, renderer, episode_rules(config, sampling), num_threads=config.env.num_threads, load=load
+            task, engine, renderer, episode_rules(config, sampling, task), num_threads=config.env.num_threads,
+            load=load,
         )
         for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
     ]
@@ -199,13 +201,17 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def episode_rules(config: Config, sampling: SamplingConfig) -> EpisodeRules:
-    """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may."""
+def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = None) -> EpisodeRules:
+    """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may.
+
+    A task may know where its answers end (`stop`, as rewards of tagged answers do); `sampling.stop` wins over it.
+    """
     by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
     return EpisodeRules(
         max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
         max_turns=config.env.max_turns, max_tokens=max(config.learner.max_tokens_per_device, by_turns),
-        stop=tuple(sampling.stop), ignore_eos=sampling.ignore_eos, step_timeout_s=config.env.step_timeout_s,
+        stop=tuple(sampling.stop or getattr(task, "stop", ())), ignore_eos=sampling.ignore_eos,
+        step_timeout_s=config.env.step_timeout_s,
         error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
     )
 

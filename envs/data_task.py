@@ -43,6 +43,8 @@ class DataTask:
         assert settings.path is not None, "data.path is not set"
         self.name = PurePath(settings.path).name
         self._settings, self._shape, self._make_env, self._reward = settings, shape, make_env, reward
+        self.stop: Sequence[str] = getattr(reward, "stop", ())
+        """Texts that end an answer, unless rollout.*.sampling.stop says others."""
 
     @cached_property
     def dataset(self) -> Dataset:

@@ -1,7 +1,7 @@
 """A process that compares mathematical answers: one JSON line in, one out. It may be ended at any moment.
 
-Some expressions keep a computer algebra system busy for ever; a process can be killed, a thread cannot. Nothing else of
-the actor is in here: it starts in a second and can be replaced.
+Some expressions keep a computer algebra system busy without end; a process can be killed, a thread cannot. Nothing else
+of the actor is in here: it starts in a second and can be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         gold, answer = json.loads(line)
-        signal.alarm(limit_s + 1)  # if the actor is gone, nobody else ends this
+        signal.alarm(limit_s + 1)  # for when the actor is gone and cannot end this process
         print(json.dumps(grade(gold, answer)), file=answers, flush=True)
         signal.alarm(0)
 

@@ -1,6 +1,6 @@
-"""A code verifier over HTTP, for actors that must not run programs themselves: `python -m envs.rewards.verifier_server`.
+"""A code verifier over HTTP, for actors that must not run programs: `python -m envs.rewards.verifier_server`.
 
-    POST /check_correctness {in_outs, generation, timeout, debug}  ->  {result: [true | false | -1 | -2 ...], metadata: [...]}
+    POST /check_correctness {in_outs, generation, timeout, debug}  ->  {result: [true, false, -1 ...], metadata: [...]}
 
 A result for each test case in order: passed, wrong, an error or a time-out, no program. Listens on loopback unless told
 otherwise; it has no authentication, so put it behind something that has before you open it to a network.

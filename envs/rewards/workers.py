@@ -118,5 +118,5 @@ class _Worker:
 
     def _ended(self) -> TaskError:
         self._process.wait()
-        words = self._errors.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
+        words = self._errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
         return TaskError(f"a worker process of a reward ended with status {self._process.returncode}: {words[0]}")

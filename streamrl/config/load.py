@@ -180,7 +180,9 @@ def open_mappings() -> tuple[str, ...]:
 def settings(section: Any = None, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
     """(dotted name, type, default, sentence) of every setting of a section, by default of all, in schema order."""
     section = Config() if section is None else section
-    sentences = field_sentences(type(section))
+    sentences = {}
+    for cls in reversed(type(section).__mro__[:-1]):  # a section may extend another
+        sentences |= field_sentences(cls)
     hints = typing.get_type_hints(type(section))
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)

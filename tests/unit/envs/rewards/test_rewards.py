@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from actors.runtime import episode_rules
+from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
-from envs.rewards.registry import REWARDS
+from envs.rewards.registry import REWARDS, make_reward
 from envs.rewards.verifier_server import PATH, make_server
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
-from streamrl.environment import Step
+from streamrl.environment import ChatMessage, Step
 from streamrl.errors import ConfigError, TaskError
 
 RIGHT = r"so \boxed{4}"
@@ -70,6 +74,15 @@ def test_a_reward_by_name(play, kind, completion, reward, score):
 
 def test_format_and_answer_are_parts_of_their_own(play):
     assert play("<answer>4</answer>", "reward.type=think_answer_tags").parts == {"format_acc": 0.0, "ans_acc": 1.0}
+
+
+def test_tagged_answers_end_at_their_last_tag_unless_told_otherwise(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "2 + 2 = ?", "answer": "4"}\n')
+    words = ["experiment=quickstart", f"data.path={tmp_path}/train.jsonl", "reward.type=think_answer_tags"]
+    config = load_config(words)
+    assert episode_rules(config, config.rollout.train.sampling, task_from_data(config)).stop == ("</answer>",)
+    config = load_config([*words, "rollout.train.sampling.stop=[x]"])
+    assert episode_rules(config, config.rollout.train.sampling, task_from_data(config)).stop == ("x",)
 
 
 @pytest.mark.parametrize("kind", ["exact", "boxed", "math", "think_answer_tags"])
@@ -168,19 +181,27 @@ def test_a_function_is_called_with_arguments_line_by_line(play):
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address of a server on loopback and what it shall answer and what it got: {status, reply, seen, failures}."""
-    state: dict[str, Any] = {"failures": 0, "seen": []}
+    state: dict[str, Any] = {"failures": 0, "seen": [], "pause_s": 0.0, "now": 0, "most": 0}
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                state["now"] += 1
+                state["most"] = max(state["most"], state["now"])
             state["seen"].append((body, self.headers.get("Authorization")))
+            time.sleep(state["pause_s"])  # what a slow service does
+            with lock:
+                state["now"] -= 1
             failed = state["failures"] > 0
             state["failures"] -= failed
             data = json.dumps(state["reply"]).encode()
             self.send_response(state.get("fail_with", 503) if failed else 200)
             self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(BrokenPipeError):  # it gave up waiting
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -231,6 +252,33 @@ def test_a_reward_model_scores_the_conversation(play, service, reply, score):
     assert step.reward == score
     assert state["seen"][0][0]["messages"][-1] == {"role": "assistant", "content": "4"}
     assert state["seen"][0][0]["model"] == "rm"
+
+
+@pytest.mark.shows(
+    "reward.judge.timeout_s", "reward.judge.max_concurrent", "reward.model.timeout_s", "reward.model.max_concurrent",
+    "reward.model.api_key_env",
+)
+@pytest.mark.parametrize("kind", ["judge", "model"])
+def test_a_slow_service_ends_in_an_error_and_few_requests_run_at_once(service, monkeypatch, kind):
+    url, state = service
+    monkeypatch.setenv("SERVICE_KEY", "k")
+    settings = load_config([
+        "experiment=quickstart", f"reward.type={kind}", f"reward.{kind}.url={url}", f"reward.{kind}.max_concurrent=2",
+        f"reward.{kind}.timeout_s=0.2", f"reward.{kind}.api_key_env=SERVICE_KEY",
+    ]).reward  # fmt: skip
+    reward = make_reward(settings, RecordShape(None, None))
+
+    async def ask(count: int) -> None:
+        await asyncio.gather(*(reward({"question": "?"}, "4", [ChatMessage("user", "?")]) for _ in range(count)))
+
+    state.update(reply=_chat("Score: 1") if kind == "judge" else {"score": 1}, failures=0, seen=[], pause_s=0.0, most=0)
+    asyncio.run(ask(8))
+    assert state["most"] <= 2 and len(state["seen"]) == 8 and state["seen"][0][1] == "Bearer k"
+    monkeypatch.setattr("envs.rewards.services.FIRST_PAUSE_S", 0.01)
+    state["pause_s"] = 0.6
+    with pytest.raises(TaskError, match="Timeout"):
+        asyncio.run(ask(1))
+    state["pause_s"] = 0.0
 
 
 def test_a_service_that_is_busy_is_asked_again_and_one_that_refuses_is_not(play, service):
