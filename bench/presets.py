@@ -36,7 +36,7 @@ def faults(code: int, num_steps: int, summary: Mapping[str, Any], rows: Sequence
     Args:
         code: exit status of the launch.
         summary: summary.json, empty if there is none.
-        rows: metrics.jsonl, one a step.
+        rows: metrics.jsonl, one per step.
     """
     losses = [row["policy/loss"] for row in rows if "policy/loss" in row]
     found = {

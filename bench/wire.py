@@ -24,7 +24,7 @@ SIZES = (1_000, 4_096, 32_768)
 
 
 class ListMember(msgspec.Struct, array_like=True):
-    """The obvious form: one MessagePack number a token and field."""
+    """The obvious form: one MessagePack number per token and field."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -104,7 +104,8 @@ class Installer:
         except Superseded:
             return None
         except WeightsError as error:
-            log.warning("version %s was not installed, %s serves on: %s", manifest.ref, self._engine.installed, error)
+            old = self._engine.installed
+            log.warning("version %s was not installed, %s keeps serving: %s", manifest.ref, old, error)
             return _report(manifest, error=str(error))
         finally:
             if self._target == manifest.ref:

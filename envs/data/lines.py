@@ -22,7 +22,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class JsonLines:
-    """A file with one JSON object a line; blank lines are no records."""
+    """A file with one JSON object per line; blank lines are no records."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name

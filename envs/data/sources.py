@@ -113,7 +113,7 @@ def _open(file: Path, path: str, split: str | None, setting: str) -> Source:
 def _read_json(file: Path, name: str) -> Source:
     text = file.read_bytes().lstrip(b"\xef\xbb\xbf").lstrip()
     if not text.startswith(b"["):
-        return JsonLines(file, name)  # many files with one object a line are called .json
+        return JsonLines(file, name)  # many files with one object per line are called .json
     try:
         return Rows(json.loads(text), name)
     except (ValueError, RecursionError) as error:

@@ -97,7 +97,7 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
     masks = config.staleness.mode is schema.StalenessMode.mask_old_tokens
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        # Progress is reported once a generation is finished; half a second a token is slower than any live engine.
+        # Progress is reported once a generation is finished; half a second per token is slower than any live engine.
         progress_deadline_s=max(120.0, 0.5 * response_limit(config)),
         outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES, max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size,

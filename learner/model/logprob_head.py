@@ -53,7 +53,7 @@ def inspect_tokens(
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Keeps hidden states, weights, and three numbers a token for the backward pass."""
+    """Keeps hidden states, weights, and three numbers per token for the backward pass."""
 
     @staticmethod
     def forward(

@@ -142,7 +142,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 def _read_model(model_dir: Path) -> Any:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"policy.model_path={model_dir}: no config.json there; give a local Hugging Face checkpoint.")
-    transformers_logging.disable_progress_bar()  # one bar a rank, over the log, for a load of a second
+    transformers_logging.disable_progress_bar()  # one bar per rank, over the log, for a load of a second
     try:
         return AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation=ATTENTION,

@@ -1,4 +1,4 @@
-"""A language model small enough for one CPU core: one character a token, random weights, then a short supervised start.
+"""A language model small enough for one CPU core: one character per token, random weights, a short supervised start.
 
 `prepare_tiny_model` is what the quickstart calls. It writes an ordinary Hugging Face checkpoint (config.json,
 model.safetensors, tokenizer files), so that nothing downstream knows that the model is a toy.

@@ -1,6 +1,6 @@
 """Advantages of tokens, by the estimator that the settings name.
 
-    group scores   -> baseline, scale -> one number a trajectory -> broadcast, suffix product, or whitened
+    group scores   -> baseline, scale -> one number per trajectory -> broadcast, suffix product, or whitened
     token rewards  -> recursion over values of the critic        -> advantages, and targets of the critic
 
 Estimators leave the token's own importance ratio out, because the surrogate carries it; those that apply it themselves

@@ -1,4 +1,4 @@
-"""Rank 0's record of the run: one row a step into the sinks, the summary and the report at the end."""
+"""Rank 0's record of the run: one row per step into the sinks, the summary and the report at the end."""
 
 from __future__ import annotations
 

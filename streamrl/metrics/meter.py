@@ -1,6 +1,6 @@
 """The numbers of one step as sums and counts, so that micro-batches and ranks of any size add up exactly.
 
-    micro-batches --add--> Meter (each rank) --totals_for_ranks--> merge (rank 0) --flush--> one dict a step
+    micro-batches --add--> Meter (each rank) --totals_for_ranks--> merge (rank 0) --flush--> one dict per step
 
 The mean of two means is wrong as soon as their counts differ; nothing here divides before `flush`.
 """

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: trajectories that a run kept to be read, one JSON object a line.
+"""`samples.jsonl`: trajectories that a run kept to be read, one JSON object per line.
 
 The learner writes them (`learner.record.samples`); everything that shows them reads them here.
 """

@@ -79,7 +79,7 @@ class FanOut(Sink):
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl` with one object a step, flushed line by line for the case of a kill, and `config.json` beside it.
+    """`metrics.jsonl` with one object per step, flushed line by line in case of a kill, and `config.json` beside it.
 
     Args:
         path: the file; its directory is made.

@@ -1,4 +1,4 @@
-"""Identity of a version: the layout of its document, a digest a bucket, and a root over all of them. Pure.
+"""Identity of a version: the layout of its document, a digest per bucket, and a root over all of them. Pure.
 
 A document is the model's tensors as consecutive bytes in layout order, without padding. Buckets are consecutive byte
 ranges of the document, every one `bucket_bytes` long except the last; a tensor may span buckets. Transports move

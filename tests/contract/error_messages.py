@@ -41,8 +41,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 WHAT_TO_DO = re.compile(
     r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|look at|lower|make it|must"
-    r"|name it|name one|name them|needs? at least|put|raise|reinstall|remove|restart|restore|run `|say|see|set|start"
-    r"|stop|take|there are|train with|use|valid options|widen|write|expected|allowed are|it has)\b",
+    r"|name it|name one|name them|needs? at least|put|quote|raise|reinstall|remove|restart|restore|return|run `|save"
+    r"|say|scale it|see|set|start|stop|take"
+    r"|there are|train with|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
@@ -169,6 +170,24 @@ MENDS: dict[str, str] = {
     "failed while it was loaded": "mend the line that it names; the file is plain Python",
     "is not a pure function of its seed": "another version of reasoning_gym made this run: install the same one",
     "refused the options": "correct `env.options`; the dataset's own message follows",
+    "is not a sample (": "the file was edited or cut: remove that line",
+    "field … is empty": "fill it in, or leave the record out",
+    ", not an object: …": "every record is an object: `{\"prompt\": ..., \"answer\": ...}`",
+    "not JSON (…)": "mend the line that it names",
+    "images and audio are not supported": "use records with text only",
+    "which JSON cannot carry": "convert it to text or numbers",
+    "holds text that is not JSON": "mend the field, or name another with `data.prompt_key`",
+    "holds no records": "check that the file is the right one",
+    "…: there is no such file (looked at …).": "check the path; it is relative to the directory you are in",
+    "…, record … (line …): ….": "mend the record that it names",
+    "is not a readable": "write the file again; its library's own message follows",
+    "…: cannot be read: …: …": "write the file again; its library's own message follows",
+    "which this record does not have": "take a field that it lists, or add the field to every record",
+    "1 to … printable characters": "shorten the name",
+    "a sandbox pool has 1 to 128 workers": "a number in this range",
+    "Level 2 needs the package bubblewrap": "install bubblewrap, or take level 1: [the sandbox](sandbox.md)",
+    "this sandbox pool is closed": "make a new pool; this one is past its `with` block",
+    "no sandbox could be started": "the reason follows: [the sandbox](sandbox.md)",
     # model and optimizer
     "refuses these settings": "correct `policy.optimizer`; the optimizer's own message follows",
     "does nothing with ….name": "leave it out, or choose an optimizer that has it",

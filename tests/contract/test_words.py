@@ -44,6 +44,8 @@ STANDARD_TERMS = {
     r"let(s|ting)? go": "cancel, release",
     r"the last word": "the final state",
     r"whole_batch|batch_facts": "batch_stats",
+    r"(?:one|three|half a|\d+) (?!in )[a-z]+ an? (?:step|row|token|line|rank|bucket|answer|version|name|figure)": "per",
+    r"serves? on": "keep serving",
     r"behaviours?|colours?|neighbours?|centred?|learnt|towards": "American spelling",
     r"\w+(normalis|regularis|summaris|initialis|optimis|minimis|maximis|tokenis|serialis|organis|recognis)\w*": "-ize",
 }

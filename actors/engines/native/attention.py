@@ -52,7 +52,7 @@ class SlotCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def put_tokens(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store one token a row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
+        """Store one token per row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
         shape = self.layers[layer]
         self.keys[layer].view(-1, shape.key_dim).index_copy_(0, index, key.reshape(-1, shape.key_dim))
         self.values[layer].view(-1, shape.value_dim).index_copy_(0, index, value.reshape(-1, shape.value_dim))
@@ -133,7 +133,7 @@ class PassView:
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """Store one token a row; each attends to its row up to and including itself."""
+        """Store one token per row; each attends to its row up to and including itself."""
         n, kv_heads = key.shape[:2]
         if kv_heads not in self._indices:
             self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)

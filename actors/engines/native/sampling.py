@@ -84,7 +84,7 @@ def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
-    """One token a row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1).
+    """One token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1).
 
     Returns:
         tokens [n] int64 and their log-probs [n] float32 under the processed distribution; NaN where logits are.

@@ -211,7 +211,7 @@ class VllmEngine:
             await self._core.load(staged, ref)
         except Exception as error:  # of vLLM's or of a loader's making
             await self._roll_back(error)
-            raise WeightsError(f"vLLM failed to load version {ref}, {self.installed} serves on: {error}") from error
+            raise WeightsError(f"vLLM failed to load version {ref}, {self.installed} keeps serving: {error}") from error
         return time.perf_counter() - paused
 
     async def _roll_back(self, cause: Exception) -> None:

@@ -33,7 +33,7 @@ from streamrl.messages.codec import Decoder
 
 
 def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
-    """Spread whole groups over data-parallel ranks so that tokens are balanced; one row a member, in batch order.
+    """Spread whole groups over data-parallel ranks so that tokens are balanced; one row per member, in batch order.
 
     The largest group goes first, each to the rank with the fewest tokens so far (Graham's LPT rule: at most 4/3 of the
     best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a function of its
@@ -44,7 +44,7 @@ def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
     """
     if not 1 <= num_ranks <= len(groups):
         raise ValueError(
-            f"a batch of {len(groups)} groups cannot be split over {num_ranks} ranks: use at least one group a rank"
+            f"a batch of {len(groups)} groups cannot be split over {num_ranks} ranks: use at least one group per rank"
         )
     load = [(0, 0)] * num_ranks  # (tokens, groups) of each rank
     rank_of: dict[int, int] = {}

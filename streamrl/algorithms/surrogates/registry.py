@@ -109,7 +109,7 @@ class Surrogate(Entry):
         clip_knobs: the knobs that `loss.clip_low` and `loss.clip_high` set, if the function has them.
         clips_ratio: these knobs bound the ratio itself, by `1 - clip_low` and `1 + clip_high`.
         max_clip: a larger clip distance would never act.
-        whole_row: one ratio a trajectory: its tokens must be averaged before trajectories are.
+        whole_row: one ratio per trajectory: its tokens must be averaged before trajectories are.
         fit: `(log_ratios, advantages, mask, **knobs)` of the trusted tokens of the whole batch -> the input `bounds`.
     """
 

@@ -1,7 +1,7 @@
 """The serving side of deltas: the newest version against its parent, encoded when the first receiver asks.
 
     offered     both documents are mapped here; nothing is encoded yet
-    encoding    a receiver asked; one bucket a step, between two answers of the socket's thread
+    encoding    a receiver asked; one bucket per step, between two answers of the socket's thread
     ready       index and payloads can be pulled, until the version retires
     declined    the encoded form would be more than `max_ratio` of the full one: receivers take the full version
 

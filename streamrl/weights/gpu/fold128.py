@@ -136,7 +136,7 @@ class DocumentFold:
                 self._bucket, self._in_bucket = self._bucket + 1, 0
 
     def digests(self) -> list[bytes]:
-        """One digest a bucket; waits for the device. Raises WeightsError: the document is not complete."""
+        """One digest per bucket; waits for the device. Raises WeightsError: the document is not complete."""
         if self._bucket != len(self._bucket_bytes):
             raise WeightsError(f"only {self._bucket} of {len(self._bucket_bytes)} buckets were folded")
         return [pack(s1, s2) for s1, s2 in self._sums.tolist()]

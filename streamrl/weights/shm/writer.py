@@ -127,7 +127,7 @@ class DocumentWriter:
             self._bucket_left = self._bucket_bytes[len(self._digests)]
 
     def digests(self) -> list[bytes]:
-        """One digest a bucket, of the complete document."""
+        """One digest per bucket, of the complete document."""
         if self._written != self._nbytes:
             raise WeightsError(
                 f"version {self._ref} has {self._written} of {self._nbytes} bytes: it cannot be published unfinished"

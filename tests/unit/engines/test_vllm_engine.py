@@ -255,7 +255,7 @@ def test_a_load_that_fails_halfway_is_undone_and_running_sequences_never_notice(
         running = asyncio.ensure_future(harness.engine.generate(job))
         await harness.under_way(10)
         monkeypatch.setattr(vllm_engine, "StagedDocument", Torn)
-        with pytest.raises(WeightsError, match=f"failed to load version 1:.*, {old} serves on"):
+        with pytest.raises(WeightsError, match=f"failed to load version 1:.*, {old} keeps serving"):
             await serve(harness, 2)
         for done in (await running, await harness.engine.generate(job)):
             assert {span.ref for span in done.spans} == {old}
@@ -290,7 +290,7 @@ def test_a_load_that_cannot_be_undone_costs_the_running_sequences_and_a_core_but
         await harness.under_way(10)
         for module in (vllm_engine, vllm_core):
             monkeypatch.setattr(module, "StagedDocument", Torn)
-        with pytest.raises(WeightsError, match=f"{old} serves on"):
+        with pytest.raises(WeightsError, match=f"{old} keeps serving"):
             await serve(harness, 2)
         with pytest.raises(EngineError, match="core died"):
             await running  # vLLM would never have answered
@@ -418,7 +418,7 @@ def test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_
         await until(lambda: not engine._open.is_set())
         for pid in group_pids(engine._core.group.mark):
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WeightsError, match=f"{old} serves on"):
+        with pytest.raises(WeightsError, match=f"{old} keeps serving"):
             await install
         done = await engine.generate(request(prompt_of(5), 24))
         assert done.spans[0].ref == old == engine.installed

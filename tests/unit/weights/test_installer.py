@@ -205,7 +205,7 @@ def damaged(announced, layout):
     return manifest, [offer], layout
 
 
-def test_a_damaged_document_is_reported_and_the_old_version_serves_on(announce, source, layout):
+def test_a_damaged_document_is_reported_and_the_old_version_keeps_serving(announce, source, layout):
     good, bad, next_one = announce(1), damaged(announce(2), layout), announce(3)
     engine = FakeEngine()
 

@@ -24,7 +24,7 @@ VALUED = ("vtrace", "vtrace_segments", "retrace_v", "retrace_q", "gae", "td_lamb
 
 
 def drifted(rows, seed=0, drift=0.4):
-    """Log-probs of a policy near the recorded ones, values and norms, one array a row."""
+    """Log-probs of a policy near the recorded ones, values and norms, one array per row."""
     rng = np.random.default_rng(seed)
     policy = [row.logprobs[row.mask] + drift * rng.standard_normal(row.num_action_tokens) for row in rows]
     values = [rng.standard_normal(row.num_action_tokens) for row in rows]

@@ -1,0 +1,31 @@
+"""docs/errors.md names every error of the code, and every one of them says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.contract.error_messages import MENDS, WHAT_TO_DO, error_classes, error_texts, page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+
+
+def test_the_page_is_what_the_code_says():
+    assert page() == PAGE, "run: python -m tests.contract.error_messages > docs/errors.md"
+
+
+def test_the_texts_of_the_code_are_found():
+    assert len(error_texts()) > 150
+    assert any(one.text.startswith("policy.model_path is not set: ") for one in error_texts())
+
+
+def test_every_text_says_what_to_do_or_the_page_does():
+    silent = [f"{one.path}: {one.text}" for one in error_texts() if not WHAT_TO_DO.search(one.text) and not one.mend]
+    assert not silent, "say what to do in the message, or in MENDS (error_messages.py):\n" + "\n".join(silent)
+
+
+def test_every_mend_belongs_to_a_text():
+    assert [piece for piece in MENDS if not any(piece in one.text for one in error_texts())] == []
+
+
+def test_every_class_of_error_is_on_the_page():
+    assert [one.__name__ for one in error_classes() if f"| `{one.__name__}` |" not in PAGE] == []
