@@ -244,11 +244,12 @@ def markdown_page() -> str:
     parts = [
         "# Metrics\n",
         "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This",
-        "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`.\n",
+        "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`. Start with",
+        "[five of them](watch.md).\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
         "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",
         "end in `/*` are families: the last part comes from the task or the hub. A run writes every key of this page,",
-        "but for those that say with which settings; a line lacks what its step did not measure.\n",
+        "except those that name the settings they need; a line leaves out what its step did not measure.\n",
         "Each line also goes to the trackers of `tracking.trackers`: `wandb`, or your own as `package.module:factory`,",
         "a function that takes a `streamrl.metrics.sinks.TrackedRun` and returns a `Sink`.",
     ]

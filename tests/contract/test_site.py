@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.metrics.names import METRICS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,3 +39,13 @@ def test_no_page_loads_anything_from_another_host(site):
     loads = re.compile(rf"<(?:script|img|iframe)[^>]+src={other_host}|<link[^>]+stylesheet[^>]+href={other_host}")
     found = {str(page.relative_to(site)) for page in site.rglob("*.html") if loads.search(page.read_text())}
     assert found == set()
+
+
+def test_every_metric_that_a_page_names_is_measured():
+    families = {key.partition("/")[0] for key in METRICS}
+    open_families = tuple(key[:-1] for key in METRICS if key.endswith("/*"))
+    pages = {path for path in (ROOT / "docs").glob("*.md") if path.name != "change.md"}  # its examples are inventions
+    for page in sorted(pages):
+        named = set(re.findall(rf"`((?:{'|'.join(families)})/[a-z0-9_/]+)`", page.read_text()))
+        missing = {key for key in named if key not in METRICS and not key.startswith(open_families)}
+        assert not {key for key in missing if not (ROOT / key).exists()}, page.name
