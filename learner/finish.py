@@ -24,9 +24,11 @@ def finish(run: Run, *, completed: bool) -> None:
     run.samples.close()
     run.hub.poll()
     run.hub.refresh_status()
-    reason = "the run is finished" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
-    run.hub.shutdown(reason, finished=completed)
+    stopped = "" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
+    run.hub.shutdown(stopped or "the run is finished", finished=completed)
     assert run.recorder is not None and run.hub_process is not None
     run.hub_process.wait(timeout_s=run.config.run.shutdown_s)
-    summary = run.recorder.close(run.version, run.hub.status, version=run.version, epoch=run.learner_epoch)
+    summary = run.recorder.close(
+        run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
+    )
     log.info("%s after %d steps", "done" if completed else "stopped", summary.steps)

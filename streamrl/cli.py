@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
@@ -25,7 +26,8 @@ By hand, in terminals of their own or on other machines:
 """
 HELP = {
     "launch": """streamrl launch [FILE.yaml] [key=value ...]       one run: a learner and launch.num_actors actors
-streamrl launch -m [FILE.yaml] [key=value ...]    one run for each combination of comma-separated values, compared
+streamrl launch -m [FILE.yaml] [key=value ...]    one run for each combination of comma-separated values, ranked
+streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'key=interval(0,1)': docs/search.md
 
   experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
@@ -75,52 +77,21 @@ def main() -> int:
 
 
 def launch(overrides: list[str]) -> int:
-    """One run, or with -m / --multirun one for each combination of comma-separated values."""
-    from streamrl.config.load import check_overrides, read_files
+    """One run, or with -m / --multirun several: a grid of listed values, or a search."""
+    from streamrl.parent_watch import watch
+
+    watch(lambda: os.kill(os.getpid(), signal.SIGTERM))  # a sweep started this run
+    words = [word for word in overrides if word not in ("-m", "--multirun")]
+    if len(words) < len(overrides):
+        from streamrl.sweep.sweep import launch_sweep
+
+        return launch_sweep(words)
     from streamrl.launch import launch_run
 
-    if not {"-m", "--multirun"} & set(overrides):
-        return launch_run(overrides)[1]
-    swept = read_files([override for override in overrides if override not in ("-m", "--multirun")])
-    check_overrides(swept)
-    return _sweep(swept)
-
-
-def _sweep(overrides: list[str]) -> int:
-    from streamrl.config.load import Job, run_jobs
-    from streamrl.launch import EXIT_INTERRUPTED, Launcher, check_settings
-    from streamrl.report.compare import write_comparison
-
-    finished: list[Path] = []
-    failed: list[Path] = []
-    stopped = False
-
-    def run_one(job: Job) -> None:
-        nonlocal stopped
-        if stopped:
-            return
-        label = " ".join(job.swept) or "defaults"
-        print(f"\n=== job {job.number}: {label}", flush=True)
-        try:
-            check_settings(job.config, job.overrides)
-        except StreamrlError as error:
-            print(f"error: {error}", file=sys.stderr)
-            failed.append(job.run_dir)
-            return
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{override}'\n" for override in job.swept))
-        code = Launcher(job.config, job.overrides, job.run_dir).run()
-        stopped = code == EXIT_INTERRUPTED
-        (finished if code == 0 else failed).append(job.run_dir)
-
-    run_jobs(overrides, run_one)
-    if finished:
-        out = finished[0].parent / "comparison.html"
-        print("\n" + write_comparison(finished, out))
-        print(f"comparison      {out}", flush=True)
-    for run_dir in failed:
-        print(f"not finished    {run_dir}", file=sys.stderr)
-    return EXIT_INTERRUPTED if stopped else int(bool(failed))
+    for word in words:
+        if word.startswith("sweep."):
+            raise ConfigError(f"`{word}` is a setting of a sweep: streamrl launch -m {word} ...")
+    return launch_run(words)[1]
 
 
 def settings(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The only door to hydra and omegaconf: overrides in, plain dataclasses out.
+"""The door to hydra and omegaconf: overrides in, plain dataclasses out.
 
 `configs/` is composed over the dataclass schema, so an unknown key cannot enter. Overrides are checked against the
 schema before hydra parses them: hydra's message names no remedy, ours the nearest valid key.
@@ -10,21 +10,17 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import re
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -61,7 +57,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose("config", overrides=hydra_overrides(overrides))
             return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
     except HydraException as error:
-        raise ConfigError(_plain(error)) from error
+        raise ConfigError(plain_message(error)) from error
 
 
 def read_files(words: Sequence[str]) -> list[str]:
@@ -124,7 +120,7 @@ def to_config(composed: DictConfig) -> Config:
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(_plain(error)) from error
+        raise ConfigError(plain_message(error)) from error
     assert isinstance(config, Config), f"configs/config.yaml does not compose over the schema but over {type(config)}"
     check(config)
     return config
@@ -227,7 +223,7 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
     except OmegaConfBaseException as error:
-        raise ConfigError(_plain(error)) from error
+        raise ConfigError(plain_message(error)) from error
     assert isinstance(merged, DictConfig)
     return to_config(_with_overrides_first(merged, overrides, values.get("env", {})))
 
@@ -240,7 +236,7 @@ def to_yaml(config: Config) -> str:
 _NOISE = ("object_type", "reference_type", "full_key:", "Config search path", "provider=", "See https")
 
 
-def _plain(error: Exception) -> str:
+def plain_message(error: Exception) -> str:
     """hydra's or omegaconf's message in one line that names the key."""
     text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
@@ -253,45 +249,3 @@ def _plain(error: Exception) -> str:
         if name not in text:
             text = f"{name}: {text}"
     return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One job of a multirun: `swept` are those of its overrides that the sweep varies."""
-
-    number: int
-    config: Config
-    overrides: tuple[str, ...]
-    swept: tuple[str, ...]
-    run_dir: Path
-
-
-def run_jobs(overrides: Sequence[str], run_one: Callable[[Job], None]) -> None:
-    """hydra's multirun: one call of `run_one` for each combination, in sequence, each with its own directory."""
-    varied = {override.partition("=")[0] for override in overrides if _is_sweep(override)}
-
-    @hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")
-    def job(composed: DictConfig) -> None:
-        info = HydraConfig.get()
-        task = tuple(override.removeprefix("++") for override in info.overrides.task)
-        swept = tuple(override for override in task if override.partition("=")[0] in varied)
-        label = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(swept)) or "defaults"
-        run_dir = Path(info.sweep.dir) / f"{info.job.num}-{label}"
-        made = Path(info.runtime.output_dir)  # hydra's own directory of the job, under a bare number
-        if made.is_dir() and not any(made.iterdir()):
-            made.rmdir()
-        config = to_config(_with_overrides_first(composed, task, _task_of_experiment(task)))
-        run_one(Job(info.job.num, config, task, swept, run_dir))
-
-    old = sys.argv
-    sys.argv = [old[0], "--multirun", *hydra_overrides(overrides)]
-    try:
-        job()
-    finally:
-        sys.argv = old
-
-
-def _is_sweep(override: str) -> bool:
-    value = override.partition("=")[2]
-    plain = value[:1] in "[{\"'" or "," not in value
-    return not plain or value.startswith(("range(", "choice(", "glob("))

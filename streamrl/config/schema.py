@@ -217,3 +217,4 @@ class Config:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -10,6 +10,8 @@ from streamrl.config.ranges import ranged
 
 OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
 PublishWhen = StrEnum("PublishWhen", ["every_step", "drift"])
+Pruner = StrEnum("Pruner", ["none", "median", "asha"])
+SweepDirection = StrEnum("SweepDirection", ["maximize", "minimize"])
 WandbMode = StrEnum("WandbMode", ["offline", "online"])
 WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
 
@@ -159,3 +161,26 @@ class LaunchConfig:
     """Learner processes (FSDP2 ranks) that `streamrl launch` starts through torchrun."""
     num_max_restarts: int = ranged(20, ge=0)
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
+
+
+@dataclass
+class SweepConfig:
+    dir: str | None = None
+    """Directory of a sweep, with one directory for each run; null is `<run.root>/sweep-<date>-<time>`."""
+    sampler: str = "grid"
+    """Which runs `streamrl launch -m` does: grid takes every combination of the listed values; tpe and random draw
+    `sweep.num_trials` of them, from ranges too (needs Optuna); or your own factory as package.module:attribute."""
+    num_trials: int = ranged(20, gt=0)
+    """Runs of a search; a grid does them all."""
+    num_startup_trials: int = ranged(5, ge=0)
+    """The first so many trials are drawn at random, and only after as many finished ones are others pruned."""
+    metric: str = "eval_score_last"
+    """What a run is ranked by: a number of summary.json, such as eval_score_last or eval_score_best, or the last value
+    of a metric, such as reward/mean."""
+    direction: SweepDirection = SweepDirection.maximize
+    """Whether a large or a small value of `sweep.metric` is good."""
+    pruner: Pruner = Pruner.median
+    """Stop a run of a search whose evaluations fall behind: `median` of the finished ones at the same step, `asha`
+    (the best quarter goes on at steps that grow fourfold), or `none`."""
+    num_parallel: int = ranged(1, gt=0)
+    """Runs of a sweep at once on this machine; they share its cores and GPUs evenly."""

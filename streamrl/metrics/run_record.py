@@ -15,6 +15,8 @@ from streamrl.metrics.summary import Summary
 
 RUNNING_S = 20.0
 """A run whose hub has written nothing for so long is taken for dead."""
+FAILURE = "failure.txt"
+"""The file of a run directory in which a sweep says why the run failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,13 @@ class RunRecord:
 
     Attributes:
         summary: None while it runs, or if it was killed.
-        state: "finished", "stopped" (it can be resumed), "running", or "killed" (its last files say that it runs).
+        state: "finished", "stopped" (it can be resumed), "running", or "killed" (its last files say that it runs); of a
+            run of a sweep also "pruned" or "failed".
         config: the resolved settings as plain values.
         starts: one object for each start, resumed ones too: `command`, `started`, `commit`, `version`.
         status: the hub's last `status.json`.
         notes: the text of `notes.md`, which people write.
+        failure: why a run of a sweep failed.
     """
 
     name: str
@@ -40,6 +44,7 @@ class RunRecord:
     starts: Sequence[Mapping[str, Any]] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
     notes: str = ""
+    failure: str = ""
 
     def keys(self) -> list[str]:
         """Every key that some line holds, in order of appearance."""
@@ -60,23 +65,28 @@ class RunRecord:
         return value
 
 
+def is_run(path: Path) -> bool:
+    """Whether a run began its steps in this directory, or failed before."""
+    return (path / "metrics.jsonl").exists() or (path / FAILURE).exists()
+
+
 def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) -> RunRecord:
     """Read a finished, killed or running run.
 
     Args:
         max_rows: read only the lines with an evaluation and about so many others, spread over the run.
     Raises:
-        FileNotFoundError: there is no `metrics.jsonl`.
+        FileNotFoundError: there is no `metrics.jsonl`, and no failure is known.
         CheckpointError: a line before the last is damaged.
     """
     root = Path(run_dir)
     path = root / "metrics.jsonl"
-    if not path.exists():
+    if not is_run(root):
         raise FileNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
     summary, status = root / "summary.json", read_object(root / "status.json")
     return RunRecord(
         name=root.resolve().name,
-        rows=read_metrics(path) if max_rows is None else read_some_metrics(path, max_rows),
+        rows=_rows(path, max_rows),
         summary=Summary.load(summary) if summary.exists() else None,
         config_text=_text(root / "config.yaml"),
         overrides=_overrides(root),
@@ -85,14 +95,26 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
         starts=read_object(root / "run.json").get("starts", ()),
         status=status,
         notes=_text(root / "notes.md").strip(),
+        failure=_text(root / FAILURE).strip(),
     )
+
+
+def _rows(path: Path, max_rows: int | None) -> list[dict[str, Any]]:
+    if not path.exists():  # of a run that failed before its first step
+        return []
+    return read_metrics(path) if max_rows is None else read_some_metrics(path, max_rows)
 
 
 def run_state(root: Path, status: Mapping[str, Any]) -> str:
     """See `RunRecord.state`. A summary that is older than the metrics is of the part before a resume."""
     summary, metrics = root / "summary.json", root / "metrics.jsonl"
+    if (root / FAILURE).exists():
+        return "failed"
     if summary.exists() and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
-        return "stopped" if status.get("state") == "stopped" else "finished"
+        stopped = str(read_object(summary).get("stopped", ""))
+        if stopped.startswith("pruned"):
+            return "pruned"
+        return "stopped" if stopped or status.get("state") == "stopped" else "finished"
     if status.get("state") in ("starting", "running"):
         age_s = datetime.now(UTC).timestamp() - (root / "status.json").stat().st_mtime
         return "running" if age_s < RUNNING_S else "killed"

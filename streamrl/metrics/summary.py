@@ -52,6 +52,10 @@ class Summary:
     """The first failed episode, in words; of a resumed run, of its last part."""
     run: str = ""
     """Name of the run: its directory's. `run_id` is for programs."""
+    eval_score_best: float | None = None
+    """Highest of all evaluations."""
+    stopped: str = ""
+    """Why the run ended before its last step, such as "SIGTERM" or "pruned at step 40"; empty if it did them all."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -101,7 +105,7 @@ class Summary:
         return [
             ("run", self.run or self.run_id),
             ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
-            ("steps", str(self.steps)),
+            ("steps", f"{self.steps}, {self.stopped}" if self.stopped else str(self.steps)),
             ("wall time", duration(self.wall_s)),
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
             ("groups", f"{self.num_groups_trained} trained of {self.num_groups_leased} leased{stale}"),
@@ -143,6 +147,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "wall_s": wall_s,
         "eval_score_first": scores[0] if scores else None,
         "eval_score_last": scores[-1] if scores else None,
+        "eval_score_best": max(scores, default=None),
         "lag_mean": sum(k * n for k, n in tokens.items()) / max(1, sum(tokens.values())),
         "lag_max": int(max([0, *heads, *series(rows, "lag/head_max")[1]])),
         "num_lag_violations": sum(n for k, n in heads.items() if k > max_lag_bound),

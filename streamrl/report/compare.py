@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import series
@@ -27,24 +28,35 @@ ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
 """Settings whose difference says nothing about the runs."""
 
 
-def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
-    """Write the page to `out` with the suffix .html, and the table beside it as .md; returns the table."""
+def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],
+                     objective: Objective | None = None) -> str:
+    """Write the page to `out` with the suffix .html, and the table beside it as .md; returns the table.
+
+    With an objective the runs are ranked by it, and the table has a column for it if it lacks one.
+    """
     records = [read_run(path) for path in run_dirs]
+    order = range(len(records)) if objective is None else objective.order(records)
+    records = [records[i] for i in order]
     labels = _labels(records)
-    rows = [_row(record, label) for record, label in zip(records, labels, strict=True)]
-    text = markdown_table(HEADER, rows)
+    rows = [HEADER, *(_row(record, label) for record, label in zip(records, labels, strict=True))]
+    if objective is not None and objective.metric not in ("eval_score_first", "eval_score_last"):
+        values = [compact(objective.value(record)) for record in records]
+        rows = [[row[0], value, *row[1:]] for row, value in zip(rows, [objective.metric, *values], strict=True)]
+    text = markdown_table(rows[0], rows[1:])
     here = Path(out).resolve().parent
-    links = [_link(Path(path), here) for path in run_dirs]
-    write_atomic(Path(out).with_suffix(".html"), comparison_page(records, labels, rows, links))
+    links = [_link(Path(run_dirs[i]), here) for i in order]
+    write_atomic(Path(out).with_suffix(".html"), comparison_page(records, labels, rows, links, str(objective or "")))
     write_atomic(Path(out).with_suffix(".md"), text)
     return text
 
 
 def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: Sequence[Sequence[str]],
-                    links: Sequence[str]) -> str:
-    """The page; `links` are addresses of the runs' reports, "" for a run without one."""
+                    links: Sequence[str], ranked_by: str = "") -> str:
+    """The page; the first row is the head of the table, `links` are addresses of the runs' reports, "" for a run
+    without one."""
     about = " · ".join(dict.fromkeys(
         part for record in records for part in (headline.task(record), headline.model(record)) if part))
+    about += f"{' · ' if about else ''}ranked by {ranked_by}" if ranked_by else ""
     parts = {
         "Learning": learning(records, labels), "Staleness": staleness(records, labels), "Speed": speed(records, labels),
         "Optimization": optimization(records, labels),
@@ -93,9 +105,11 @@ def _labels(records: Sequence[RunRecord]) -> list[str]:
 def _row(record: RunRecord, label: str) -> list[str]:
     """Cells in the order of `HEADER`; `-` where a run has no summary."""
     s = record.summary
+    if outcome(record) != Outcome.finished:
+        label = f"{label} ({s.stopped if s and s.stopped else outcome(record).name})"
     if s is None:
         step = str(record.rows[-1]["step"]) if record.rows else "0"
-        return [f"{label} (unfinished)", step, *["-"] * (len(HEADER) - 2)]
+        return [label, step, *["-"] * (len(HEADER) - 2)]
     waits = f"{s.learner_wait_s / s.wall_s:.0%}" if s.wall_s else "-"
     return [label, str(s.steps), duration(s.wall_s), compact(s.eval_score_first), compact(s.eval_score_last),
             compact(s.lag_mean), str(s.lag_max), compact(s.tokens_per_s_train), compact(s.tokens_per_s_generate), waits]
@@ -103,7 +117,8 @@ def _row(record: RunRecord, label: str) -> list[str]:
 
 def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
     """The table on the page: names link to reports, the best last evaluation is marked."""
-    at = HEADER.index("eval last")
+    header, *rows = rows
+    at = header.index("eval last")
     scores = [_number(row[at]) for row in rows]
     best = max((score for score in scores if score is not None), default=None)
     cells = []
@@ -113,7 +128,7 @@ def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
         if best is not None and scores[i] == best and len(rows) > 1:
             texts[at] = f'<span class="best">{texts[at]}</span>'
         cells.append(texts)
-    return table(HEADER, cells)
+    return table(header, cells)
 
 
 def _number(text: str) -> float | None:

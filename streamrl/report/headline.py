@@ -15,7 +15,7 @@ from streamrl.report.page import definition_list
 
 STATES = {
     "finished": "finished", "stopped": "stopped, can be resumed", "running": "running",
-    "killed": "ended without a summary",
+    "killed": "ended without a summary", "pruned": "pruned", "failed": "failed",
 }
 
 
@@ -120,7 +120,11 @@ def messages(record: RunRecord) -> str:
     if record.state == "killed":
         out.append(("warning", f"The run ended at step {record.step} without a summary: its learner was killed or "
                                "failed. Its last words are in logs/learner.log."))
+    if record.failure:
+        out.append(("warning", f"The run failed with {record.failure}"))
     summary = record.summary
+    if summary and summary.stopped.startswith("pruned"):
+        out.append(("", f"A search stopped this run, because others did better: {summary.stopped}."))
     if summary and summary.num_lag_violations:
         out.append(("warning", f"{summary.num_lag_violations} trajectories were trained on beyond the lag bound."))
     failed = int(max([0, *series(record.rows, "hub/num_episodes_failed")[1]]))

@@ -27,7 +27,8 @@ TRACKERS = {  # each in the module that is named after its library
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ONE_DOOR = TRACKERS | {
     "bitsandbytes": {"learner/model/optimizer.py"},
-    "hydra": {"streamrl/config/load.py"},
+    "hydra": {"streamrl/config/load.py", "streamrl/config/sweep_words.py"},
+    "optuna": {"streamrl/sweep/study.py"},
     "omegaconf": {"streamrl/config/load.py"},
 }
 

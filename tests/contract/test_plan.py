@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("envs",),
     ("actors", "learner"),
     ("streamrl.launch",),
-    ("streamrl.api",),
+    ("streamrl.api", "streamrl.sweep"),
     ("streamrl.cli", "streamrl"),
 )
 """Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""

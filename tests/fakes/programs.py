@@ -35,6 +35,40 @@ if (here / "hub-please").exists() and rank == 0:
     while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
 """
+SCORED_LEARNER = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.summary import summarize
+
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+score = float(words["policy.optimizer.lr"])
+if sys.argv[1:2] == ["--check"]:
+    sys.exit(0)
+if score == 13.0:
+    print("RuntimeError: the reason of the failure")
+    sys.exit(1)
+run = Path(words["run.dir"])
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append("stopped: SIGTERM"))
+(run / "EPOCH").write_text("1")
+(run / "environment.json").write_text(json.dumps({
+    name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+}))
+with open(run / "metrics.jsonl", "w") as rows:
+    for step in (10, 20):
+        print(json.dumps({"step": step, "eval/score": score * step, "eval/version": step}), file=rows, flush=True)
+holds = Path("hold-below")
+deadline = time.monotonic() + 60
+while holds.exists() and score < float(holds.read_text()) and not stopped and time.monotonic() < deadline:
+    time.sleep(0.05)
+summarize(read_metrics(run / "metrics.jsonl"), run_id="id", run=run.name, max_lag_bound=3, device="cpu",
+          dtype="float32", seed=1, stopped=" ".join(stopped)).write(run / "summary.json")
+"""
+"""Its evaluations are `policy.optimizer.lr` times 10 and 20. A rate below the number in the file `hold-below` makes the
+run go on until it is stopped; a rate of 13 makes it fail."""
+
 ACTORS = """
 import os, sys
 from pathlib import Path
@@ -50,9 +84,9 @@ sys.stdin.read()
 """
 
 
-def write_programs(directory: Path) -> None:
+def write_programs(directory: Path, learner: str = LEARNER) -> None:
     """Put both packages into the directory."""
-    for name, program in (("learner", LEARNER), ("actors", ACTORS)):
+    for name, program in (("learner", learner), ("actors", ACTORS)):
         (directory / name).mkdir()
         (directory / name / "__init__.py").touch()  # a package without it yields to the real one on PYTHONPATH
         (directory / name / "__main__.py").write_text(program)

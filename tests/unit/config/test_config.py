@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.aliases import ALIASES, COMMON, FULL_NAMES
-from streamrl.config.load import from_plain, load_config, open_mappings, run_jobs, setting_names, settings, to_plain
+from streamrl.config.load import from_plain, load_config, open_mappings, setting_names, settings, to_plain
 from streamrl.config.rules import max_lag
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
@@ -133,30 +132,10 @@ def test_the_options_of_an_experiment_are_those_of_its_task(words, options):
     assert from_plain(to_plain(load_config(words[:1])), words[1:]).env.options == options
 
 
-def test_a_sweep_over_experiments_and_models_treats_every_job_by_its_own_words():
-    jobs = []
-    run_jobs(["experiment=quickstart,smollm2", "policy.model_path=a,b", "env.path=my_task.py"], jobs.append)
-    assert [(job.config.policy.model_path, job.config.policy.tiny.enabled, job.config.env.options) for job in jobs] == [
-        (path, False, {}) for path in ("a", "b", "a", "b")
-    ]
-
-
 def test_a_task_named_on_the_command_line_replaces_the_file_below_it():
     below = to_plain(load_config([QUICK, "env.path=my_task.py", "env.options.size=3"]))
     env = from_plain(below, ["env.name=string.sort"]).env
     assert (env.name, env.path, env.options) == ("string.sort", None, {})
-
-
-def test_multirun_calls_every_combination_with_a_directory_of_its_own():
-    jobs = []
-    run_jobs([QUICK, "staleness.eta=0,4", "algorithm=stream_default,dr_grpo"], jobs.append)
-    assert [(job.config.staleness.eta, job.config.loss.avg_level) for job in jobs] == [
-        (0, "token-mean"), (0, "seq-mean-token-sum-norm"), (4, "token-mean"), (4, "seq-mean-token-sum-norm"),
-    ]
-    assert len({job.run_dir for job in jobs}) == 4
-    assert not logging.getLogger("streamrl.launch").disabled, "hydra must not silence our own loggers"
-    assert all("=" not in str(job.run_dir) and "," not in str(job.run_dir) for job in jobs)
-    assert jobs[1].swept == ("staleness.eta=0", "algorithm=dr_grpo")
 
 
 def test_run_directories_count_up_and_resume_takes_the_newest(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.config.load import Job, load_config, read_files, run_jobs, to_plain, to_yaml
+from streamrl.config.load import load_config, read_files, to_plain, to_yaml
+from streamrl.config.sweep_words import parse_sweep
 from streamrl.errors import ConfigError
 
 MINE = """
@@ -74,11 +75,9 @@ def test_a_file_that_says_nothing_is_refused_by_name(folder, text, message):
 
 
 def test_a_sweep_takes_a_file_too(folder):
-    jobs: list[Job] = []
-    run_jobs(read_files(["my.yaml", "staleness.eta=0,2", "hydra.sweep.dir=out"]), jobs.append)
+    words = parse_sweep(read_files(["my.yaml", "staleness.eta=0,2", "hydra.sweep.dir=out"]))
 
-    assert [job.config.staleness.eta for job in jobs] == [0, 2]
-    assert [job.swept for job in jobs] == [("staleness.eta=0",), ("staleness.eta=2",)]
-    for job in jobs:
-        assert job.config.rollout.train.sampling.stop == ["\n", "it's", "a\\b"]
-        assert to_plain(load_config(job.overrides)) == to_plain(job.config), "a learner is given these words"
+    assert words.grid() == [("staleness.eta=0",), ("staleness.eta=2",)]
+    for swept in words.grid():
+        config = load_config([*words.fixed, *swept])
+        assert config.rollout.train.sampling.stop == ["\n", "it's", "a\\b"] and config.sweep.dir == "out"

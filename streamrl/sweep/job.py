@@ -1,0 +1,151 @@
+"""One run of a sweep: what it is told, and the process that does it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+
+from streamrl.metrics.ranking import Objective, pruned_at
+from streamrl.metrics.run_record import FAILURE, parse_row
+from streamrl.metrics.summary import Summary
+from streamrl.parent_watch import child_environment, program
+from streamrl.report.report import write_report
+
+
+@dataclass(frozen=True)
+class Job:
+    """`words` are all that `streamrl launch` gets for this run, `swept` those of them that the sweep varies."""
+
+    number: int
+    words: tuple[str, ...]
+    swept: tuple[str, ...]
+    run_dir: Path
+
+    @property
+    def label(self) -> str:
+        return " ".join(self.swept) or "defaults"
+
+
+def make_job(number: int, fixed: Sequence[str], swept: Sequence[str], directory: Path) -> Job:
+    """The job of a sweep in `directory`; its own directory there is named by its number and by what is swept."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(map(_rounded, swept))).strip("-")[:120] or "defaults"
+    run_dir = directory / f"{number}-{name}"
+    own = ("sweep.", "run.dir=", "checkpoint.resume=")
+    words = (*(word for word in fixed if not word.startswith(own)), *swept)
+    return Job(number, words, tuple(swept), run_dir)
+
+
+def _rounded(word: str) -> str:
+    """A drawn number has too many digits for the name of a directory."""
+    key, _, value = word.partition("=")
+    return f"{key}={float(value):.4g}" if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?|-?\d+e-?\d+", value) else word
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether this run needs no more work: it did all of its steps, or it was pruned."""
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return False
+    stopped = Summary.load(path).stopped
+    return not stopped or stopped.startswith("pruned")
+
+
+class JobProcess:
+    """A `streamrl launch` of one job, in a session of its own: Ctrl-C reaches it only through `stop`.
+
+    It watches the pipe that is its standard input, so it ends with this process, after kill -9 too.
+    """
+
+    def __init__(self, job: Job, share: Mapping[str, str], *, quiet: bool) -> None:
+        self.job = job
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        (job.run_dir / FAILURE).unlink(missing_ok=True)
+        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
+        self.log_path = job.run_dir / "logs" / "launch.log"
+        self.log_path.parent.mkdir(exist_ok=True)
+        resume = ["checkpoint.resume=true"] if (job.run_dir / "EPOCH").exists() else []
+        command = [*program("streamrl.cli"), "launch", *job.words, f"run.dir={job.run_dir}", *resume]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log if quiet else None,
+                stderr=subprocess.STDOUT if quiet else subprocess.PIPE, env={**child_environment(), **share},
+                start_new_session=True,
+            )
+        self._errors = None if quiet else Thread(target=self._pass_on_errors, name="errors of a run", daemon=True)
+        if self._errors is not None:
+            self._errors.start()
+        self._metrics = job.run_dir / "metrics.jsonl"
+        self._read_to = 0
+        self._pruned_at: int | None = None
+
+    def _pass_on_errors(self) -> None:
+        """To the terminal, and to the log for the reason of a failure."""
+        assert self._process.stderr is not None
+        with self.log_path.open("a") as log:
+            for line in self._process.stderr:
+                text = line.decode(errors="replace")
+                sys.stderr.write(text)
+                log.write(text)
+
+    def poll(self) -> int | None:
+        """The exit status, once it has ended."""
+        return self._process.poll()
+
+    def new_values(self, objective: Objective) -> list[tuple[int, float]]:
+        """(step, value) of the lines that metrics.jsonl got since the last call."""
+        with suppress(FileNotFoundError), self._metrics.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(self._read_to if size >= self._read_to else 0)  # a resumed run has dropped lines
+            lines = file.read().split(b"\n")
+            self._read_to = file.tell() - len(lines[-1])
+            return objective.intermediate(parse_row(line.decode()) for line in lines[:-1])
+        return []
+
+    def prune(self, step: int) -> None:
+        """Stop the run, because others did better at `step`."""
+        self._pruned_at = step
+        self.interrupt()
+
+    @property
+    def is_pruned(self) -> bool:
+        return self._pruned_at is not None
+
+    def interrupt(self) -> None:
+        """As Ctrl-C: the first time it saves and stops, the second time it ends at once."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """Wait for its end, which comes soon once the pipe is closed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        if self._errors is not None:
+            self._errors.join()
+
+    def mark_pruned(self) -> None:
+        """Write into its summary that it was pruned, and when."""
+        path = self.job.run_dir / "summary.json"
+        if self._pruned_at is not None and path.exists():
+            replace(Summary.load(path), stopped=pruned_at(self._pruned_at)).write(path)
+            write_report(self.job.run_dir)
+
+    def mark_failed(self, code: int) -> str:
+        """Write into its directory why it failed, and return it in one line."""
+        reason = _last_line(self.log_path) or _last_line(self.job.run_dir / "logs" / "learner.log")
+        text = f"status {code}{': ' if reason else ''}{reason}"
+        (self.job.run_dir / FAILURE).write_text(text + "\n")
+        return text
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,110 @@
+"""Runs the jobs of a sweep, a few at once, and stops those that the search prunes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from streamrl.launch import EXIT_INTERRUPTED
+from streamrl.metrics.ranking import Objective
+from streamrl.metrics.run_record import read_run
+from streamrl.metrics.text import compact
+from streamrl.sweep.job import Job, JobProcess, is_done
+from streamrl.sweep.sources import Source
+
+POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class _Running:
+    process: JobProcess
+    place: int
+    began: float
+
+
+class Pool:
+    """As many jobs at once as there are `places`, each with the environment variables of its place.
+
+    Args:
+        num_interrupts: how often the user has asked to stop; each job is asked as often.
+    """
+
+    def __init__(
+        self, source: Source, objective: Objective, places: Sequence[Mapping[str, str]],
+        num_interrupts: Callable[[], int],
+    ) -> None:
+        self._source, self._objective, self._places = source, objective, places
+        self._num_interrupts, self._num_passed_on = num_interrupts, 0
+        self._running: list[_Running] = []
+        self._best: tuple[float, Job] | None = None
+        self._has_more = True
+
+    def run(self) -> None:
+        """Until the source has no more jobs, or the user interrupts; no process of a job is left then."""
+        try:
+            while True:
+                self._pass_on_interrupts()
+                self._start_jobs()
+                for running in list(self._running):
+                    self._look_at(running)
+                if not self._running and (not self._has_more or self._num_passed_on):
+                    return
+                time.sleep(POLL_S)  # the ends of several processes and files are no one event
+        finally:
+            for running in self._running:
+                running.process.close()
+
+    def _pass_on_interrupts(self) -> None:
+        while self._num_passed_on < self._num_interrupts():
+            self._num_passed_on += 1
+            for running in self._running:
+                running.process.interrupt()
+
+    def _start_jobs(self) -> None:
+        taken = {running.place for running in self._running}
+        for place in sorted(set(range(len(self._places))) - taken):
+            job = self._source.next() if self._has_more and not self._num_passed_on else None
+            while job is not None and is_done(job.run_dir):  # by an earlier part of this sweep
+                self._count(job)
+                job = self._source.next()
+            if job is None:
+                self._has_more = self._has_more and bool(self._num_passed_on)
+                return
+            alone = len(self._places) == 1
+            print(f"\n=== job {job.number}: {job.label}" if alone else f"job {job.number} started: {job.label}",
+                  flush=True)
+            process = JobProcess(job, self._places[place], quiet=not alone)
+            self._running.append(_Running(process, place, time.monotonic()))
+
+    def _look_at(self, running: _Running) -> None:
+        process, job = running.process, running.process.job
+        code = process.poll()
+        for step, value in process.new_values(self._objective) if code is None else ():
+            if not process.is_pruned and self._source.should_prune(job, step, value):
+                print(f"job {job.number} is pruned at step {step}: {compact(value)}", flush=True)
+                process.prune(step)
+        if code is None:
+            return
+        process.close()
+        self._running.remove(running)
+        if code == EXIT_INTERRUPTED and process.is_pruned:
+            process.mark_pruned()
+            self._source.tell(job, None, pruned=True)
+        elif code == 0:
+            self._count(job, time.monotonic() - running.began)
+        elif not self._num_passed_on:
+            print(f"job {job.number} failed: {process.mark_failed(code)}", flush=True)
+            self._source.tell(job, None, pruned=False)
+
+    def _count(self, job: Job, seconds: float | None = None) -> None:
+        """A job that has ended in order."""
+        record = read_run(job.run_dir)
+        value = self._objective.value(record)
+        pruned = record.summary is not None and record.summary.stopped != ""
+        self._source.tell(job, value, pruned=pruned)
+        if value is not None and not pruned and (self._best is None or self._objective.better(value, self._best[0])):
+            self._best = value, job
+        best = f"; best so far {compact(self._best[0])} of job {self._best[1].number}" if self._best else ""
+        after = "before" if seconds is None else f"after {seconds:.0f} s"
+        print(f"job {job.number} finished {after}: {self._objective.metric} {compact(value)}{best}", flush=True)

@@ -1,0 +1,58 @@
+"""A machine's cores and GPUs, divided among the jobs that run at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+def shares(num_jobs: int, cores: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Environment variables for each of the places in which jobs run; nothing is limited for one job alone.
+
+    GPUs are dealt in turn: with fewer GPUs than jobs several jobs get the same one.
+    """
+    if num_jobs == 1:
+        return [{}]
+    threads = max(1, cores // num_jobs)
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        threads = min(threads, int(given))
+    return [
+        {"OMP_NUM_THREADS": str(threads), **_visible(place, num_jobs, gpus)} for place in range(num_jobs)
+    ]
+
+
+def _visible(place: int, num_jobs: int, gpus: Sequence[str]) -> dict[str, str]:
+    if not gpus:
+        return {}
+    own = gpus[place::num_jobs] or [gpus[place % len(gpus)]]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def describe(places: Sequence[Mapping[str, str]]) -> str:
+    """What jobs that run at once get, for the terminal."""
+    threads = f"{len(places)} runs at once with OMP_NUM_THREADS={places[0]['OMP_NUM_THREADS']} each"
+    gpus = [place["CUDA_VISIBLE_DEVICES"] for place in places if "CUDA_VISIBLE_DEVICES" in place]
+    return f"{threads}, on GPUs {' / '.join(gpus)}" if gpus else threads
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them. The supervisor has no torch."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip() and name.strip() != "-1"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")] if done.returncode == 0 else []
+    return [str(index) for index in range(len(lines))]

@@ -1,0 +1,129 @@
+"""The search: Optuna proposes trials, hears how they do and says which to prune. The only door to Optuna."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl.config.schema import Pruner, SweepConfig
+from streamrl.config.sweep_words import Axis
+from streamrl.errors import ConfigError
+from streamrl.extension import resolve
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+GRID = "grid"
+STORAGE = "study.log"
+
+
+def check_search(settings: SweepConfig) -> None:
+    """Raise ConfigError for a search that cannot be done, before anything is started."""
+    if settings.sampler == GRID:
+        return
+    resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(f"sweep.sampler={settings.sampler} needs Optuna: pip install 'streamrl[search]'")
+
+
+def _tpe(*, seed: int, num_startup_trials: int) -> BaseSampler:
+    from optuna.samplers import TPESampler
+
+    return TPESampler(seed=seed, n_startup_trials=num_startup_trials)
+
+
+def _random(*, seed: int, num_startup_trials: int) -> BaseSampler:
+    from optuna.samplers import RandomSampler
+
+    return RandomSampler(seed=seed)
+
+
+SAMPLERS: Mapping[str, Callable[..., BaseSampler]] = {"tpe": _tpe, "random": _random}
+"""A factory of one's own takes the same keywords and gives a sampler of Optuna."""
+
+
+class Search:
+    """A study whose every step stands in a file of the sweep's directory, so that another process can go on with it."""
+
+    def __init__(self, directory: Path, axes: Mapping[str, Axis], settings: SweepConfig, seed: int) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(logging.WARNING)
+        storage = JournalStorage(JournalFileBackend(str(directory / STORAGE)))
+        self._axes = axes
+        self._study: Study = optuna.create_study(
+            storage=storage, study_name=directory.name, direction=settings.direction.name, load_if_exists=True,
+            pruner=_pruner(settings),
+        )
+        past = self._study.get_trials(deepcopy=False)
+        # A seed used twice would draw the first trials again.
+        sampler = resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
+        self._study.sampler = sampler(seed=seed + len(past), num_startup_trials=settings.num_startup_trials)
+        self._num_left = settings.num_trials - len(past)
+        self._trials: dict[int, Trial] = {}
+        running = optuna.trial.TrialState.RUNNING
+        self._interrupted = [one for one in past if one.state == running]
+
+    def next(self) -> tuple[int, tuple[str, ...]] | None:
+        """Number and words of the next trial, those first that an earlier process left unfinished; None at the end."""
+        if self._interrupted:
+            from optuna import Trial
+
+            frozen = self._interrupted.pop(0)
+            trial = Trial(self._study, frozen._trial_id)
+        elif self._num_left > 0:
+            self._num_left -= 1
+            trial = self._study.ask({key: _distribution(axis) for key, axis in self._axes.items()})
+        else:
+            return None
+        self._trials[trial.number] = trial
+        return trial.number, tuple(f"{key}={_word(trial.params[key])}" for key in self._axes)
+
+    def should_prune(self, number: int, step: int, value: float) -> bool:
+        """Record a value during a run; True if the run is behind the others."""
+        trial = self._trials[number]
+        if step not in self._study.trials[number].intermediate_values:  # a resumed run repeats steps
+            trial.report(value, step)
+        return trial.should_prune()
+
+    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+        """The end of a trial; one without a value has failed."""
+        from optuna.trial import TrialState
+
+        if pruned:
+            self._study.tell(number, state=TrialState.PRUNED)
+        elif value is None:
+            self._study.tell(number, state=TrialState.FAIL)
+        else:
+            self._study.tell(number, value)
+
+
+def _pruner(settings: SweepConfig) -> BasePruner:
+    from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+
+    if settings.pruner == Pruner.median:
+        return MedianPruner(n_startup_trials=settings.num_startup_trials)
+    return SuccessiveHalvingPruner() if settings.pruner == Pruner.asha else NopPruner()
+
+
+def _distribution(axis: Axis) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if axis.low is None or axis.high is None:
+        return CategoricalDistribution(axis.values)
+    step = None if axis.log else axis.step  # Optuna takes one of both
+    if isinstance(axis.low, int):
+        return IntDistribution(axis.low, axis.high, log=axis.log, step=int(step or 1))
+    return FloatDistribution(axis.low, axis.high, log=axis.log, step=step)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

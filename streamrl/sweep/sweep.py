@@ -1,0 +1,156 @@
+"""`streamrl launch -m`: checks the words of a sweep, does its runs, ranks them; Ctrl-C names the command to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.load import load_config, read_files
+from streamrl.config.schema import Config, Pruner, SweepDirection
+from streamrl.config.sweep_words import SweepWords, parse_sweep
+from streamrl.errors import ConfigError
+from streamrl.launch import EXIT_INTERRUPTED, Interrupts
+from streamrl.metrics.ranking import Objective, Outcome, outcome
+from streamrl.metrics.run_record import RunRecord, is_run, read_run
+from streamrl.metrics.sinks import write_atomic
+from streamrl.report.compare import write_comparison
+from streamrl.sweep.pool import Pool
+from streamrl.sweep.share import describe, num_cores, shares, visible_gpus
+from streamrl.sweep.sources import Grid, Source, Trials
+from streamrl.sweep.study import GRID, Search, check_search
+
+
+def launch_sweep(typed: Sequence[str]) -> int:
+    """Do the sweep of these words; returns 0 if every run finished or was pruned, 1 if not, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: the sweep is impossible, or every run of it; nothing was started.
+    """
+    words = parse_sweep(read_files(typed))
+    config = _config_of_one(words)
+    objective = Objective(config.sweep.metric, config.sweep.direction == SweepDirection.maximize)
+    _check(config, objective, words)
+    is_grid = config.sweep.sampler == GRID
+    combinations = words.grid() if is_grid else []
+    directory = _choose_directory(config)
+    print(f"sweep directory: {directory}", flush=True)
+    places = shares(config.sweep.num_parallel, num_cores(), visible_gpus(os.environ), os.environ)
+    if len(places) > 1:
+        print(f"{describe(places)}; the output of each is in its logs/launch.log", flush=True)
+    source: Source = (
+        Grid(combinations, words.fixed, directory) if is_grid else
+        Trials(Search(directory, words.axes, config.sweep, config.run.seed), words.fixed, directory)
+    )
+    with Interrupts() as interrupts:
+        Pool(source, objective, places, lambda: interrupts.count).run()
+    records = _write_ranking(directory, objective, typed)
+    if interrupts.count:
+        print(f"\nStopped. Resume the sweep with:\n  {resume_command(typed, directory)}", flush=True)
+        return EXIT_INTERRUPTED
+    return int(not all(outcome(record) in (Outcome.finished, Outcome.pruned) for record in records))
+
+
+def resume_command(typed: Sequence[str], directory: Path) -> str:
+    """The command that goes on with a sweep in its directory."""
+    mine = ("sweep.dir=", "hydra.sweep.dir=", "checkpoint.resume=")
+    kept = [word for word in typed if not word.startswith(mine)]
+    return "streamrl launch -m " + shlex.join([*kept, f"sweep.dir={directory}", "checkpoint.resume=true"])
+
+
+def _config_of_one(words: SweepWords) -> Config:
+    """The settings of the first combination that is possible: one that is not is a failed run, and no more."""
+    refused: ConfigError | None = None
+    for swept in words.examples():
+        try:
+            return load_config([*words.fixed, *swept])
+        except ConfigError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _check(config: Config, objective: Objective, words: SweepWords) -> None:
+    sweep = config.sweep
+    check_search(sweep)
+    if sweep.sampler != GRID and not words.axes:
+        raise ConfigError(
+            f"sweep.sampler={sweep.sampler} needs a setting to search, e.g. "
+            "'policy.optimizer.lr=tag(log,interval(1e-5,1e-3))' or staleness.eta=0,2,4"
+        )
+    if sweep.sampler != GRID and sweep.pruner != Pruner.none and objective.series is None:
+        raise ConfigError(
+            f"sweep.metric={sweep.metric} has no value before the end of a run: add sweep.pruner=none, or rank by an "
+            "evaluation or a metric of every step"
+        )
+    if config.run.dir is not None:
+        raise ConfigError("run.dir names one directory, and each run of a sweep has its own: use sweep.dir=...")
+    ports = {"hub.bind": config.hub.bind.rpartition(":")[2], "hub.weights_port": str(config.hub.weights_port)}
+    fixed = [name for name, port in ports.items() if port != "0"]
+    if sweep.num_parallel > 1 and fixed:
+        raise ConfigError(
+            f"{fixed[0]} fixes port {ports[fixed[0]]}, which the {sweep.num_parallel} runs of sweep.num_parallel "
+            "cannot share: leave it out, or take port 0"
+        )
+
+
+def _choose_directory(config: Config) -> Path:
+    resume = config.checkpoint.resume
+    if config.sweep.dir is None:
+        if resume:
+            raise ConfigError("checkpoint.resume=true: name the sweep to go on with by sweep.dir=...")
+        directory = Path(config.run.root) / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
+    else:
+        directory = Path(config.sweep.dir)
+        if not resume and directory.is_dir() and any(directory.iterdir()):
+            raise ConfigError(
+                f"sweep.dir={directory} already holds files: add checkpoint.resume=true to go on with its sweep, or "
+                "choose another"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) -> list[RunRecord]:
+    """The table on the terminal, comparison.html and comparison.md, and sweep.json for programs; best first."""
+    found = [path for path in sorted(directory.iterdir(), key=_number) if is_run(path)]
+    if not found:
+        return []
+    page = directory / "comparison.html"
+    print("\n" + write_comparison(found, page, objective))
+    records = [read_run(path) for path in found]
+    order = objective.order(records)
+    records, found = [records[i] for i in order], [found[i] for i in order]
+    print(f"comparison      {page}", flush=True)
+    rows = [_row(record, objective) for record in records]
+    report = {
+        "command": "streamrl launch -m " + shlex.join(typed), "metric": objective.metric,
+        "direction": "maximize" if objective.maximize else "minimize", "runs": rows,
+    }
+    write_atomic(directory / "sweep.json", json.dumps(report, indent=2) + "\n")
+    if outcome(records[0]) == Outcome.finished:
+        print(f"best            {objective.metric} {rows[0]['value']}: {' '.join(records[0].overrides)}", flush=True)
+    for record, path in zip(records, found, strict=True):
+        if outcome(record) in (Outcome.unfinished, Outcome.failed):
+            print(f"not finished    {path}{': ' if record.failure else ''}{record.failure}", file=sys.stderr)
+    return records
+
+
+def _number(path: Path) -> int:
+    """Of the job whose directory this is."""
+    head = path.name.partition("-")[0]
+    return int(head) if head.isdigit() else 0
+
+
+def _row(record: RunRecord, objective: Objective) -> dict[str, Any]:
+    summary = record.summary
+    return {
+        "run": record.name, "settings": record.overrides, "outcome": outcome(record).name,
+        "value": objective.value(record), "steps": summary.steps if summary else None,
+        "wall_s": round(summary.wall_s, 1) if summary else None, "failure": record.failure or None,
+    }

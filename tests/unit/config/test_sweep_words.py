@@ -1,0 +1,89 @@
+"""The words of a sweep: which settings vary over which values, and hydra's names for our settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config.load import load_config
+from streamrl.config.sweep_words import Axis, parse_sweep
+from streamrl.errors import ConfigError
+
+QUICK = "experiment=quickstart"
+
+
+def test_a_grid_has_every_combination_of_the_listed_values():
+    words = parse_sweep([QUICK, "staleness.eta=0,4", "algorithm=stream_default,dr_grpo"])
+
+    assert words.fixed == (QUICK,)
+    assert words.grid() == [
+        ("staleness.eta=0", "algorithm=stream_default"), ("staleness.eta=0", "algorithm=dr_grpo"),
+        ("staleness.eta=4", "algorithm=stream_default"), ("staleness.eta=4", "algorithm=dr_grpo"),
+    ]
+
+
+def test_every_job_is_composed_from_its_own_words():
+    words = parse_sweep(["experiment=quickstart,smollm2", "policy.model_path=a,b", "env.path=my_task.py"])
+    configs = [load_config([*words.fixed, *swept]) for swept in words.grid()]
+
+    assert [(config.policy.model_path, config.policy.tiny.enabled, config.env.options) for config in configs] == [
+        (path, False, {}) for path in ("a", "b", "a", "b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "axis"),
+    [
+        ("policy.optimizer.lr=interval(1e-4,1e-2)", Axis((), 1e-4, 1e-2)),
+        ("policy.optimizer.lr=tag(log,interval(1e-4,1e-2))", Axis((), 1e-4, 1e-2, log=True)),
+        ("staleness.eta=interval(0,4)", Axis((), 0, 4)),
+        ("staleness.eta=range(0,6,2)", Axis(("0", "2", "4"), 0, 4, 2)),
+        ("env.options.size=3,4", Axis(("3", "4"))),
+        ("staleness.mode=choice(drop,wait)", Axis(("drop", "wait"))),
+    ],
+)
+def test_the_ways_to_say_what_varies(word, axis):
+    found = parse_sweep([QUICK, word]).axes[word.partition("=")[0]]
+
+    assert found == axis
+    assert type(found.low) is type(axis.low), "a count is drawn from whole numbers"
+
+
+def test_a_glob_lists_the_files_of_its_group():
+    assert "grpo" in parse_sweep(["algorithm=glob(*)"]).axes["algorithm"].values
+
+
+@pytest.mark.parametrize("word", ["env.options.names=[a,b]", "run.name='a,b'", "env.options={a: 1, b: 2}"])
+def test_a_comma_inside_of_a_value_is_no_sweep(word):
+    assert parse_sweep([word]).axes == {}
+
+
+def test_names_of_hydras_sweeper_and_launcher_are_understood():
+    words = parse_sweep([
+        QUICK, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "hydra.sweeper.direction=minimize",
+        "hydra.launcher.n_jobs=3", "hydra.sweep.dir=there",
+    ])
+
+    sweep = load_config(words.fixed).sweep
+    assert (sweep.sampler, sweep.num_trials, sweep.direction.name, sweep.num_parallel, sweep.dir) == (
+        "tpe", 7, "minimize", 3, "there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hydra.sweeper.max_failure_rate=0.5"], "`hydra.sweeper.max_failure_rate` is not used here"),
+        (["policy.optimizer.lr=interval(1,"], r"`policy.optimizer.lr=interval\(1,` cannot be read"),
+        (["policy.optimizer.lr=interval(3,1)"], "from its smaller end to its larger one, not 3.0 to 1.0"),
+        (["policy.optimizer.lr=tag(log,interval(0,1))"], "from its smaller end above 0"),
+        (["policy.optimizer.learning_rte=1,2"], "did you mean"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_sweep(words)
+
+
+def test_an_interval_cannot_be_listed():
+    with pytest.raises(ConfigError, match="add hydra/sweeper=optuna"):
+        parse_sweep(["policy.optimizer.lr=interval(0.1,1)"]).grid()

@@ -1,0 +1,144 @@
+"""Whole sweeps of the real `streamrl launch -m` and `streamrl launch`, with a small program in place of the learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.launch import EXIT_INTERRUPTED
+from streamrl.metrics.run_record import read_run
+from streamrl.sweep.sweep import launch_sweep, resume_command
+from tests.fakes.programs import SCORED_LEARNER, write_programs
+from tests.flow.processes import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[3]
+QUICK = ("experiment=quickstart", "launch.num_actors=0", "sweep.dir=out")
+LISTED = "sweep.sampler=tests.fakes.samplers:listed_order"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    write_programs(tmp_path, SCORED_LEARNER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ranking(here: Path) -> list[tuple[str, str, float | None]]:
+    """(word, outcome, value), best first."""
+    runs = json.loads((here / "out" / "sweep.json").read_text())["runs"]
+    return [(run["settings"][0].rpartition("=")[2], run["outcome"], run["value"]) for run in runs]
+
+
+@pytest.mark.shows("sweep.num_parallel", "sweep.dir", "sweep.metric")
+def test_a_grid_of_two_at_once_is_ranked_and_a_failed_run_is_not_its_end(here, capfd, monkeypatch):
+    monkeypatch.setattr("streamrl.sweep.sweep.num_cores", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    code = launch_sweep([*QUICK, "policy.optimizer.lr=0.25,13.0,0.5,-1", "sweep.num_parallel=2",
+                         "sweep.metric=eval_score_best"])
+
+    assert code == 1
+    assert ranking(here) == [("0.5", "finished", 10.0), ("0.25", "finished", 5.0), ("13.0", "failed", None),
+                             ("-1", "failed", None)]
+    environments = [json.loads(path.read_text()) for path in sorted(here.glob("out/*/environment.json"))]
+    assert {one["OMP_NUM_THREADS"] for one in environments} == {"4"}
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in environments} <= {"4", "6"}
+    printed = capfd.readouterr()
+    assert "policy.optimizer.lr=-1.0 must be greater than 0" in printed.out
+    assert "job 1 failed: status 1" in printed.out and "not finished" in printed.err
+    assert "best            eval_score_best 10.0: policy.optimizer.lr=0.5" in printed.out
+    table = (here / "out" / "comparison.md").read_text()
+    assert table.index("lr=0.5") < table.index("lr=0.25") < table.index("lr=13.0 (failed)")
+    assert (here / "out" / "comparison.html").exists()
+
+
+def test_a_search_prunes_what_is_behind_and_says_so(here, capfd):
+    (here / "hold-below").write_text("0.1")
+
+    code = launch_sweep([*QUICK, LISTED, "policy.optimizer.lr=0.5,0.01,13.0,0.7", "sweep.num_trials=4",
+                         "sweep.num_startup_trials=1"])
+
+    assert code == 1, "one has failed"
+    assert ranking(here) == [("0.7", "finished", 14.0), ("0.5", "finished", 10.0), ("0.01", "pruned", 0.2),
+                             ("13.0", "failed", None)]
+    [pruned] = here.glob("out/1-*")
+    assert read_run(pruned).summary.stopped == "pruned at step 10"
+    assert "pruned at step 10" in (pruned / "report.html").read_text()
+    assert "0.01 (pruned at step 10)" in (here / "out" / "comparison.md").read_text()
+    assert "job 1 is pruned at step 10" in capfd.readouterr().out
+
+
+def test_ctrl_c_stops_every_run_and_names_the_command_that_goes_on(here):
+    (here / "hold-below").write_text("100")
+    words = [*QUICK, LISTED, "policy.optimizer.lr=0.5,0.25,0.75", "sweep.num_trials=3", "sweep.num_parallel=2",
+             "sweep.pruner=none"]
+    with (here / "sweep.log").open("w") as log:
+        sweep = subprocess.Popen([sys.executable, "-m", "streamrl.cli", "launch", "-m", *words], stdout=log,
+                                 stderr=subprocess.STDOUT, start_new_session=True)
+    wait_until(lambda: len(list(here.glob("out/*/environment.json"))) == 2, 60, "two runs")
+    os.killpg(sweep.pid, signal.SIGINT)
+
+    assert sweep.wait(60) == EXIT_INTERRUPTED
+    printed = (here / "sweep.log").read_text()
+    assert resume_command(words, Path("out")) in printed and "Traceback" not in printed
+    assert [outcome for _, outcome, _ in ranking(here)] == ["unfinished", "unfinished"]
+
+    (here / "hold-below").unlink()
+    assert launch_sweep([*words, "checkpoint.resume=true"]) == 0
+    assert ranking(here) == [("0.75", "finished", 15.0), ("0.5", "finished", 10.0), ("0.25", "finished", 5.0)]
+    resumed = [path.read_text().count("run directory") for path in sorted(here.glob("out/*/logs/launch.log"))]
+    assert resumed == [2, 2, 1]
+
+
+def test_runs_end_when_the_sweep_is_killed(here):
+    (here / "hold-below").write_text("100")
+    with (here / "sweep.log").open("w") as log:
+        sweep = subprocess.Popen([sys.executable, "-m", "streamrl.cli", "launch", "-m", *QUICK,
+                                  "policy.optimizer.lr=0.5,0.25", "sweep.num_parallel=2"], stdout=log,
+                                 stderr=subprocess.STDOUT, start_new_session=True)
+    wait_until(lambda: len(list(here.glob("out/*/environment.json"))) == 2, 60, "two runs")
+    sweep.kill()
+    sweep.wait()
+
+    wait_until(lambda: len(list(here.glob("out/*/summary.json"))) == 2, 60, "the end of both runs")
+
+
+def test_a_resumed_grid_does_only_what_is_left(here, capfd):
+    launch_sweep([*QUICK, "policy.optimizer.lr=0.5,0.25"])
+    (here / "out" / "1-policy.optimizer.lr-0.25" / "summary.json").unlink()
+    capfd.readouterr()
+
+    assert launch_sweep([*QUICK, "policy.optimizer.lr=0.5,0.25", "checkpoint.resume=true"]) == 0
+    printed = capfd.readouterr().out
+    assert "=== job 1" in printed and "=== job 0" not in printed and "job 0 finished before" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sweep.sampler=tpe"], "sweep.sampler=tpe needs a setting to search"),
+        (["sweep.sampler=tpe", "staleness.eta=0,2", "sweep.metric=wall_s"], "add sweep.pruner=none"),
+        (["staleness.eta=0,2", "sweep.metric=eval_score_lost"], "Did you mean eval_score_last"),
+        (["staleness.eta=0,2", "run.dir=there"], "run.dir names one directory"),
+        (["staleness.eta=0,2", "sweep.num_parallel=2", "hub.bind=tcp://127.0.0.1:5601"], "hub.bind fixes port 5601"),
+        (["policy.optimizer.lr=-1,-2"], "policy.optimizer.lr=-1.0 must be greater than 0"),
+        (["staleness.eta=0,2", "checkpoint.resume=true", "sweep.dir=null"], "name the sweep to go on with"),
+        (["staleness.eta=0,2", "sweep.dir=."], "already holds files"),
+    ],
+)
+def test_an_impossible_sweep_is_refused_before_anything_is_made(here, words, message):
+    before = sorted(here.iterdir())
+    with pytest.raises(ConfigError) as caught:
+        launch_sweep([*QUICK, *words])
+    assert message in str(caught.value)
+    assert sorted(here.iterdir()) == before
