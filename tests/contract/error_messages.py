@@ -42,8 +42,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 WHAT_TO_DO = re.compile(
     r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower"
     r"|make it|must|name it|name one|name the|name them|needs? at least|needs a|pip install|put|quote|raise|reinstall"
-    r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are|train with|use"
-    r"|valid options|widen|write|expected|allowed are|it has)\b",
+    r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are|train with"
+    r"|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
