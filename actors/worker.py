@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actors import EXIT_CONFIG, EXIT_ENGINE_HUNG, EXIT_RESTART
+from actors.activity import Activity
 from actors.leases import RunningLeases
 from actors.rollout import returned, run_group, sendable
 from actors.runtime import ActorRuntime, RuntimeHandle
@@ -58,6 +59,7 @@ class Worker:
         self.client = client
         self._handle = RuntimeHandle(build)
         self._leases = RunningLeases(client.send_group, clock)
+        self._clock, self._activity = clock, Activity(clock())
         self._updater: WeightUpdater | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
@@ -222,6 +224,7 @@ class Worker:
         group = await run_group(lease, runner, on_progress=lambda: self._leases.moved(lease))
         # Not reached when cancelled: the lease is off the table then, and another task may have its place.
         self._leases.finish(lease)
+        self._activity.add(group)
         self.client.send_group(sendable(group, lease, self._limits))
         self._update_progress()
         dead = runtime.engine.stats().extra.get("dead") or runner.executor.exhausted
@@ -234,7 +237,16 @@ class Worker:
         while True:
             self._leases.drop_stuck(2 * self._limits.progress_deadline_s)
             self._update_progress()
+            self._say_what_was_done()
             await asyncio.sleep(PROGRESS_S)
+
+    def _say_what_was_done(self) -> None:
+        runtime = self._runtime
+        if runtime is None or runtime.engine.installed is None:
+            return
+        line = self._activity.line(self._clock(), runtime.engine.stats().tokens_total, runtime.engine.installed)
+        if line:
+            log.info("%s", line)
 
     def _update_progress(self) -> None:
         """What the next heartbeat says."""

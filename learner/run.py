@@ -231,6 +231,7 @@ class Run:
             return
         self.hub.evaluate(self.version, self.version, num_prompts, self.samples.eval_prompts(num_prompts))
         if wait:
+            log.info("evaluating version %d on %d prompts", self.version, num_prompts)
             with self.timed("eval"):
                 self.hub.wait_for_eval(self.version)
         self._take_evals()

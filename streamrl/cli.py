@@ -43,9 +43,18 @@ streamrl report FOLDER                  index.html of all runs in a folder, and 
 }
 
 
+class CurrentStderr(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment: the live display takes it over, to keep lines above its panel."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Entry point of the console script."""
-    logging.basicConfig(level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S", handlers=[CurrentStderr()],
+    )
     command, *words = sys.argv[1:] or [""]
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,

@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import child_environment, program
 from streamrl.report.index import find_runs, write_index
-from streamrl.report.live_view import LiveView
+from streamrl.report.live.view import LiveView
 from streamrl.report.report import write_report
 from streamrl.run_dirs import choose_run_dir, note_start
 
@@ -164,6 +164,7 @@ class Launcher:
             *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
         self._old_hub = self._hub_written_at()  # a resumed run's directory holds the former hub's address
+        print("starting the learner", flush=True)
         return self._start("learner", [*torchrun, *program("learner"), *overrides])
 
     def _start(self, name: str, command: list[str]) -> Child:
@@ -194,8 +195,9 @@ class Launcher:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
-        if not self._actors:
-            print(f"launch.num_actors=0: start actors with  streamrl actor connect={self._endpoint}", flush=True)
+        num = len(self._actors)
+        done = f"starting {num} actors; more join" if num else "launch.num_actors=0: start actors"
+        print(f"{done} with  streamrl actor connect={self._endpoint}", flush=True)
 
     def _restart_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):

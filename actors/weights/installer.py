@@ -119,10 +119,13 @@ class Installer:
             if installed is not None and manifest.ref <= installed:
                 return None  # a newer one was verified sooner
             times = await self._load(fetched.document, manifest.ref)
-            self.document = fetched.document
+            first, self.document = self.document is None, fetched.document
             # Comparing takes as long as loading: only versions that bring a probe are compared.
             probed = await self._probe(fetched.document) if manifest.probe is not None else None
-        log.info("installed version %s by %s, paused %.1f ms", manifest.ref, fetched.source.name, 1000 * times.pause_s)
+        log.log(  # the first says that this actor is ready; later ones are routine
+            logging.INFO if first else logging.DEBUG, "installed version %s by %s, paused %.1f ms",
+            manifest.ref, fetched.source.name, 1000 * times.pause_s,
+        )
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 
     async def check(self, *, reload: bool = False) -> Installed | None:

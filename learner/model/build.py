@@ -45,6 +45,8 @@ def load_networks(
             gradient_checkpointing=config.policy.gradient_checkpointing,
         )
 
+    if not config.policy.tiny.enabled:
+        log.info("loading the model from %s", model_dir)
     policy = load()
     critic = build_critic(
         config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,

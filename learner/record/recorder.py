@@ -21,6 +21,7 @@ from streamrl.config.rules import largest_max_lag, tracker_names
 from streamrl.config.schema import Config, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
+from streamrl.metrics.names import member
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
 from streamrl.metrics.summary import Summary, summarize
@@ -33,6 +34,10 @@ _RENAMED = {
     "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
     "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
 }
+
+
+MAX_ACTORS = 32
+"""More have no metric of their own: a row would outgrow its use."""
 
 
 class Recorder:
@@ -85,7 +90,8 @@ class Recorder:
             row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
         num_trained = float(row.get("policy/num_groups", 0.0))
         counts = self._hub_counts.since_last(status.counters, num_trained=num_trained)
-        self.write(step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status)})
+        self.write(
+            step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status), **actor_rates(status)})
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if key != "step"}
@@ -125,6 +131,11 @@ def hub_keys(status: HubStatus) -> dict[str, float]:
         _RENAMED.get(name, f"hub/{name}"): value for name, value in status.counters.items()
         if (name in _RENAMED or math.isfinite(value)) and not name.startswith(PREFIX)
     }
+
+
+def actor_rates(status: HubStatus) -> dict[str, float]:
+    """`actors/<id>`: what each actor generates, of at most `MAX_ACTORS`."""
+    return {member("actors", actor_id): rate for actor_id, _, rate, _ in sorted(status.actors)[:MAX_ACTORS]}
 
 
 def _archive(objectives: ObjectivesConfig, run_dir: Path) -> ParetoArchive | None:

@@ -157,6 +157,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("throughput/generate_tokens_per_s", "tokens/s", "last", "Action tokens generated per second by all actors."),
         ("throughput/trajectories_per_s", "trajectories/s", "last", "Trajectories trained on per second of this step."),
         ("throughput/wire_bytes_per_token", "bytes/token", "last", "Bytes on the wire for an action token."),
+        ("actors/*", "tokens/s", "last", "Action tokens per second of an actor, by its id; of the first 32."),
     ),
     "Hub": HUB_METRICS,
     "Dropped": section(

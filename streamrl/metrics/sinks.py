@@ -130,9 +130,10 @@ class ConsoleSink(Sink):
 
 
 def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
-    """A step as one line: step, version, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
+    """A step as one line: step, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
 
-    What the row does not hold is left out.
+    The version is told only where it is not the step's number. What the row does not hold is left out, and of the row
+    after the last step, which brings the last evaluation, everything else.
     """
     parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps is not None else "")]
 
@@ -140,16 +141,19 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
         if key in row:
             parts.append(f"{label} {compact(row[key])}{suffix}")
 
-    add("version", "run/version")
+    if row.get("run/version", row["step"]) != row["step"]:
+        add("version", "run/version")
     add("reward", "reward/mean")
     add("eval", "eval/score")
+    if "eval/score" in row and "time/step_s" not in row and "reward/mean" not in row:
+        return "  ".join(parts)
     if "lag/token_mean" in row or "lag/head_max" in row:
         lag_max = row.get("lag/head_max", row.get("lag/token_max"))
         parts.append(f"lag {compact(row.get('lag/token_mean'), 2)}/{compact(lag_max)}")
     add("train", "throughput/train_tokens_per_s", " tok/s")
     add("generate", "throughput/generate_tokens_per_s", " tok/s")
     add("actors", "hub/num_actors")
-    if eta_s is not None:
+    if eta_s:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
 

@@ -85,7 +85,7 @@ def tiles(record: RunRecord) -> str:
     found: list[tuple[str, str, str]] = []
     steps, scores, errors = score_errors(record)
     if scores and math.isfinite(scores[-1]):
-        spread = f" ± {compact(errors[-1], 2)}" if errors[-1] else ""
+        spread = f" ± {compact(errors[-1], 1)}" if errors[-1] else ""
         best = max(range(len(scores)), key=lambda i: (scores[i], -i))
         num = compact(last(rows, "eval/num_prompts", math.nan))
         found.append(("evaluation", compact(scores[-1]) + spread,
@@ -151,7 +151,7 @@ def details(record: RunRecord) -> str:
         parts.append(definition_list("facts", bookkeeping(record.summary)))
     notices = [str(notice) for notice in record.status.get("notices", ())]
     if notices:
-        parts.append(f"<h3>What the hub reported</h3><pre>{escape(chr(10).join(notices))}</pre>")
+        parts.append(f'<h3>What the hub reported</h3><pre class="wrapped">{escape(chr(10).join(notices))}</pre>')
     out = f'<details open><summary>Command, machine, counts</summary>{"".join(parts)}</details>' if any(parts) else ""
     if record.config_text:
         out += f"<details><summary>Configuration</summary><pre>{escape(record.config_text)}</pre></details>"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from html import escape
 from pathlib import Path
 
+from streamrl.errors import CheckpointError
 from streamrl.metrics.run_record import RunRecord, read_run
+from streamrl.metrics.samples import read_samples
 from streamrl.metrics.sinks import write_atomic
 from streamrl.report import headline
 from streamrl.report.page import axis_data, page, section, toolbar
 from streamrl.report.run_charts import chart_sections
+from streamrl.report.samples import samples_html
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -18,17 +22,24 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: the run has no `metrics.jsonl`.
     """
-    out = Path(run_dir) / "report.html"
-    write_atomic(out, report_page(read_run(run_dir)))
+    record, out = read_run(run_dir), Path(run_dir) / "report.html"
+    try:
+        said = samples_html(read_samples(run_dir))
+    except CheckpointError as error:  # a damaged file of samples does not hide the rest
+        said = f'<div class="message warning">{escape(str(error))}</div>'
+    write_atomic(out, report_page(record, said))
     return out
 
 
-def report_page(record: RunRecord, trail: str = "") -> str:
-    """The page: result first, then the curves, then what one looks up."""
-    charts = chart_sections(record)
-    details = section("details", "Details", headline.details(record))
-    anchors = [(anchor, title) for anchor, title, _ in charts] + ([("details", "Details")] if details else [])
+def report_page(record: RunRecord, said: str = "") -> str:
+    """The page: result first, then the curves, then what the model said (HTML), then what one looks up."""
+    sections = [
+        *chart_sections(record), ("samples", "Samples", section("samples", "Samples", said)),
+        ("details", "Details", section("details", "Details", headline.details(record))),
+    ]
+    sections = [found for found in sections if found[2]]
+    anchors = [(anchor, title) for anchor, title, _ in sections]
     return page(record.name, [
         headline.title(record), headline.tiles(record), headline.messages(record), toolbar(anchors), axis_data(record),
-        *(text for _, _, text in charts), details,
-    ], trail=trail)
+        *(text for _, _, text in sections),
+    ])

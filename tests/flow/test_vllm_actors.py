@@ -20,6 +20,11 @@ HEADS = "policy.tiny.num_heads=2"  # of 32 each, the least that vLLM has an atte
 START_S = 420  # three processes that import vLLM; seconds on quiet cores, minutes on busy ones
 
 
+@pytest.fixture(autouse=True)
+def every_install_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_LOG", "DEBUG")
+
+
 def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(harness: RunHarness):
     launch = harness.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2",
                             "hub.heartbeat_s=0.2")

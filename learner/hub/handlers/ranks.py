@@ -167,10 +167,20 @@ class RankHandler:
     def report(self, now: float) -> None:
         """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""
         hub = self._hub
-        hub.waiting_for = hub.ledger.why_waiting(now) if self._requested_at or self._evals else ""
+        hub.waiting_for = self._why_waiting(now)
         for rank, since in self._requested_at.items():
             self._send(rank, BatchPending(self._version, hub.waiting_for[:512], now - since, len(hub.connections)))
         self._send(0, self._status(now))
+
+    def _why_waiting(self, now: float) -> str:
+        """What the learner waits for, as a sentence; "" while it does not wait."""
+        ledger = self._hub.ledger
+        if self._requested_at:
+            return ledger.why_waiting(now)
+        evaluation = ledger.evals.get(min(self._evals)) if self._evals else None
+        if evaluation is None:
+            return ""
+        return evaluation.progress() + ("" if len(self._hub.connections) else "; no actor is connected")
 
     def _status(self, now: float) -> HubStatus:
         actors = tuple(

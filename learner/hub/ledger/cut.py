@@ -133,10 +133,11 @@ class BatchCutter(LedgerPart):
     def _who(self) -> str:
         actors = sorted(self.actors.all(), key=lambda one: one.actor_id)
         if not actors:
-            return "no actor is linked"
+            return "no actor is connected"
         names = []
         for actor in actors[:4]:
-            has = f"version {actor.installed}" if actor.installed is not None else "no usable version"
-            names.append(f"{actor.actor_id} is {actor.state} with {has} and {actor.train.free} free slots")
+            has = f"with version {actor.installed} and {actor.train.free} free slots"
+            names.append(f"{actor.actor_id} is {actor.state} "
+                         + (has if actor.installed is not None else "and has no usable version yet"))
         more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
         return f"learner is at {self.versions.ref}; " + ", ".join(names) + more

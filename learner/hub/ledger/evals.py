@@ -29,6 +29,11 @@ class EvalRun:
     def done(self) -> bool:
         return all(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
 
+    def progress(self) -> str:
+        """How far it is, as words for a person."""
+        num = sum(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
+        return f"evaluation of version {self.version}: {num} of {len(self.records)} prompts are scored"
+
     def result(self) -> EvalResult:
         """Means over the scored prompts, NaN without any; of a named score over those that have it."""
         scored = [record.members[0] for record in self.records if record.members]

@@ -372,3 +372,23 @@ def test_an_engine_that_can_neither_install_nor_return_ends_the_process_with_its
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR}
 
     run(work)
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_install_is_logged_and_work_is_summed_up_instead_of_later_ones(caplog, monkeypatch):
+    monkeypatch.setattr("actors.activity.EVERY_S", 0.0)
+    caplog.set_level("INFO")
+
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always(), max_leases=3) as one:
+            one.client.grants(lease(1, members=4))
+            await one.finished(1)
+            await until(lambda: "mean reward" in caplog.text)
+            await one.announce(V2)
+
+    run(work)
+
+    assert "working: 1 groups" in caplog.text
+    assert caplog.text.count("installed version") == 1

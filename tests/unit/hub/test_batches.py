@@ -156,7 +156,7 @@ def test_cutting_or_training_out_of_turn_is_an_error():
 
 def test_the_wait_has_a_name():
     ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
-    assert "no actor is linked" in ledger.why_waiting(0.0)
+    assert "no actor is connected" in ledger.why_waiting(0.0)
     actor = FakeActor(ledger, "a1", ref=VersionRef(1, 0))
     actor.join()
     assert "a1 is READY with version 1:0 and 0 free slots" in ledger.why_waiting(0.0)

@@ -9,19 +9,23 @@ import pytest
 from rich.console import Console
 
 from streamrl.metrics.sinks import JsonlSink
-from streamrl.report.live_view import NUM_ACTOR_ROWS, LiveView, Tail, ViewState
+from streamrl.report.live.logs import LogReader, Tail, worth_reading
+from streamrl.report.live.panel import NUM_ACTOR_ROWS, render
+from streamrl.report.live.state import ViewState
+from streamrl.report.live.view import QUIET_S, LiveView
 
 
-def text_of(state):
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
-    console.print(state.render())
+def text_of(state, width=100, height=40):
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(render(state, height, width))
     return console.export_text()
 
 
 def row(step, **more):
     return {"step": step, "run/wall_s": 2.0 * step, "reward/mean": 0.1 * step, "time/step_s": 2.0, "time/wait_s": 0.5,
             "lag/token_mean": 0.75, "lag/head_max": 2, "throughput/train_tokens_per_s": 1500.0,
-            "throughput/generate_tokens_per_s": 25000.0, **more}
+            "throughput/generate_tokens_per_s": 25000.0, "policy/loss": 0.01, "entropy/mean": 0.3, "kl/value": 0.002,
+            "policy/grad_norm": 0.4, **more}
 
 
 STATUS = {"run_id": "quick-5498d179", "state": "training", "total_steps": 40, "max_lag": 2, "waiting_for": "",
@@ -39,14 +43,87 @@ def test_the_display_shows_progress_learning_lag_speed_and_actors():
 
     assert "quick-5498d179" not in text, "a run has one name, its directory's"
     assert "quick-003" in text and "step 10/40" in text and "1m00s left" in text  # 30 steps of 2 s
-    assert "first 0.2  last 0.7  best 0.9" in text
+    assert "0.2 → 0.7  best 0.9 at step 5" in text
     assert "mean 0.75  max 2  bound 2" in text
+    assert "loss 0.01  entropy 0.3  KL 0.002  gradient 0.4" in text
     assert "1500 trained  25k generated" in text
     assert "25% of its time" in text
-    assert "5 queued  9 leased" in text and "2 alive" in text
+    assert "9 being generated  5 wait for training  2 actors connected" in text
+    assert "failures" not in text
     assert "▁" in text and "█" in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["│", "a1", "syncing", "0:7", "0", "4.0s", "ago", "│"] in lines
+    assert ["│", "a1", "syncing", "7", "0", "4.0s", "ago", "│"] in lines
+
+
+def test_with_three_actors_and_everything_measured_nothing_is_cut_off_at_80_by_24():
+    state = ViewState(name="quick-003", about="string.reverse, tiny model (2 layers of width 64)")
+    state.update({**STATUS, "counters": {**STATUS["counters"], "num_episodes_failed": 3.0},
+                  "actors": [[f"actor-{i}", "running", "1:9", 800.0, 0.2] for i in range(3)]})
+    for step in range(1, 41):
+        state.update(row(step, **({"eval/score": 0.9, "ess/token": 0.99} if step % 5 == 0 else {})))
+    for i in range(9):
+        state.log(f"08:26:3{i} learner  evaluation of version {i}: 0.995 over 200 prompts " + "x" * 90)
+
+    lines = text_of(state, width=80, height=23).splitlines()
+
+    assert len(lines) <= 23 and all(len(line) == 80 for line in lines)
+    assert lines[0].startswith("╭") and lines[-1].startswith("╰") and "string.reverse" in lines[-1]
+    assert sum("actor-" in line for line in lines) == 3 and any("3 episodes failed" in line for line in lines)
+    assert "08:26:38" in "".join(lines), "the newest line of the logs"
+    assert not any("…" in line for line in lines if "learner  evaluation" not in line)
+
+
+@pytest.mark.parametrize("height", range(6, 40))
+def test_the_panel_fits_every_height_with_many_actors(height):
+    state = ViewState(name="r")
+    state.update({**STATUS, "actors": [[f"a{i}", "running", "0:1", 1.0, 0.1] for i in range(30)]})
+    state.update(row(1))
+    for i in range(9):
+        state.log(f"08:26:3{i} learner  line")
+
+    assert len(text_of(state, height=height).splitlines()) <= height
+
+
+def test_on_a_large_terminal_the_parts_stand_apart_and_lines_stay_short():
+    state = ViewState(name="r")
+    state.update(STATUS)
+    state.update(row(1))
+    for i in range(20):
+        state.log(f"08:26:{i + 10} learner  line")
+
+    lines = text_of(state, width=200, height=50).splitlines()
+
+    assert all(len(line.rstrip()) == 120 for line in lines)
+    assert sum(not line.strip("│ ") for line in lines) == 2, "before the actors and before the logs"
+    assert sum("learner  line" in line for line in lines) == 10
+
+
+def test_failures_are_the_first_line_of_the_numbers():
+    state = ViewState(name="r")
+    state.update({**STATUS, "counters": {"num_episodes_failed": 12.0}})
+
+    assert "12 episodes failed in their environment" in text_of(state).splitlines()[3]
+
+
+def test_a_wait_is_named_only_once_it_is_long():
+    state = ViewState(name="r", now=100.0)
+    state.update(row(1))
+    state.update({**STATUS, "waiting_for": "3 of 16 groups are there"})
+
+    state.now = 102.0
+    assert state.phase == "training"
+    state.now = 104.0
+    assert state.phase == "waiting: 3 of 16 groups are there"
+    state.update(row(2))
+    assert state.phase == "training"
+
+
+def test_the_row_after_the_last_step_does_not_replace_it():
+    state = ViewState()
+    state.update(row(1))
+    state.update({"step": 1, "eval/score": 0.5})
+
+    assert len(state.rows) == 2 and "reward" in text_of(state)
 
 
 def test_before_the_first_step_the_display_names_what_the_run_waits_for():
@@ -55,8 +132,8 @@ def test_before_the_first_step_the_display_names_what_the_run_waits_for():
 
     text = text_of(state)
 
-    assert "step 0/40" in text and "- left" in text
-    assert "waiting: waits for the first actor" in text
+    assert "step 0/40" in text and "left" not in text
+    assert "waiting: the first actor" in text
 
 
 def test_a_resumed_run_drops_the_steps_that_it_repeats():
@@ -124,26 +201,94 @@ def test_after_a_resume_only_the_repeated_steps_are_new(tmp_path):
     with closing(JsonlSink(path)) as sink:
         for step in (1, 2, 3, 4):
             sink.log_metrics(step, row(step))
-    assert len(view.poll()) == 4
+    assert len(view.poll()[0]) == 4
 
     with closing(JsonlSink(path, resume_step=2)) as sink:
         sink.log_metrics(3, row(3, **{"run/epoch": 1}))
 
-    assert [r["step"] for r in view.poll()] == [3]
+    assert [r["step"] for r in view.poll()[0]] == [3]
     assert [r["step"] for r in view.state.rows] == [1, 2, 3]
 
 
 def test_on_a_terminal_the_last_frame_holds_the_last_step_and_log_line(tmp_path, finished):
     (tmp_path / "status.json").write_text(json.dumps(STATUS))
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(12)) + "\n")
+    out = io.StringIO()
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=True, width=100))
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a1.log").write_text("hub silent, keeping 3 groups\n")
+    (tmp_path / "logs" / "a1.log").write_text("08:25:56 actor    hub silent, keeping 3 groups\n")
+
+    view.run(finished)
+
+    assert "step 12/40" in out.getvalue()
+    assert "hub silent, keeping 3 groups" in out.getvalue()
+
+
+def test_without_a_terminal_every_phase_of_the_start_has_a_line(tmp_path, finished):
+    out, now = io.StringIO(), [0.0]
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=False), clock=lambda: now[0])
+    log = tmp_path / "logs" / "learner.log"
+    log.parent.mkdir()
+    log.write_text("08:25:41 learner  tiny model: 2 layers\nLoading weights: 100%|####| 24/24\n")
+    view.run(finished)
+    with log.open("a") as file:
+        file.write("08:25:49 learner  hub listens at tcp://127.0.0.1:1\n08:25:50 learner  evaluating version 0\n")
+    view.run(finished)
+    now[0] = QUIET_S + 1
+    view.run(finished)
+    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "waiting_for": "an actor"}))
+    now[0] = 2 * QUIET_S + 3
+    view.run(finished)
+
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["08:25:41 learner  tiny model: 2 layers", "08:25:50 learner  evaluating version 0"]
+    assert [line[9:] for line in lines[2:]] == [
+        "still starting (16s since the start)", "waiting: an actor (33s since the start)"]
+
+
+def test_the_first_step_ends_the_reminders(tmp_path, finished):
+    out, now = io.StringIO(), [0.0]
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=False), clock=lambda: now[0])
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+    view.run(finished)
+    now[0] = 1000.0
+    view.run(finished)
+
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_a_notice_that_is_in_the_log_too_is_printed_once(tmp_path, finished):
+    out = io.StringIO()
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=False))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner.log").write_text("12:00:00 hub      an episode failed: why\n")
+    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "notices": ["12:00:00 an episode failed: why"]}))
+
+    view.run(finished)
+
+    assert out.getvalue().count("an episode failed: why") == 1
+
+
+def test_logs_of_an_earlier_part_and_routine_lines_are_left_out(tmp_path):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "learner.log"
+    log.write_text("08:00:00 learner  of the part before\n")
+    reader = LogReader(tmp_path)
+    with log.open("a") as file:
+        file.write("09:00:00 learner  resuming from ckpt-00000025\nstep 26/40  reward 0.5\n")
+
+    assert reader.news() == ["09:00:00 learner  resuming from ckpt-00000025"]
+    assert not worth_reading("08:25:57 actor    installed version 1:0 by SHM, paused 0.1 ms")
+    assert not worth_reading("Traceback (most recent call last):")
+
+
+def test_the_panel_names_task_and_model_once_the_learner_has_written_them(tmp_path, finished):
+    (tmp_path / "config.json").write_text(json.dumps({"env": {"name": "math"}, "policy": {"model_path": "a/b/Qwen"}}))
     out = io.StringIO()
 
     LiveView(tmp_path, console=Console(file=out, force_terminal=True, width=100)).run(finished)
 
-    assert "step 12/40" in out.getvalue()
-    assert "a1: hub silent, keeping 3 groups" in out.getvalue()
+    assert "math, b/Qwen" in out.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [False, True])

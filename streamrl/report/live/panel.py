@@ -1,0 +1,176 @@
+"""The live display as a picture of a given height: the least important lines leave first, so that none is cut off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.metrics.summary import last, series
+from streamrl.metrics.text import compact, duration, sparkline
+from streamrl.report.live.state import NUM_RECENT_STEPS, ViewState
+
+NUM_ACTOR_ROWS = 12
+MAX_WIDTH = 120
+"""A line that is longer is hard to follow."""
+MAX_LOG_LINES = 10
+MIN_LOG_LINES = 3
+"""With fewer, no line is spent on space between the parts."""
+FRAME_LINES, PROGRESS_LINES = 2, 2
+SPARK_WIDTH = 30
+
+Line = tuple[str, str | Text]
+
+
+def render(state: ViewState, height: int = 40, width: int = 100) -> RenderableType:
+    """The panel, in at most `height` lines and `MAX_WIDTH` columns."""
+    room = height - FRAME_LINES - PROGRESS_LINES
+    lines = numbers(state)[: max(1, room)]
+    room -= len(lines)
+    num_actors = len(state.actors)
+    if num_actors > min(NUM_ACTOR_ROWS, room - 1):  # the table has a header, and says how many more there are
+        num_actors = max(0, min(NUM_ACTOR_ROWS, room - 2))
+    parts: list[RenderableType] = [progress(state), _grid(lines)]
+    if num_actors:
+        parts.append(actors(state, num_actors))
+        room -= 1 + num_actors + (num_actors < len(state.actors))
+    spaces = (len(parts) - 1 if state.log_lines else len(parts) - 2) if room > MIN_LOG_LINES + len(parts) else 0
+    num_log = min(MAX_LOG_LINES, len(state.log_lines), max(0, room - spaces))
+    if num_log:
+        text = Text("\n".join(state.log_lines[-num_log:]), style="dim", no_wrap=True, overflow="ellipsis")
+        parts.append(text)
+    if spaces > 0:
+        parts = parts[:2] + [part for later in parts[2:] for part in ("", later)]
+    title = Text.assemble(("streamrl", "bold"), " ", state.name)
+    about = Text(state.about, style="dim", no_wrap=True, overflow="ellipsis") if state.about else None
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=about, subtitle_align="right",
+                 border_style="cyan", width=min(width, MAX_WIDTH))
+
+
+def progress(state: ViewState) -> RenderableType:
+    """Steps, a bar, the time taken and left; and below it what the run does."""
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    total = state.total_steps
+    bar = ProgressBar(total=total, completed=min(state.step, total)) if total else ""
+    wall_s = last(state.rows, "run/wall_s", math.nan)
+    done = state.state in ("finished", "stopped")
+    times = [duration(wall_s if state.rows else state.now - state.began)]
+    times += [] if done or state.time_left_s is None else [f"{duration(state.time_left_s)} left"]
+    line.add_row(f"step {state.step}" + (f"/{total}" if total else ""), bar, ", ".join(times))
+    phase = state.phase
+    style = "yellow" if phase.startswith("waiting") else "green"
+    return Group(line, Text(phase, style=style, no_wrap=True, overflow="ellipsis"))
+
+
+def numbers(state: ViewState) -> list[Line]:
+    """(label, value) lines, the most important first; without those that the run has no values for."""
+    lines = [_failures(state), _evaluation(state), _reward(state), _policy(state), _lag(state), _speed(state),
+             _groups(state)]
+    return [line for line in lines if line is not None]
+
+
+def _failures(state: ViewState) -> Line | None:
+    failed = state.counters.get("num_episodes_failed") or last(state.rows, "hub/num_episodes_failed", 0.0)
+    if not failed:
+        return None
+    return "failures", Text(f"{compact(failed)} episodes failed in their environment", style="bold red")
+
+
+def _evaluation(state: ViewState) -> Line | None:
+    scores = series(state.rows, "eval/score")[1]
+    if not scores:
+        return None
+    best = max(range(len(scores)), key=lambda i: (scores[i], -i))
+    at = series(state.rows, "eval/score")[0][best]
+    words = f"{compact(scores[0])} → {compact(scores[-1])}" if len(scores) > 1 else compact(scores[0])
+    more = f"  best {compact(scores[best])} at step {at}" if len(scores) > 1 else "  before training"
+    spark = (f"  {sparkline(scores, 20)}", "green") if len(scores) > 2 else ""
+    return "evaluation", Text.assemble(words, more, spark)
+
+
+def _reward(state: ViewState) -> Line | None:
+    rewards = series(state.rows, "reward/mean")[1]
+    if not rewards:
+        return None
+    return "reward", Text.assemble(f"{compact(_recent(rewards))}  ", (sparkline(rewards, SPARK_WIDTH), "green"))
+
+
+def _policy(state: ViewState) -> Line | None:
+    """Recent means, since single steps jump."""
+    shown = (("loss", "policy/loss"), ("entropy", "entropy/mean"), ("KL", "kl/value"),
+             ("gradient", "policy/grad_norm"))
+    found = [(name, series(state.rows[-NUM_RECENT_STEPS:], key)[1]) for name, key in shown]
+    words = [f"{name} {compact(_recent(values), 2)}" for name, values in found if values]
+    return ("policy", "  ".join(words)) if words else None
+
+
+def _lag(state: ViewState) -> Line | None:
+    means = series(state.rows, "lag/token_mean")[1]
+    if not means:
+        return None
+    most = max([0, *series(state.rows, "lag/head_max")[1]])
+    text = Text(f"mean {compact(_recent(means), 2)}  max {compact(most)}")
+    if state.max_lag is not None:
+        text.append(f"  bound {state.max_lag}", style="bold red" if most > state.max_lag else "")
+    sizes = series(state.rows, "ess/token")[1]
+    text.append(f"   effective sample size {compact(_recent(sizes), 2)}" if sizes else "")
+    return "lag", text
+
+
+def _speed(state: ViewState) -> Line | None:
+    if not state.rows:
+        return None
+    train = series(state.rows, "throughput/train_tokens_per_s")[1]
+    generate = last(state.rows, "throughput/generate_tokens_per_s", math.nan)
+    words = f"{compact(_recent(train)) if train else '-'} trained  {compact(generate)} generated"
+    if state.wait_share is not None:
+        words += f"   learner waits {state.wait_share:.0%} of its time"
+    return "tokens/s", words
+
+
+def _groups(state: ViewState) -> Line | None:
+    if not state.rows and not state.actors:
+        return None
+    leases = state.counters.get("num_leases_open", last(state.rows, "hub/num_leases_open", math.nan))
+    queued = state.counters.get("num_groups_queued", last(state.rows, "hub/num_groups_queued", math.nan))
+    alive = state.counters.get("num_actors", last(state.rows, "hub/num_actors", len(state.actors)))
+    parts = [f"{compact(leases)} being generated" if math.isfinite(leases) else "",
+             f"{compact(queued)} wait for training" if math.isfinite(queued) else "",
+             f"{compact(alive)} actor{'' if alive == 1 else 's'} connected"]
+    return "groups", "  ".join(part for part in parts if part)
+
+
+def _recent(values: Sequence[float]) -> float:
+    recent = values[-NUM_RECENT_STEPS:]
+    return sum(recent) / len(recent)
+
+
+def _grid(lines: Sequence[Line]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for label, value in lines:
+        table.add_row(label, value)
+    return table
+
+
+def actors(state: ViewState, num_shown: int) -> Table:
+    """The first of the actors, and how many more there are."""
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for name in ("actor", "state", "version", "tokens/s", "last message"):
+        table.add_column(name, justify="left" if name in ("actor", "state") else "right", no_wrap=True)
+    for actor_id, what, version, tokens_per_s, silent_s in state.actors[:num_shown]:
+        cells = (actor_id, what, str(version).rpartition(":")[2], compact(tokens_per_s), f"{duration(silent_s)} ago")
+        table.add_row(*cells, style="" if what == "running" else "yellow")
+    hidden = len(state.actors) - num_shown
+    if hidden > 0:
+        table.add_row(f"and {hidden} more", style="dim")
+    return table

@@ -1,0 +1,116 @@
+"""Live display of `launch`, from `metrics.jsonl`, `status.json` and the logs of the run directory.
+
+On a terminal it is a panel that is drawn again and again. Without one it is plain lines: what the processes say while
+they start and whenever something happens, one for each step, and one now and then if nothing else comes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from streamrl.metrics.run_record import RunRecord, parse_row, read_object
+from streamrl.metrics.sinks import plain_line
+from streamrl.metrics.text import duration
+from streamrl.report import headline
+from streamrl.report.live.logs import LogReader, Tail
+from streamrl.report.live.panel import render
+from streamrl.report.live.state import ViewState
+
+QUIET_S = 15.0
+"""Before the first step, plain lines are never farther apart."""
+
+
+class LiveView:
+    """Display of one run directory, which need not exist yet; `console` None is standard error, in a notebook too."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], console: Console | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = Path(run_dir)
+        self.state = ViewState(name=self.root.resolve().name)
+        self._console = console if console is not None else Console(stderr=True, force_jupyter=False)
+        self._clock = clock
+        self._metrics, self._logs = Tail(self.root / "metrics.jsonl"), LogReader(self.root)
+        self._shown: dict[int, int] = {}
+        self._read_status()
+        self._noticed = set(self.state.notices)  # of the part of the run before a resume
+        self._printed_at = self.state.began = self.state.now = clock()
+
+    def run(self, until: threading.Event, poll_s: float = 0.5) -> None:
+        """Draw until `until` is set, then once more for the last step."""
+        if not self._console.is_terminal:
+            while not until.wait(poll_s):
+                self.print_news()
+            self.print_news()
+            return
+        with Live(self._picture(), console=self._console, auto_refresh=False) as live:
+            ended = False
+            while not ended:
+                ended = until.wait(poll_s)
+                self.poll()
+                self._print_notices()  # above the display, where they stay
+                live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> Any:
+        return render(self.state, self._console.size.height - 1, self._console.size.width)
+
+    def poll(self) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """Read what is new into `state`; returns the new metrics rows and the new lines of logs."""
+        self.state.now = self._clock()
+        fresh = []
+        for line in self._metrics.lines():
+            row = parse_row(line)
+            if self._shown.get(row["step"]) != hash(line):  # a resume rewrites the file: skip its old lines
+                self._shown[row["step"]] = hash(line)
+                self.state.update(row)
+                fresh.append(row)
+        self._read_status()
+        told = tuple(notice.partition(" ")[2] for notice in self.state.notices)
+        news = [line for line in self._logs.news() if not line.endswith(told)]
+        for line in news:
+            self.state.log(line)
+        if not self.state.about:
+            self.state.about = about(self.root)
+        return fresh, news
+
+    def _read_status(self) -> None:
+        status = self.root / "status.json"
+        if status.exists():
+            self.state.update(read_object(status))
+
+    def _print_notices(self) -> None:
+        for notice in self.state.notices:
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                self._print(notice, "yellow")
+
+    def print_news(self) -> None:
+        """Plain lines of what happened since the last call, steps last."""
+        rows, news = self.poll()
+        for line in news:
+            self._print(line)
+        self._print_notices()
+        for row in rows:
+            self._print(plain_line(row, self.state.total_steps or None, self.state.time_left_s))
+        quiet_s = self._clock() - self._printed_at
+        if quiet_s > QUIET_S and not self.state.rows:
+            doing = f"waiting: {self.state.waiting_for}" if self.state.waiting_for else "still starting"
+            passed = duration(self._clock() - self.state.began)
+            self._print(f"{time.strftime('%H:%M:%S')} {doing} ({passed} since the start)")
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._printed_at = self._clock()
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def about(root: Path) -> str:
+    """Task and model of a run in words; "" before its learner has written the configuration."""
+    record = RunRecord(root.name, [], None, "", [], config=read_object(root / "config.json"))
+    return ", ".join(part for part in (headline.task(record), headline.model(record)) if part)
