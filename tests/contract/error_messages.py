@@ -40,10 +40,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """Heading of the page -> beginnings of the paths whose errors stand under it; the first that fits."""
 
 WHAT_TO_DO = re.compile(
-    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|look at|lower|make it|must"
-    r"|name it|name one|name them|needs? at least|put|quote|raise|reinstall|remove|restart|restore|return|run `|save"
-    r"|say|scale it|see|set|start|stop|take"
-    r"|there are|train with|use|valid options|widen|write|expected|allowed are|it has)\b",
+    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower"
+    r"|make it|must|name it|name one|name the|name them|needs? at least|needs a|pip install|put|quote|raise|reinstall"
+    r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are"
+    r"|train with|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
@@ -139,6 +139,7 @@ def _code(text: str) -> str:
 MENDS: dict[str, str] = {
     # settings
     "cannot be read as settings": "mend the YAML; the place follows",
+    "`…` cannot be read: …": "values of a sweep are `a,b`, `range(1,4)`, `choice(a,b)` or `interval(0,1)`",
     "is not an option here": "leave the dashes out",
     "Unknown key": "take the name that it suggests; `streamrl settings WORD` searches for others",
     "there is no such settings file": "check the path; it is relative to the directory you are in",
