@@ -19,6 +19,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
   streamrl report runs/                           an index of all runs
+  streamrl samples RUN_DIR [--worst] [...]        read what the model said; see streamrl samples --help
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
@@ -58,6 +59,7 @@ def main() -> int:
     command, *words = sys.argv[1:] or [""]
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
+        "samples": samples,
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -174,6 +176,17 @@ def report(run_dirs: list[str]) -> int:
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def samples(words: list[str]) -> int:
+    """Print sampled prompts and answers of a run, or browse them on a terminal."""
+    from streamrl.report.sample_browser import browse
+    from streamrl.report.sample_view import HELP
+
+    if {"-h", "--help"} & set(words):
+        print(HELP)
+        return 0
+    return browse(words)
 
 
 if __name__ == "__main__":

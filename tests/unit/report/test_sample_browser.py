@@ -1,0 +1,187 @@
+"""`streamrl samples`: in a pipe, on a real pseudo-terminal, and key by key."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from streamrl.cli import main
+from streamrl.metrics.samples import Sample, SampleFile, SampleTokens, Turn
+from streamrl.report.sample_browser import Browser, split_keys
+from streamrl.report.sample_view import Query, rendered, visible
+
+ROOT = Path(__file__).parents[3]
+
+
+def sample(step: int, answer: str, *, reward: float = 0.0, lag: int = 0, kind: str = "train", **changes) -> Sample:
+    return Sample(**{**dict(
+        kind=kind, step=step, version=max(0, step - 1 - lag), lag=lag, prompt=f"question {step}?", answer=answer,
+        reward=reward, score=reward, num_tokens=len(answer), group=step, member=1, record=70 + step, actor="a0",
+    ), **changes})
+
+
+SAMPLES = [
+    sample(0, "evaluated", reward=0.5, kind="eval", fate="eval"),
+    sample(1, "good", reward=1.0, advantage=0.5),
+    sample(2, "bad and Long", reward=-1.0, lag=1),
+    sample(3, "fair", reward=0.25, lag=3, truncated=True, parts={"format": 1.0}),
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    file = SampleFile(tmp_path, max_bytes=1 << 20)
+    file.append(SAMPLES)
+    file.close()
+    return tmp_path
+
+
+def command(monkeypatch, capsys, *words) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["streamrl", "samples", *map(str, words)])
+    code = main()
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        ([], ["fair", "bad and Long", "good", "evaluated"]),
+        (["-n", "1"], ["fair"]), (["-n", "0", "--step=2"], ["bad and Long"]),
+        (["--kind", "eval"], ["evaluated"]), (["--sort", "reward"], ["good", "evaluated", "fair", "bad and Long"]),
+        (["--worst", "-n", "2"], ["bad and Long", "fair"]), (["--sort", "lag", "-n", "1"], ["fair"]),
+        (["--sort", "length", "--worst", "-n", "1"], ["good"]), (["--search", "long"], ["bad and Long"]),
+        (["--search", "question 1"], ["good"]),
+    ],
+)
+def test_a_pipe_gets_what_was_asked_for_as_plain_text(monkeypatch, capsys, run_dir, words, answers):
+    code, printed, _ = command(monkeypatch, capsys, run_dir, *words)
+
+    lines = printed.splitlines()
+    assert code == 0 and [lines[i + 1] for i, line in enumerate(lines) if line == "--- answer"] == answers
+    assert "\x1b" not in printed
+
+
+def test_a_sample_shows_its_numbers():
+    text = rendered(SAMPLES[3]).plain
+
+    assert text.splitlines()[0] == (
+        "train  step 3  reward 0.25  lag 3 (version 0)  4 tokens, cut short  group 3 member 1  record 73  a0"
+    )
+    assert "parts: format 1" in text and "--- prompt\nquestion 3?" in text
+    assert "not trained on: stale" in rendered(sample(3, "x", fate="stale")).plain
+
+
+def test_turns_are_shown_one_by_one_with_their_rewards():
+    turns = [Turn("assistant", "hm", 0.5), Turn("environment", "go on"), Turn("assistant", "done")]
+
+    text = rendered(sample(1, "hm\ndone", messages=turns)).plain
+
+    assert "--- assistant (reward 0.5)\nhm\n--- environment\ngo on\n--- assistant\ndone" in text
+
+
+def test_tokens_are_colored_by_their_ratio_and_the_rest_of_the_answer_follows():
+    tokens = SampleTokens([1, 2, 3, 4], ["up", "same", "down", "env"], [2.0, 1.01, 0.9, None], [0, 0, 0, -1])
+
+    text = rendered(sample(1, "upsamedownenv and more", tokens=tokens))
+
+    styles = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}
+    assert (styles["up"], styles["down"]) == ("bold green", "red") and not {"same", "env"} & styles.keys()
+    assert "upsamedownenv and more" in text.plain
+
+
+def test_what_a_model_says_cannot_steer_the_terminal():
+    assert visible("a\x1b[2Jb\x07\x9b\u202e\n\tc") == "a␛[2Jb␇<U+009B><U+202E>\n\tc"
+    assert "\x1b" not in rendered(sample(1, "\x1b]0;title\x07", parts={"\x1bx": 1.0})).plain
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name one run directory, got none"),
+        (["x", "--sort", "age"], "--sort age is unknown: choose time or reward"),
+        (["x", "--step", "two"], "--step two is no number"), (["x", "--all"], "samples knows no option '--all'"),
+        (["x", "--step"], "--step needs a value"), (["nowhere"], "nowhere is no run directory"),
+    ],
+)
+def test_a_wrong_word_is_named(monkeypatch, capsys, words, said):
+    code, printed, error = command(monkeypatch, capsys, *words)
+
+    assert (code, printed) == (2, "") and said in error
+
+
+def test_a_run_without_samples_names_the_settings_that_keep_some(monkeypatch, capsys, tmp_path, run_dir):
+    code, _, error = command(monkeypatch, capsys, run_dir, "--step", "9")
+    assert code == 2 and "there are train and eval samples of steps 0 to 3" in error
+
+    (run_dir / "samples.jsonl").unlink()
+    code, _, error = command(monkeypatch, capsys, run_dir)
+    assert code == 2 and "samples.num_per_step=0 and samples.num_per_eval=0" in error
+
+
+def shown(browser: Browser, *, width: int = 80, height: int = 12) -> str:
+    lines = browser.screen(Console(width=width, height=height))
+    assert len(lines) == height and all(len(line.plain) <= width for line in lines)
+    return "\n".join(line.plain for line in lines)
+
+
+def test_keys_move_sort_filter_and_search():
+    browser = Browser(SAMPLES, Query())
+
+    def after(keys: str) -> str:
+        assert all(browser.press(key) for key in split_keys(keys))
+        return shown(browser)
+
+    assert "fair" in shown(browser) and "1 of 4" in shown(browser)
+    assert "good" in after("nn") and "bad and Long" in after("\x1b[D") and "bad and Long" in after("\x1b[C\x1b[D")
+    assert "1 of 4  by reward" in after("s") and "good" in shown(browser)
+    assert "reversed" in after("r") and "bad and Long" in shown(browser)
+    assert "there are no more" in after("p")
+    assert "1 of 3" in after("k") and "evaluated" in after("k")
+    assert "/good" in after("/goox\x7fd") and "no sample" in after("\r"), "no evaluation says so"
+    assert "1 of 4" in after("k") and "good" in after("/good\r") and "with 'good'" in shown(browser)
+    assert not browser.press("q")
+
+
+def test_a_long_answer_is_scrolled():
+    browser = Browser([sample(1, "\n".join(f"line {n}" for n in range(40)))], Query())
+
+    assert "more lines" in shown(browser) and "line 39" not in shown(browser)
+    for _ in range(6):
+        browser.press(" ")
+    assert "line 39" in shown(browser) and "more lines" not in shown(browser)
+
+
+@pytest.mark.timeout(60)
+def test_on_a_terminal_it_browses_until_q_and_leaves_the_terminal_as_it_was(run_dir):
+    ours, theirs = pty.openpty()
+    import termios
+
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "streamrl.cli", "samples", str(run_dir)], stdin=theirs, stdout=theirs, stderr=theirs,
+        cwd=ROOT, env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "20"},
+    )
+
+    def read_until(word: bytes) -> None:
+        read, deadline = b"", time.monotonic() + 30
+        while word not in read and time.monotonic() < deadline:
+            if select.select([ours], [], [], 1)[0]:
+                read += os.read(ours, 65536)
+        assert word in read, read
+
+    read_until(b"fair")
+    os.write(ours, b"/good\r")
+    read_until(b"with 'good'")
+    os.write(ours, b"q")
+
+    assert process.wait(timeout=20) == 0
+    assert termios.tcgetattr(theirs) == before
