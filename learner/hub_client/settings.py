@@ -117,5 +117,6 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         on_stale=config.staleness.on_stale.name, mode=config.staleness.mode.name,
         group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,
         group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
+        num_passed_over=config.samples.num_per_step,
         limits=limits(config, vocab_size),
     )

@@ -1,8 +1,8 @@
 """Which trajectories a run keeps to be read, and what is known of one before it is decoded.
 
-The draw is fair. Every group that is there has a key, a hash of the run's seed and its number; the groups with the
-smallest keys are taken, and of each one member by another hash. Neither rewards nor lengths nor ages have a say, so
-groups without spread and old ones show as often as they occur.
+The draw is fair. Every group that arrived since the step before has a key, a hash of the run's seed and its number. The
+groups with the smallest keys are taken, and of each one member by another hash. Rewards, lengths and ages have no
+influence, so groups that a filter dropped or that were too old to train show as often as they occur.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import numpy as np
 
 from learner.data.trajectories import Trajectory
 from learner.hub.ledger.prompts import mix64
+from learner.hub.passed_over import draw_key
 from streamrl.messages import EVAL_BIT
 from streamrl.metrics.samples import Sample, SampleTokens, Turn
 
-_GROUPS, _MEMBERS, _EVALS = 0x5A3D, 0x5A3E, 0x5A3F  # streams of their own: the seed also decides what is sampled
+_MEMBERS, _EVALS = 0x5A3E, 0x5A3F  # streams of their own: the seed also decides what is sampled
 
 
 def draw_groups(group_ids: Iterable[int], num: int, seed: int) -> list[int]:
     """The `num` groups of a fair draw without replacement; what was drawn elsewhere by the same rule can be merged."""
-    return heapq.nsmallest(num, set(group_ids), key=lambda group_id: mix64(seed, group_id, _GROUPS))
+    return heapq.nsmallest(num, set(group_ids), key=lambda group_id: draw_key(seed, group_id))
 
 
 def draw_member(members: Sequence[int], group_id: int, seed: int) -> int:

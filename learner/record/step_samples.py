@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import queue
 import threading
@@ -13,12 +14,13 @@ import msgspec
 from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.hub.passed_over import draw_key
 from learner.mesh import Ranks
 from learner.objective.objective import Objective
 from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
-from streamrl.messages import BatchShare, EvalResult
+from streamrl.messages import BatchShare, EvalResult, KeptGroup
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
 
 log = logging.getLogger("streamrl.learner")
@@ -91,6 +93,7 @@ class StepSamples:
         self._settings, self._seed, self._ranks, self._reader = settings, seed, ranks, reader
         self._writer = writer
         self._chosen: dict[int, Trajectory] = {}
+        self._passed_over: tuple[KeptGroup, ...] = ()
         self._version = 0
 
     def choose(self, rows: Sequence[Trajectory], share: BatchShare, objective: Objective) -> None:
@@ -100,6 +103,7 @@ class StepSamples:
             rows: of this rank, with the rewards that are trained on, in the order that will be packed.
         """
         self._version, self._chosen = share.version, {}
+        self._passed_over = share.passed_over
         if not self._settings.num_per_step:
             return
         drawn = draw_groups((row.group_id for row in share.plan), self._settings.num_per_step, self._seed)
@@ -124,7 +128,19 @@ class StepSamples:
             ))
         everyone = self._ranks.gather_bytes(msgspec.msgpack.encode(drafts))
         if self._writer is not None:
-            self._writer.put([one for part in everyone for one in _DRAFTS.decode(part)])
+            drafts = [one for part in everyone for one in _DRAFTS.decode(part)] + self._not_trained(step)
+            self._writer.put(heapq.nsmallest(
+                self._settings.num_per_step, drafts, key=lambda one: draw_key(self._seed, one.sample.group)
+            ))
+
+    def _not_trained(self, step: int) -> list[Draft]:
+        """A member of each group that was passed over before this step."""
+        members: dict[int, dict[int, tuple[Trajectory, str]]] = {}
+        for kept in self._passed_over:  # a group may have come in parts, of several actors
+            for row in self._read([kept], "groups that are not trained on"):
+                members.setdefault(row.group_id, {})[row.index] = row, kept.fate
+        chosen = [group[draw_member(sorted(group), group_id, self._seed)] for group_id, group in members.items()]
+        return [draft(row, kind="train", step=step, version=self._version, fate=fate) for row, fate in chosen]
 
     def eval_prompts(self, num_prompts: int) -> tuple[int, ...]:
         """Prompts of an evaluation whose answers the hub is to send back."""
@@ -132,18 +148,19 @@ class StepSamples:
 
     def evaluated(self, result: EvalResult) -> None:
         """Keep the transcripts that came with a result."""
-        if self._writer is None or not result.kept:
-            return
+        if self._writer is not None and result.kept:
+            self._writer.put([
+                draft(row, kind="eval", step=result.version, version=result.version, fate="eval")
+                for row in self._read(result.kept, f"transcripts of the evaluation of version {result.version}")
+            ])
+
+    def _read(self, kept: Sequence[KeptGroup], what: str) -> list[Trajectory]:
         try:
-            rows = self._reader.read(
-                [one.frame for one in result.kept], origins=[one.origin for one in result.kept], version=None
-            )
+            rows = self._reader.read([one.frame for one in kept], origins=[one.origin for one in kept], version=None)
         except WireError as error:
-            log.warning("the transcripts of the evaluation of version %d cannot be read: %s", result.version, error)
-            return
-        self._writer.put([
-            draft(row, kind="eval", step=result.version, version=result.version, fate="eval") for row in rows
-        ])
+            log.warning("the %s cannot be read: %s", what, error)
+            return []
+        return rows
 
     def take(self) -> list[Sample]:
         """What was written since the last call, on rank 0."""

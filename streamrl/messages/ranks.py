@@ -69,6 +69,8 @@ class KeptGroup(Message):
 
     frame: bytes
     origin: GroupOrigin
+    fate: Word = ""
+    """Why it is not trained on."""
 
 
 @message(34, HUB_TO_RANK)
@@ -82,6 +84,8 @@ class BatchShare(Message):
     stats: dict[str, float] = {}
     origins: tuple[GroupOrigin, ...] = ()
     """One for each of `groups`."""
+    passed_over: tuple[KeptGroup, ...] = ()
+    """For rank 0: some of what arrived since the batch before and is not trained on."""
 
 
 @message(35, RANK_TO_HUB)

@@ -154,7 +154,9 @@ class RankHandler:
         if groups is None:
             return
         self._shares = dict(enumerate(share_batch(groups, self._version, self._hub.settings.dp_ranks)))
-        self._shares[0] = msgspec.structs.replace(self._shares[0], stats=self._counters())
+        self._shares[0] = msgspec.structs.replace(
+            self._shares[0], stats=self._counters(), passed_over=self._hub.ledger.passed_over.take()
+        )
 
     def _finish_eval(self, eval_id: int) -> None:
         run = self._hub.ledger.evals.get(eval_id)

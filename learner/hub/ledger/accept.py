@@ -10,7 +10,7 @@ from learner.hub.ledger.actors import Actor, LedgerPart
 from learner.hub.ledger.dedup import DedupEntry
 from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
-from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason, ReturnReason
+from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason
 from streamrl.messages.validate import MemberSummary, check_group
 
 # Handed back for a fault of the prompt: no other actor could do better, so the group is dropped at once.
@@ -116,7 +116,7 @@ class Acceptance(LedgerPart):
             return True
         self._check_open(record, group, summaries)
         self._check_versions(group, summaries)
-        self._check_age(actor, record, group, summaries)
+        self._check_age(actor, record, group, frame, summaries)
         self._store(actor, record, group, summaries, bytes(frame))
         self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
         return False
@@ -161,7 +161,9 @@ class Acceptance(LedgerPart):
                         f"this history (now {self.versions.ref})",
                     )
 
-    def _check_age(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries) -> None:
+    def _check_age(
+        self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, summaries: Summaries
+    ) -> None:
         """L2, a cheap first look; the cut looks again."""
         version = self.versions.current
         stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
@@ -173,6 +175,8 @@ class Acceptance(LedgerPart):
             self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
             self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
             self.lifecycle.expire_stale(record)
+        origin = GroupOrigin(actor.actor_id, record.prompt_index)
+        self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
         raise _Refused(
             RejectReason.STALE,
             f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {version - oldest} > "

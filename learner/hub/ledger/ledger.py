@@ -39,6 +39,7 @@ from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.versions import LagBounds, Versions, cut_lineage
+from learner.hub.passed_over import PassedOver
 from streamrl.messages import Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
 
 _ALWAYS = (
@@ -70,7 +71,10 @@ class Ledger:
         self.dedup = DedupTable(settings.dedupe_window)
         self.evals = EvalTable(settings.max_attempts)
         self.lag = LagBounds(settings, self.groups, self.versions)
-        self.lifecycle = GroupLifecycle(settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts)
+        self.passed_over = PassedOver(settings.num_passed_over, run_seed)
+        self.lifecycle = GroupLifecycle(
+            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over
+        )
         self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
         tables = (
             settings, self.counts, self.versions, self.groups, self.dedup, self.evals, self.lag, self.lifecycle,

@@ -11,6 +11,7 @@ from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import LagBounds
+from learner.hub.passed_over import PassedOver
 
 
 @dataclass
@@ -24,6 +25,7 @@ class GroupLifecycle:
     prompts: PromptStream
     keep_group: GroupFilter
     counts: Counter[str]
+    passed_over: PassedOver
 
     def draw(self) -> GroupRecord:
         """The next prompt of the stream as a READY group; callers check capacity."""
@@ -82,6 +84,8 @@ class GroupLifecycle:
         """End a group untrained; its place in capacity is free at once."""
         self.counts["num_groups_dropped"] += 1
         self.counts[f"num_dropped_{reason}"] += 1
+        if record.state is not GroupState.IN_BATCH:  # else it was in a step, though that was skipped
+            self.passed_over.add(record.group_id, record.frames, record.origins, reason)
         self._discard(record)
         self.groups.settle(record, GroupState.DROPPED, reason)
 
@@ -93,6 +97,7 @@ class GroupLifecycle:
         if self.settings.on_stale == "drop" or record.num_failures >= self.settings.max_attempts:
             self.drop(record, "stale")
             return
+        self.passed_over.add(record.group_id, record.frames, record.origins, "stale")
         self._discard(record)
         self._make_ready(record)
 

@@ -29,6 +29,7 @@ class LedgerSettings:
             accepts as soon as the lease ends).
         dedupe_window: sequence numbers that may be open per sender.
         limits: sizes that a group may have.
+        num_passed_over: groups between two batches that are kept to be read although they are not trained on.
     Raises:
         ValueError: a number is impossible or contradicts another.
     """
@@ -46,6 +47,7 @@ class LedgerSettings:
     group_deadline_s: float = 0.0
     dedupe_window: int = 1024
     limits: Limits = Limits()
+    num_passed_over: int = 0
 
     def __post_init__(self) -> None:
         for name in ("group_size", "max_attempts", "dedupe_window"):

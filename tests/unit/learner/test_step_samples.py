@@ -47,7 +47,10 @@ def objective() -> Objective:
     return Objective(AdvantageConfig(), LossConfig(), max_new_tokens=32, max_lag=3, ranks=Ranks())
 
 
-def keep_steps(run_dir: Path, model_dir: Path, *rows_of_steps, result: EvalResult | None = None, **settings) -> list:
+def keep_steps(
+    run_dir: Path, model_dir: Path, *rows_of_steps, result: EvalResult | None = None,
+    passed_over: tuple[KeptGroup, ...] = (), **settings,
+) -> list[Sample]:
     """What a learner of one process keeps of these steps; its policy gives each token the log-prob -2."""
     samples = open_samples(
         SamplesConfig(**settings), run_dir, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
@@ -55,7 +58,7 @@ def keep_steps(run_dir: Path, model_dir: Path, *rows_of_steps, result: EvalResul
     for step, rows in enumerate(rows_of_steps, start=VERSION + 1):
         loss, plan = objective(), plan_of(rows)
         rows = loss.begin(rows, plan, version=VERSION)
-        samples.choose(rows, BatchShare(VERSION, plan, ()), loss)
+        samples.choose(rows, BatchShare(VERSION, plan, (), passed_over=passed_over), loss)
         for micro in pack(rows, 64):
             loss.loss(micro, torch.full([micro.num_scored], -2.0), torch.zeros(micro.num_scored))
         samples.keep(step, loss, skipped=False)
@@ -142,6 +145,22 @@ def test_an_evaluation_keeps_its_transcripts_though_they_are_greedy(tmp_path, mo
         ("assistant", 0.25), ("environment", 0.0), ("assistant", 0.75),
     ]
     assert one.answer.count("\n") == 1 and one.advantage is None and one.group == 7 << 32 | 3
+
+
+def test_groups_that_are_not_trained_on_are_drawn_like_the_others(tmp_path, model_dir):
+    passed_over = tuple(
+        KeptGroup(frame(member(0), member(1), group_id=group_id), GroupOrigin("a1", 3), "zero_std")
+        for group_id in range(100, 120)
+    )
+
+    found = keep_steps(tmp_path, model_dir, batch(20, 1), passed_over=passed_over, num_per_step=10)
+
+    assert {one.group for one in found} == set(draw_groups([*range(20), *range(100, 120)], 10, 1))
+    fates = {one.fate for one in found if one.group >= 100}
+    assert fates == {"zero_std"} and {one.fate for one in found if one.group < 100} == {"trained"}
+    for one in found:
+        assert (one.advantage is None) == (one.fate == "zero_std") == (set(one.tokens.ratios) == {None})
+        assert one.fate == "trained" or one.version == 6  # as its tokens say
 
 
 def test_a_transcript_that_cannot_be_read_is_left_out_and_said(tmp_path, model_dir, caplog):

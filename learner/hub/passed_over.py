@@ -1,0 +1,37 @@
+"""Groups that arrived and are not trained on, filtered or too old: a few are kept to be read, by a fair draw."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from learner.hub.ledger.prompts import mix64
+from streamrl.messages import GroupOrigin, KeptGroup
+
+_STREAM = 0x5A3D  # of its own: the seed also decides what members sample
+
+
+def draw_key(seed: int, group_id: int) -> int:
+    """The groups with the smallest keys are drawn, from trained and passed over ones together."""
+    return mix64(seed, group_id, _STREAM)
+
+
+class PassedOver:
+    """The `num` groups with the smallest keys of those added since the last `take`."""
+
+    def __init__(self, num: int, seed: int) -> None:
+        self._num, self._seed = num, seed
+        self._kept: dict[int, tuple[KeptGroup, ...]] = {}  # by group
+
+    def add(self, group_id: int, frames: Sequence[bytes], origins: Sequence[GroupOrigin], fate: str) -> None:
+        """These frames of a group will not be trained on; `fate` says why."""
+        if not frames or not self._num:
+            return
+        self._kept[group_id] = tuple(KeptGroup(bytes(f), o, fate) for f, o in zip(frames, origins, strict=True))
+        drawn = heapq.nsmallest(self._num, self._kept, key=lambda one: draw_key(self._seed, one))
+        self._kept = {one: self._kept[one] for one in drawn}
+
+    def take(self) -> tuple[KeptGroup, ...]:
+        """Every frame of the drawn groups."""
+        kept, self._kept = self._kept, {}
+        return tuple(frame for frames in kept.values() for frame in frames)
