@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +24,8 @@ def browse(words: Sequence[str]) -> int:
     samples = samples_of(run_dir)
     found = find(samples, query)
     if sys.stdin.isatty() and sys.stdout.isatty():
-        Browser(samples, query).run(Console(), _read_keys)
+        with keys_at_once() as read_keys:
+            Browser(samples, query).run(Console(), read_keys)
         return 0
     shown = found[:num] if num else found
     for one in shown:
@@ -130,18 +133,23 @@ def split_keys(typed: str) -> list[str]:
     return re.findall(r"\x1b\[[A-D]|.", typed, re.DOTALL) or [""]
 
 
-def _read_keys() -> str:
-    """What is typed, at once and without an echo; '' at the end of input."""
-    import os
+@contextmanager
+def keys_at_once() -> Iterator[Callable[[], str]]:
+    """Inside, keys are not echoed and arrive as they are typed; gives what reads them, '' at the end of input."""
     import termios
     import tty
 
     terminal = sys.stdin.fileno()
+
+    def read() -> str:
+        try:
+            return os.read(terminal, 16).decode(errors="ignore")
+        except KeyboardInterrupt:
+            return "\x03"
+
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal)
-        return os.read(terminal, 16).decode(errors="ignore")
-    except KeyboardInterrupt:
-        return "\x03"
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # keeps what was typed already
+        yield read
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

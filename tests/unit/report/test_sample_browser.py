@@ -7,6 +7,7 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -163,8 +164,6 @@ def test_a_long_answer_is_scrolled():
 @pytest.mark.timeout(60)
 def test_on_a_terminal_it_browses_until_q_and_leaves_the_terminal_as_it_was(run_dir):
     ours, theirs = pty.openpty()
-    import termios
-
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
         [sys.executable, "-m", "streamrl.cli", "samples", str(run_dir)], stdin=theirs, stdout=theirs, stderr=theirs,
