@@ -102,8 +102,8 @@ def samples_of(run_dir: Path) -> list[Sample]:
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is no run directory: name one such as runs/quickstart-001")
     raise ConfigError(
-        f"{run_dir} has no samples yet: they come with the first evaluation and the first step, unless "
-        "samples.num_per_step=0 and samples.num_per_eval=0, which keep none"
+        f"{run_dir} has no samples: they come with its first evaluation and its first step; if it has done these, "
+        "samples.num_per_step and samples.num_per_eval were 0: raise them"
     )
 
 

@@ -125,7 +125,7 @@ def test_a_run_without_samples_names_the_settings_that_keep_some(monkeypatch, ca
 
     (run_dir / "samples.jsonl").unlink()
     code, _, error = command(monkeypatch, capsys, run_dir)
-    assert code == 2 and "samples.num_per_step=0 and samples.num_per_eval=0" in error
+    assert code == 2 and "samples.num_per_step and samples.num_per_eval were 0: raise them" in error
 
 
 def shown(browser: Browser, *, width: int = 80, height: int = 12) -> str:
