@@ -16,7 +16,8 @@ from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import series
 from streamrl.metrics.text import compact, duration, markdown_table
 from streamrl.report import headline
-from streamrl.report.charts.curve import NUM_COLORS, Curve, noisy
+from streamrl.report.charts.curve import Curve, noisy
+from streamrl.report.charts.figure import color_class
 from streamrl.report.charts.lines import line_chart
 from streamrl.report.page import axis_data, page, section, table, toolbar
 from streamrl.report.run_charts import Chart, charts, evaluation_curves
@@ -123,7 +124,7 @@ def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
     best = max((score for score in scores if score is not None), default=None)
     cells = []
     for i, (row, link) in enumerate(zip(rows, links, strict=True)):
-        name = f'<i class="key k{i % NUM_COLORS}"></i>{escape(row[0])}'
+        name = f'<i class="key {color_class("k", i)}"></i>{escape(row[0])}'
         texts = [f'<a href="{escape(link)}">{name}</a>' if link else name, *map(escape, row[1:])]
         if best is not None and scores[i] == best and len(rows) > 1:
             texts[at] = f'<span class="best">{texts[at]}</span>'
@@ -146,7 +147,7 @@ def _link(run_dir: Path, here: Path) -> str:
 def _legend(labels: Sequence[str]) -> str:
     """The one legend of the page; the script lets each run be hidden."""
     return '<div class="runs">' + "".join(
-        f'<label><input type="checkbox" checked hidden data-run="{i}"> <i class="key k{i % NUM_COLORS}"></i>'
+        f'<label><input type="checkbox" checked hidden data-run="{i}"> <i class="key {color_class("k", i)}"></i>'
         f"{escape(label)}</label>" for i, label in enumerate(labels)) + "</div>"
 
 

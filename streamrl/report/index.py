@@ -66,6 +66,10 @@ def write_index(root: str | os.PathLike[str], *, reports: bool = False) -> Path:
         for before, run_dir, after in zip(paths, paths[1:], paths[2:], strict=False):
             if run_dir is not None and (run_dir / "report.html").exists():
                 set_trail(run_dir / "report.html", trail_of(root, run_dir, before, after))
+    for folder in groups:
+        if (folder / "comparison.html").exists():
+            up = f'<a href="{_href(folder, root / "index.html")}">all runs</a>'
+            set_trail(folder / "comparison.html", f"<span></span><span>{up}</span><span></span>")
     out = root / "index.html"
     write_atomic(out, index_page(root, groups))
     return out

@@ -15,7 +15,7 @@ from streamrl.config.load import load_config, read_files
 from streamrl.config.schema import Config, Pruner, SweepDirection
 from streamrl.config.sweep_words import SweepWords, parse_sweep
 from streamrl.errors import ConfigError
-from streamrl.launch import EXIT_INTERRUPTED, Interrupts
+from streamrl.launch import EXIT_INTERRUPTED, Interrupts, write_pages
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.metrics.sinks import write_atomic
@@ -50,6 +50,7 @@ def launch_sweep(typed: Sequence[str]) -> int:
     with Interrupts() as interrupts:
         Pool(source, objective, places, lambda: interrupts.count).run()
     records = _write_ranking(directory, objective, typed)
+    write_pages(directory, Path(config.run.root) if config.sweep.dir is None else None, ended_well=True)
     if interrupts.count:
         print(f"\nStopped. Resume the sweep with:\n  {resume_command(typed, directory)}", flush=True)
         return EXIT_INTERRUPTED

@@ -104,3 +104,52 @@ def test_a_sweep_reports_combinations_that_cannot_run(streamrl, here):
     assert "not finished    sweep/0-staleness.eta-0: status 2: error: no such thing\n" in err
     left = sorted(path.name for path in (here / "sweep" / "0-staleness.eta-0").iterdir())
     assert left == ["failure.txt", "logs", "overrides.yaml"], "what it was to be and why it failed; no run"
+
+
+KILLED_LEARNER = """
+import os, signal, sys
+from pathlib import Path
+
+if sys.argv[1:2] == ["--check"]:
+    sys.exit(0)
+run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
+(run / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 0.5}\\n')
+(run / "LATEST").touch()
+print("08:00:00 learner  its last words\\nstep 7/200  reward 0.5", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_a_report_the_way_to_go_on_and_its_place_in_the_index(streamrl, here):
+    (here / "learner" / "__main__.py").write_text(KILLED_LEARNER)
+
+    code, out, err = streamrl("launch", "experiment=quickstart", "run.name=mine")
+
+    assert code == -9
+    assert "its last words\nGo on from its newest checkpoint with:\n" in err, "no lines of steps"
+    assert "streamrl launch experiment=quickstart run.name=mine run.dir=runs/mine-001 checkpoint.resume=true" in err
+    assert out.splitlines()[-1].split() == ["report", "runs/mine-001/report.html"]
+    report = (here / "runs" / "mine-001" / "report.html").read_text()
+    assert "ended without a summary" in report
+    assert "<dd>streamrl launch experiment=quickstart run.name=mine</dd>" in report
+    assert "mine-001/report.html" in (here / "runs" / "index.html").read_text()
+
+
+def test_a_run_in_a_directory_of_its_own_writes_nothing_beside_it(streamrl, here):
+    (here / "learner" / "__main__.py").write_text(KILLED_LEARNER)
+
+    streamrl("launch", "experiment=quickstart", "run.dir=own/run")
+
+    assert (here / "own" / "run" / "report.html").exists() and not (here / "own" / "index.html").exists()
+
+
+def test_a_report_of_a_run_brings_the_index_up_to_date(streamrl, make_run, tmp_path):
+    run = make_run("one")
+    assert streamrl("report", str(tmp_path))[0] == 0
+    make_run("two")
+
+    code, out, _ = streamrl("report", str(tmp_path / "two"))
+
+    assert code == 0 and out.strip() == str(tmp_path / "two" / "report.html")
+    assert "two/report.html" in (tmp_path / "index.html").read_text()
+    assert "../two/report.html" in (run / "report.html").read_text()

@@ -148,4 +148,5 @@ def numbers(values: Sequence[float]) -> str:
 
 
 def color_class(prefix: str, color: int) -> str:
-    return f"{prefix}{color % NUM_COLORS}"
+    """The class of a color; those after the last begin again with thinner lines."""
+    return f"{prefix}{color % NUM_COLORS}" + (" again" if color >= NUM_COLORS else "")

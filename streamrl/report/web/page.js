@@ -189,6 +189,7 @@
       const ends = [begin, point(chart, event)].sort((a, b) => a - b);
       if (brush) brush.remove();
       begin = brush = null;
+      leave(chart);  // its cursor is of the axis before
       if (ends[1] - ends[0] < (chart.last - chart.first) / 50) return;
       zoom = ends;
       drawAll();
