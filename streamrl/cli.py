@@ -101,7 +101,7 @@ def launch(overrides: list[str]) -> int:
 
     for word in words:
         if word.startswith("sweep."):
-            raise ConfigError(f"`{word}` is a setting of a sweep: streamrl launch -m {word} ...")
+            raise ConfigError(f"`{word}` is a setting of a sweep: use it with streamrl launch -m, or leave it out")
     return launch_run(words)[1]
 
 

@@ -74,6 +74,10 @@ ALIASES: dict[str, str] = {
     "resume_mode": "checkpoint.resume", "n_gpus_per_node": "launch.num_learner_ranks",
     "num_gpus_per_node": "launch.num_learner_ranks", "num_train_gpus": "launch.num_learner_ranks",
     "num_infer_gpus": "launch.num_actors", "num_engines": "launch.num_actors",
+    # sweep
+    "n_trials": "sweep.num_trials", "n_jobs": "sweep.num_parallel",
+    "max_concurrent_trials": "sweep.num_parallel", "parallel": "sweep.num_parallel", "study_name": "sweep.dir",
+    "sampler": "sweep.sampler", "pruner": "sweep.pruner",
 }
 """Lower case, without sections: `trainer.learning_rate` is looked up by its last part."""
 

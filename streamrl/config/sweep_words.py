@@ -90,7 +90,9 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
                     axes[override.get_key_element().lstrip("+")] = _axis(override)
                     continue
             except HydraException as error:
-                raise ConfigError(f"`{word}` cannot be read: {plain_message(error)}") from error
+                raise ConfigError(
+                    f"`{word}` cannot be read, quote it and see docs/search.md: {plain_message(error)}"
+                ) from error
             fixed.append(word)
     return SweepWords(tuple(fixed), axes)
 
@@ -105,7 +107,7 @@ def _own_word(word: str) -> str:
             f"`{key}` is not used here: a sweep has the settings sweep.*, see `streamrl settings sweep`. Of hydra's "
             f"there are {', '.join(OWN_NAMES)}."
         )
-    return f"{OWN_NAMES[key]}={OWN_SAMPLERS.get(value, value)}"
+    return f"{OWN_NAMES[key]}={OWN_SAMPLERS.get(value, value) if key == 'hydra/sweeper' else value}"
 
 
 def _axis(override: Override) -> Axis:

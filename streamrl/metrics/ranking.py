@@ -55,7 +55,7 @@ class Objective:
             try:
                 lookup(self.metric)
             except KeyError as error:
-                raise ConfigError(f"sweep.metric={self.metric} is no metric: docs/metrics.md lists them.") from error
+                raise ConfigError(f"sweep.metric={self.metric} is no metric: take one of docs/metrics.md.") from error
         elif self.metric not in NUMBERS:
             raise ConfigError(
                 f"sweep.metric={self.metric} is no number of summary.json.{did_you_mean(self.metric, NUMBERS)} "

@@ -59,7 +59,7 @@ def is_done(run_dir: Path) -> bool:
 
 
 class JobProcess:
-    """A `streamrl launch` of one job, in a session of its own: Ctrl-C reaches it only through `stop`.
+    """A `streamrl launch` of one job, in a session of its own: Ctrl-C reaches it only through `interrupt`.
 
     It watches the pipe that is its standard input, so it ends with this process, after kill -9 too.
     """

@@ -53,6 +53,8 @@ class Pool:
                 time.sleep(POLL_S)  # the ends of several processes and files are no one event
         finally:
             for running in self._running:
+                running.process.interrupt()
+            for running in self._running:
                 running.process.close()
 
     def _pass_on_interrupts(self) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamrl.config.schema import Pruner, SweepConfig
 from streamrl.config.sweep_words import Axis
@@ -58,12 +58,14 @@ class Search:
 
         optuna.logging.set_verbosity(logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(directory / STORAGE)))
-        self._axes = axes
+        self._axes, self._directory = axes, directory
         self._study: Study = optuna.create_study(
             storage=storage, study_name=directory.name, direction=settings.direction.name, load_if_exists=True,
             pruner=_pruner(settings),
         )
         past = self._study.get_trials(deepcopy=False)
+        if any(one.params.keys() != axes.keys() for one in past):
+            self._refuse_other_axes()
         # A seed used twice would draw the first trials again.
         sampler = resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
         self._study.sampler = sampler(seed=seed + len(past), num_startup_trials=settings.num_startup_trials)
@@ -81,7 +83,10 @@ class Search:
             trial = Trial(self._study, frozen._trial_id)
         elif self._num_left > 0:
             self._num_left -= 1
-            trial = self._study.ask({key: _distribution(axis) for key, axis in self._axes.items()})
+            try:
+                trial = self._study.ask({key: _distribution(axis) for key, axis in self._axes.items()})
+            except ValueError as error:  # a list of other values
+                self._refuse_other_axes(error)
         else:
             return None
         self._trials[trial.number] = trial
@@ -90,7 +95,8 @@ class Search:
     def should_prune(self, number: int, step: int, value: float) -> bool:
         """Record a value during a run; True if the run is behind the others."""
         trial = self._trials[number]
-        if step not in self._study.trials[number].intermediate_values:  # a resumed run repeats steps
+        known = self._study.get_trials(deepcopy=False)[number].intermediate_values
+        if step not in known:  # a resumed run repeats steps
             trial.report(value, step)
         return trial.should_prune()
 
@@ -104,6 +110,12 @@ class Search:
             self._study.tell(number, state=TrialState.FAIL)
         else:
             self._study.tell(number, value)
+
+    def _refuse_other_axes(self, cause: Exception | None = None) -> NoReturn:
+        raise ConfigError(
+            f"sweep.dir={self._directory} holds a search of other settings or values: give the same ones, or choose "
+            "another directory"
+        ) from cause
 
 
 def _pruner(settings: SweepConfig) -> BasePruner:

@@ -81,7 +81,7 @@ def _check(config: Config, objective: Objective, words: SweepWords) -> None:
     check_search(sweep)
     if sweep.sampler != GRID and not words.axes:
         raise ConfigError(
-            f"sweep.sampler={sweep.sampler} needs a setting to search, e.g. "
+            f"sweep.sampler={sweep.sampler} needs a setting to search: add one, e.g. "
             "'policy.optimizer.lr=tag(log,interval(1e-5,1e-3))' or staleness.eta=0,2,4"
         )
     if sweep.sampler != GRID and sweep.pruner != Pruner.none and objective.series is None:
@@ -89,6 +89,8 @@ def _check(config: Config, objective: Objective, words: SweepWords) -> None:
             f"sweep.metric={sweep.metric} has no value before the end of a run: add sweep.pruner=none, or rank by an "
             "evaluation or a metric of every step"
         )
+    if swept := [key for key in words.axes if key.startswith("sweep.")]:
+        raise ConfigError(f"{swept[0]} is of the whole sweep: give it one value")
     if config.run.dir is not None:
         raise ConfigError("run.dir names one directory, and each run of a sweep has its own: use sweep.dir=...")
     ports = {"hub.bind": config.hub.bind.rpartition(":")[2], "hub.weights_port": str(config.hub.weights_port)}
@@ -104,7 +106,7 @@ def _choose_directory(config: Config) -> Path:
     resume = config.checkpoint.resume
     if config.sweep.dir is None:
         if resume:
-            raise ConfigError("checkpoint.resume=true: name the sweep to go on with by sweep.dir=...")
+            raise ConfigError("checkpoint.resume=true does not say which sweep goes on: add sweep.dir=...")
         directory = Path(config.run.root) / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
     else:
         directory = Path(config.sweep.dir)

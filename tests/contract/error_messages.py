@@ -25,7 +25,8 @@ HOLE = "…"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Settings": (
         "streamrl/config/", "streamrl/extension.py", "streamrl/algorithms/", "learner/objective/", "learner/dry_run.py",
-        "learner/hub/ledger/settings.py", "streamrl/metrics/trackers/",
+        "learner/hub/ledger/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
+        "streamrl/sweep/", "streamrl/cli.py",
     ),
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py"),
     "Model and optimizer": ("learner/model/", "learner/data/"),
@@ -139,7 +140,6 @@ def _code(text: str) -> str:
 MENDS: dict[str, str] = {
     # settings
     "cannot be read as settings": "mend the YAML; the place follows",
-    "`…` cannot be read: …": "values of a sweep are `a,b`, `range(1,4)`, `choice(a,b)` or `interval(0,1)`",
     "is not an option here": "leave the dashes out",
     "Unknown key": "take the name that it suggests; `streamrl settings WORD` searches for others",
     "there is no such settings file": "check the path; it is relative to the directory you are in",

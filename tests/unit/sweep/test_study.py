@@ -104,6 +104,15 @@ def test_another_process_goes_on_with_the_trials_that_are_left(tmp_path):
     assert len({done[1], interrupted[1], fresh[0][1], fresh[1][1]}) == 4, "random draws are not repeated"
 
 
+@pytest.mark.parametrize("axes", [{"b": Axis(("x", "y"))}, {"a": Axis(("x", "z"))}])
+def test_a_search_does_not_go_on_with_other_values(tmp_path, axes):
+    before = search(tmp_path, {"a": Axis(("x", "y"))})
+    before.tell(before.next()[0], 0.5, pruned=False)
+
+    with pytest.raises(ConfigError, match="holds a search of other settings or values"):
+        search(tmp_path, axes).next()
+
+
 @pytest.mark.shows("sweep.sampler")
 def test_a_sampler_of_ones_own_and_an_unknown_one(tmp_path):
     own = SweepConfig(sampler="tests.fakes.samplers:listed_order", num_trials=3)
