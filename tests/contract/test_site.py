@@ -49,3 +49,18 @@ def test_every_metric_that_a_page_names_is_measured():
         named = set(re.findall(rf"`((?:{'|'.join(families)})/[a-z0-9_/]+)`", page.read_text()))
         missing = {key for key in named if key not in METRICS and not key.startswith(open_families)}
         assert not {key for key in missing if not (ROOT / key).exists()}, page.name
+
+
+def test_what_the_log_says_on_the_page_of_troubles_is_what_the_code_says():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = re.findall(r'^\| (".+?") \|', page, re.M)
+    said = [text for cell in cells for text in re.findall(r'"([^"]+)"', cell)]
+    said += re.findall(r"```text\n(.+)\n```", page)
+    files = [path for room in ("learner", "streamrl", "actors") for path in sorted((ROOT / room).rglob("*.py"))]
+    code = "".join(path.read_text() for path in files)
+    code = re.sub(r'"\s+f?"|\{[^{}]*\}|%[s.0-9f]+', "", code)  # one text per string; what is filled in is left out
+
+    assert len(said) > 6
+    for text in said:
+        stem = re.sub(r"tcp://\S+?(?= |$)| \.\.\.|\d+", "", text)
+        assert stem.replace("  ", " ") in code.replace("  ", " "), text
