@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class _Call:
     """A plain call that has its place."""
 
     answer: asyncio.Future[Any]
+    name: str
     clock: asyncio.TimerHandle | None = None
     hung: bool = False
 
@@ -45,6 +47,14 @@ class EnvExecutor:
         self._pool = ThreadPoolExecutor(num_threads + MAX_ABANDONED, thread_name_prefix="env")
         self.num_hung_calls = 0
         self.num_abandoned = 0
+        self.num_answered: Counter[str] = Counter()  # by the name of the method: it returned or raised
+        self._since: dict[object, float] = {}
+
+    def slow(self, longer_than_s: float) -> tuple[int, float]:
+        """Calls that have been running for so long, and the seconds of the longest."""
+        now = asyncio.get_running_loop().time()
+        ages = [now - began for began in self._since.values() if now - began > longer_than_s]
+        return len(ages), max(ages, default=0.0)
 
     @property
     def exhausted(self) -> bool:
@@ -61,6 +71,8 @@ class EnvExecutor:
         """
         if not inspect.iscoroutinefunction(method):
             return await self._run_plain(method, argument, limit_s)
+        call = object()
+        self._since[call] = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as clock:
                 return await method(argument)
@@ -69,6 +81,9 @@ class EnvExecutor:
                 raise  # the environment's own
             self.num_hung_calls += 1
             raise _hung(method, limit_s) from error
+        finally:
+            del self._since[call]
+            self.num_answered[_name(method)] += not clock.expired()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -81,7 +96,8 @@ class EnvExecutor:
             raise self._exhausted()
         # A timer and one future a call: a supervising task each would cost an actor a tenth of its throughput.
         loop = asyncio.get_running_loop()
-        call = _Call(loop.create_future())
+        call = _Call(loop.create_future(), _name(method))
+        self._since[call] = loop.time()
         call.clock = loop.call_later(limit_s, self._give_up, call, _hung(method, limit_s))
 
         def ended(done: Future[Outcome]) -> None:
@@ -100,12 +116,15 @@ class EnvExecutor:
             return
         if call.clock is not None:
             call.clock.cancel()
+        self._since.pop(call, None)
+        self.num_answered[call.name] += 1
         self._places.release()
         if not call.answer.done() and not done.cancelled():
             call.answer.set_result(done.result())
 
     def _give_up(self, call: _Call, error: HungCallError) -> None:
         call.hung = True
+        self._since.pop(call, None)
         self.num_hung_calls += 1
         self.num_abandoned += 1
         self._places.release()
@@ -117,6 +136,10 @@ class EnvExecutor:
             f"{self.num_abandoned} environment calls hang and hold a thread each, the limit is {MAX_ABANDONED}: "
             "restart this actor"
         )
+
+
+def _name(method: Callable[..., Any]) -> str:
+    return getattr(method, "__name__", "")
 
 
 def where(method: Callable[..., Any]) -> str:

@@ -13,6 +13,7 @@ from actors.engines.base import Engine, GenerateRequest, Generation
 from actors.env_executor import EnvExecutor, where
 from actors.load import LoadMeter
 from actors.render import Renderer
+from envs.check import NO_SIGNALS, needs_signals
 from streamrl.environment import Env, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
@@ -38,7 +39,7 @@ class EpisodeRules:
     max_tokens: int = 1 << 31  # prompt and everything after it
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
     error_floor: float | None = None  # None: an environment error aborts the member
 
 
@@ -251,4 +252,5 @@ def _described(error: Exception) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # a user's __str__
         text = type(error).__name__
-    return text.encode("utf-8", "replace").decode()
+    hint = f". {NO_SIGNALS}" if needs_signals(error) else ""
+    return f"{text}{hint}".encode("utf-8", "replace").decode()

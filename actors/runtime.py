@@ -31,7 +31,7 @@ from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import StreamrlError
-from streamrl.messages import Welcome
+from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S, Welcome
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.pull.host_cache import HostShare
 from streamrl.weights.source import WeightSource
@@ -159,6 +159,17 @@ def build_runtime(
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome), load=load,
     )
+
+
+def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
+    """For heartbeats: calls of environments that are slow or were given up, and how many steps were answered."""
+    executors = [runner.executor for runner in (runtime.train, runtime.test)]
+    slow = [executor.slow(SLOW_CALL_S) for executor in executors]
+    return {
+        SLOW_CALLS: float(sum(count for count, _ in slow)), SLOWEST_CALL_S: max(longest for _, longest in slow),
+        HUNG_CALLS: float(sum(executor.num_hung_calls for executor in executors)),
+        ANSWERED_STEPS: float(sum(executor.num_answered["step"] for executor in executors)),
+    }
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:

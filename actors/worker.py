@@ -21,7 +21,7 @@ from actors import EXIT_CONFIG, EXIT_ENGINE_HUNG, EXIT_RESTART
 from actors.activity import Activity
 from actors.leases import RunningLeases
 from actors.rollout import returned, run_group, sendable
-from actors.runtime import ActorRuntime, RuntimeHandle
+from actors.runtime import ActorRuntime, RuntimeHandle, environment_calls
 from actors.weights.updater import WeightUpdater
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import (
@@ -258,6 +258,7 @@ class Worker:
             return
         stats = runtime.engine.stats()
         numbers = {"busy_s": stats.busy_s, "waiting": float(stats.waiting), **runtime.load.numbers()}
+        numbers |= environment_calls(runtime)
         if runtime.device_weights is not None:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining

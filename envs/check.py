@@ -6,8 +6,11 @@ import asyncio
 import inspect
 import json
 import math
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from envs.task_file import NO_TASK, describe
@@ -21,15 +24,29 @@ NO_SIGNALS = (
     "Actors run plain environments in threads, where signal.alarm cannot work: turn that time limit off (math_verify: "
     "parsing_timeout=None and timeout_seconds=None); env.step_timeout_s limits every call."
 )
+SLOW_S = 10.0
+"""After so long a call that still runs is told."""
 
 
-def check_task(task: Task, *, limit_s: float = 60.0) -> None:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Of every call: its time limit (env.step_timeout_s), and who is told of one that is slow."""
+
+    limit_s: float
+    notify: Callable[[str], None]
+
+
+def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], None] = lambda _: None) -> None:
     """Raise TaskError, with the task's name and what it did wrong, unless one episode of each split goes through.
 
     Checked: the protocol's methods, that records are JSON and the same when asked for twice, message types and roles,
     that `step` returns a finite `Step` for an arbitrary completion, and that a known right answer earns no less.
     Environments are played as in an actor: plain ones in a thread, each call within `limit_s` (env.step_timeout_s).
+
+    Args:
+        notify: is told of a call that has been running for 10 s.
     """
+    limits = _Limits(limit_s, notify)
     if not isinstance(task, Task):
         raise TaskError(f"got a {type(task).__name__}, {NO_TASK}")
     for split in ("train", "test"):
@@ -38,14 +55,14 @@ def check_task(task: Task, *, limit_s: float = 60.0) -> None:
         if not isinstance(count, int) or count < 1:
             raise TaskError(f"task {task.name!r}: num_records({split!r}) must be a positive integer, got {count!r}.")
         record = _checked_record(where, task, split)
-        probe = _play(where, task, record, PROBE, limit_s)
+        probe = _play(where, task, record, PROBE, limits)
         if isinstance(task, HasTarget):
             target = _call(where, "target", task.target, record)
             if target is None:
                 continue
             if not isinstance(target, str):
                 raise TaskError(f"{where}: target must return a string, got {target!r}.")
-            best = _play(where, task, record, target, limit_s)
+            best = _play(where, task, record, target, limits)
             if best.reward < probe.reward:
                 raise TaskError(
                     f"{where}: its own target {target!r} earns {best.reward}, less than the text {PROBE!r} with "
@@ -65,11 +82,11 @@ def _checked_record(where: str, task: Task, split: str) -> Record:
     return record
 
 
-def _play(where: str, task: Task, record: Record, completion: str, limit_s: float) -> Step:
+def _play(where: str, task: Task, record: Record, completion: str, limits: _Limits) -> Step:
     env = _call(where, "env", task.env)
-    messages = _call_as_actor(where, "reset", env.reset, record, limit_s)
+    messages = _call_as_actor(where, "reset", env.reset, record, limits)
     _check_messages(where, "reset", messages, at_least=1)
-    step = _call_as_actor(where, "step", env.step, completion, limit_s)
+    step = _call_as_actor(where, "step", env.step, completion, limits)
     if not isinstance(step, Step):
         raise TaskError(f"{where}: step must return a Step, got {step!r}.")
     numbers = {"reward": step.reward, "score": step.score, **step.parts}
@@ -100,10 +117,21 @@ def _call(where: str, method: str, function: Callable[..., Any], *args: Any) -> 
         raise _raised(where, method, error) from error
 
 
-def _call_as_actor(where: str, method: str, function: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
+def _call_as_actor(where: str, method: str, function: Callable[[Any], Any], argument: object, limits: _Limits) -> Any:
     """As `_call`, but where an actor would: an async method on a loop, a plain one in a thread, both with a limit."""
-    if inspect.iscoroutinefunction(function):
-        return _call(where, method, lambda: asyncio.run(asyncio.wait_for(function(argument), limit_s)))
+    told = f"{where}: {method} has been running for {SLOW_S:g} s; the limit is env.step_timeout_s={limits.limit_s:g}."
+    watch = threading.Timer(SLOW_S, limits.notify, (told,))
+    watch.daemon = True
+    watch.start()
+    try:
+        if inspect.iscoroutinefunction(function):
+            return _call(where, method, lambda: asyncio.run(asyncio.wait_for(function(argument), limits.limit_s)))
+        return _call_in_thread(where, method, function, argument, limits.limit_s)
+    finally:
+        watch.cancel()
+
+
+def _call_in_thread(where: str, method: str, function: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
     outcome: list[Any] = []
     failure: list[BaseException] = []
 
@@ -114,16 +142,44 @@ def _call_as_actor(where: str, method: str, function: Callable[[Any], Any], argu
             failure.append(error)
 
     thread = threading.Thread(target=call, name="env", daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    with _alarms_outside_main_thread() as alarms:
+        thread.start()
+        thread.join(limit_s)
     if failure:
         raise _raised(where, method, failure[0]) from failure[0]
     if not outcome:
-        raise TaskError(f"{where}: {method} ran for more than env.step_timeout_s={limit_s:g}.")
+        raise TaskError(
+            f"{where}: {method} ran for more than env.step_timeout_s={limit_s:g}: mend what it waits for, or raise the "
+            "limit."
+        )
+    if alarms:
+        raise TaskError(f"{where}: {method} uses signal.alarm and hides that it failed.\n{NO_SIGNALS}")
     return outcome[0]
+
+
+@contextmanager
+def _alarms_outside_main_thread() -> Iterator[list[str]]:
+    """Names of threads that ask for SIGALRM inside: Python refuses it to them, and a reward may catch that error."""
+    asked: list[str] = []
+    original = signal.signal
+
+    def watched(number: int, handler: Any) -> Any:
+        if number == signal.SIGALRM and threading.current_thread() is not threading.main_thread():
+            asked.append(threading.current_thread().name)
+        return original(number, handler)
+
+    signal.signal = watched  # type: ignore[assignment]
+    try:
+        yield asked
+    finally:
+        signal.signal = original
 
 
 def _raised(where: str, method: str, error: BaseException) -> TaskError:
     text = f"{where}: {method} raised {describe(error)}"
-    needs_signals = isinstance(error, ValueError) and "signal" in str(error)
-    return TaskError(f"{text}\n{NO_SIGNALS}" if needs_signals else text)
+    return TaskError(f"{text}\n{NO_SIGNALS}" if needs_signals(error) else text)
+
+
+def needs_signals(error: BaseException) -> bool:
+    """Whether a call failed because it asked for a signal in a thread."""
+    return isinstance(error, ValueError) and "signal" in str(error)

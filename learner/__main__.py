@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
-from streamrl.parent_watch import VARIABLE
+from streamrl.parent_watch import NOTICE, VARIABLE
 from streamrl.run_dirs import choose_run_dir, note_start, numbered_run_dir
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check_only(words: list[str]) -> int:
 
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's task prints is not the answer
-            check_run(load_config(words))
+            check_run(load_config(words), notify=lambda text: print(f"{NOTICE}{text}", file=sys.stderr, flush=True))
     except StreamrlError as error:
         print(error)
         return 2
@@ -72,7 +72,7 @@ def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
 
 def learn(config: Config, words: list[str]) -> int:
     """Set up, train, finish, and clean up."""
-    from learner.finish import finish
+    from learner.finish import finish, record_failure
     from learner.loop import train
     from learner.setup import build_run, start_ranks, tear_down
     from learner.stop_flag import StopFlag
@@ -87,6 +87,9 @@ def learn(config: Config, words: list[str]) -> int:
     try:
         completed = train(run)
         finish(run, completed=completed)
+    except Exception as error:
+        record_failure(run, error)
+        raise
     finally:
         tear_down(run)
     if not completed and run.ranks.rank == 0:

@@ -6,6 +6,7 @@ import logging
 
 from learner.model.export import export_model
 from learner.run import Run
+from streamrl.errors import StreamrlError
 
 log = logging.getLogger("streamrl.learner")
 
@@ -32,3 +33,17 @@ def finish(run: Run, *, completed: bool) -> None:
         run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
     )
     log.info("%s after %d steps", "done" if completed else "stopped", summary.steps)
+
+
+def record_failure(run: Run, error: Exception) -> None:
+    """Summary and report of a run that this error ends, with its cause; the actors are told. Never raises."""
+    if run.recorder is None or run.hub_process is None:
+        return
+    cause = str(error) if isinstance(error, StreamrlError) else f"{type(error).__name__}: {error}"
+    try:
+        run.hub.shutdown(f"the run failed: {cause}", finished=False)
+        run.recorder.close(
+            run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, failed=" ".join(cause.split()),
+        )
+    except Exception:
+        log.exception("the summary of the failed run could not be written")

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from streamrl.errors import ConfigError
 
@@ -195,6 +194,8 @@ class Ranks:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor  # takes longer to import than the check of a run's settings may
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -7,16 +7,20 @@ found without them.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.check import check_task
 from envs.registry import task_of
-from streamrl.config.rules import tracker_names
+from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
 from streamrl.config.schema import Config
+from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.extension import import_attribute
 from streamrl.metrics.trackers.registry import check_trackers
@@ -25,9 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_run(config: Config) -> None:
+NUM_PROMPTS, MEASURE_S = 64, 0.5
+"""Records whose prompts are measured, and the time for it."""
+
+
+def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> None:
     """All checks of a run that is launched on this machine.
 
+    Args:
+        notify: is told what takes long.
     Raises:
         ConfigError: a setting, a file, a GPU or a package that the run would fail for later.
         TaskError: the task cannot be made, or one of its records cannot be played.
@@ -42,8 +52,11 @@ def check_run(config: Config) -> None:
                 "or take adamw."
             )
     _check_models(config)
+    _check_vllm_heads(config)
     task = task_of(config)
-    check_task(task, limit_s=config.env.step_timeout_s)
+    check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
+    if config.policy.tiny.enabled:
+        check_tiny_prompts(task, config.rollout.max_prompt_tokens)
     check_settings(config, _device(config))
 
 
@@ -56,6 +69,25 @@ def check_settings(config: Config, device: torch.device) -> None:
     run_dry(config)
     for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
         check_optimizer(optimizer, setting=f"{section}.optimizer")
+
+
+def check_tiny_prompts(task: Task, max_prompt_tokens: int) -> None:
+    """Raise ConfigError if most prompts are too long for a tiny model, which has a token for each character."""
+    if inspect.iscoroutinefunction(task.env().reset):
+        return
+    lengths, until = [], time.monotonic() + MEASURE_S
+    for index in range(min(NUM_PROMPTS, task.num_records("train"))):
+        messages = task.env().reset(task.record("train", index))
+        lengths.append(sum(len(message.content) + 1 for message in messages))
+        if time.monotonic() > until:
+            break
+    lengths.sort()
+    if lengths[len(lengths) // 2] > max_prompt_tokens:
+        raise ConfigError(
+            f"most prompts of task {task.name} are longer than rollout.max_prompt_tokens={max_prompt_tokens}: they "
+            f"have up to {lengths[-1]} characters, each a token of the tiny model. Set rollout.max_prompt_tokens="
+            f"{ceil(1.25 * lengths[-1] / 64) * 64}, or take a real model with policy.model_path."
+        )
 
 
 def check_transports(transports: Sequence[str], device: torch.device) -> None:
@@ -93,11 +125,30 @@ def _check_models(config: Config) -> None:
             model_config(path, setting=setting)
 
 
+def _check_vllm_heads(config: Config) -> None:
+    tiny, on_cpu = config.policy.tiny, not config.actors.device.startswith("cuda")
+    head = tiny.hidden_size // tiny.num_heads
+    if not (config.launch.num_actors and config.actors.engine == "vllm" and tiny.enabled and on_cpu):
+        return
+    if head < SMALLEST_VLLM_CPU_HEAD and (config.actors.device == "cpu" or not num_gpus()):
+        raise ConfigError(
+            f"actors.engine=vllm has no attention for heads of {head} on a CPU, and policy.tiny.hidden_size="
+            f"{tiny.hidden_size} is split over policy.tiny.num_heads={tiny.num_heads}: set policy.tiny.num_heads="
+            f"{max(1, tiny.hidden_size // SMALLEST_VLLM_CPU_HEAD)}, or take actors.engine=native."
+        )
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _device(config: Config) -> torch.device:
     """The learner's device. Raises ConfigError if a GPU that learner or actors name is not here."""
     import torch
 
-    count, ranks = torch.cuda.device_count(), config.launch.num_learner_ranks
+    count, ranks = num_gpus(), config.launch.num_learner_ranks
     wanted = config.run.device.partition(":")[0]
     if wanted == "cuda" and count < ranks:
         raise ConfigError(

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamrlError
@@ -68,7 +69,9 @@ def main() -> int:
         print(__version__)
         return 0
     if command not in commands:
-        print(f"Unknown command `{command}`.\n\n{USAGE}", file=sys.stderr)
+        near = get_close_matches(command, commands, n=1)
+        hint = f" Did you mean `streamrl {near[0]}`?" if near else ""
+        print(f"{USAGE}\nUnknown command `{command}`.{hint}", file=sys.stderr)
         return 2
     if command in HELP and {"-h", "--help"} & set(words):
         print(HELP[command])

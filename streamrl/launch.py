@@ -10,13 +10,14 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import child_environment, program
+from streamrl.parent_watch import NOTICE, child_environment, program
 from streamrl.report.index import find_runs, write_index
 from streamrl.report.live.view import LiveView
 from streamrl.report.report import write_report
@@ -36,9 +37,15 @@ POLL_S = 0.1
 STOP_ACTORS_S = 8.0
 QUICK_DEATH_S = 15.0
 HEALTHY_S = 120.0
+NUM_SAME_DEATHS = 3
+"""An actor that ends so often in a row with the same words, and soon after its start, will not do better."""
 EXIT_CONFIG = 2
 EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
+OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
+"""A line of ours in a log."""
+LAUNCHER_LINE = re.compile(r"torch.distributed|torchrun|ChildFailedError")
+"""torchrun ends with a traceback of its own, about its children."""
 
 
 @dataclass(slots=True)
@@ -50,6 +57,8 @@ class Child:
     started_at: float
     log_path: Path
     num_restarts: int = 0
+    same_deaths: int = 0
+    last_line: str = ""
     restart_at: float | None = None
     given_up: bool = False
 
@@ -58,6 +67,15 @@ class Child:
         lines = [line for line in self.log_path.read_text(errors="replace").splitlines()
                  if line.strip() and not line.startswith("step ")]  # the terminal has had those
         return "\n".join("  " + line for line in lines[-num_lines:])
+
+    def last_words(self) -> str:
+        """The end of its log without what libraries print, unless it ends with a traceback."""
+        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        own = [line for line in lines if OWN_LINE.match(line)]
+        after = lines[lines.index(own[-1]):] if own else lines
+        if not own or any(line.startswith("Traceback") for line in after) and not any(map(LAUNCHER_LINE.search, after)):
+            return self.tail(20)
+        return "\n".join("  " + line for line in own[-6:])
 
     def close_pipe(self) -> None:
         """A child that still runs ends by this: it watches the other end."""
@@ -99,6 +117,7 @@ class Launcher:
         self._actors: list[Child] = []
         self._endpoint: str | None = None
         self._old_hub = 0
+        self._old_summary = self._written_at("summary.json")
 
     def run(self) -> int:
         """Run until the learner ends; returns its exit status, or 130 after Ctrl-C."""
@@ -120,11 +139,21 @@ class Launcher:
             print(f"\nStopped. Resume with:\n  streamrl launch {self._resume()}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
-            print(f"\nThe run ended with status {code}. The end of {self._learner.log_path}:\n{self._learner.tail(20)}",
-                  file=sys.stderr)
+            print(f"\n{self._why_it_failed(code)}", file=sys.stderr)
             if (self.run_dir / "LATEST").exists():
                 print(f"Go on from its newest checkpoint with:\n  streamrl launch {self._resume()}", file=sys.stderr)
         return code
+
+    def _why_it_failed(self, code: int) -> str:
+        """The cause in the learner's own words; the end of its log where it could not say any."""
+        assert self._learner is not None
+        log_path = self._learner.log_path
+        if self._written_at("summary.json") != self._old_summary:
+            ended = Summary.load(self.run_dir / "summary.json")
+            if ended.failed:
+                return f"The run failed after {ended.steps} steps (log: {log_path}):\n{ended.failed}"
+        killed = f" (killed by {signal.Signals(-code).name}: out of memory?)" if code == -signal.SIGKILL else ""
+        return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
 
     def _resume(self) -> str:
         """The words that continue this run."""
@@ -163,7 +192,7 @@ class Launcher:
         torchrun = [
             *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
-        self._old_hub = self._hub_written_at()  # a resumed run's directory holds the former hub's address
+        self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         print("starting the learner", flush=True)
         return self._start("learner", [*torchrun, *program("learner"), *overrides])
 
@@ -185,13 +214,13 @@ class Launcher:
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
         ])
 
-    def _hub_written_at(self) -> int:
-        path = self.run_dir / "hub.json"
+    def _written_at(self, name: str) -> int:
+        path = self.run_dir / name
         return path.stat().st_mtime_ns if path.exists() else 0
 
     def _look_for_hub(self) -> None:
         """Actors start as soon as the hub listens; they load their libraries while the learner loads its model."""
-        if self._hub_written_at() == self._old_hub:
+        if self._written_at("hub.json") == self._old_hub:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
@@ -208,12 +237,11 @@ class Launcher:
                 age = now - actor.started_at
                 if age > HEALTHY_S:
                     actor.num_restarts = 0
-                # A configuration error stays one however often the actor starts.
-                if code == EXIT_CONFIG or actor.num_restarts >= self.config.launch.num_max_restarts:
+                why = self._why_give_up(actor, code, age)
+                if why:
                     actor.given_up = True
-                    why = "a configuration error" if code == EXIT_CONFIG else "launch.num_max_restarts"
                     print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
-                          f"({why}). The end of {actor.log_path}:\n{actor.tail(8)}", file=sys.stderr)
+                          f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", file=sys.stderr)
                     continue
                 actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
                 log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
@@ -221,8 +249,20 @@ class Launcher:
             if now >= actor.restart_at:
                 fresh = self._start_actor(index)
                 fresh.num_restarts = actor.num_restarts + 1
+                fresh.same_deaths, fresh.last_line = actor.same_deaths, actor.last_line
                 actor.close_pipe()
                 self._actors[index] = fresh
+
+    def _why_give_up(self, actor: Child, code: int, age: float) -> str:
+        """Why a dead actor is not started again; "" if it is."""
+        last_line = OWN_LINE.sub("", actor.tail(1).strip())
+        again = age < HEALTHY_S and last_line == actor.last_line
+        actor.same_deaths, actor.last_line = actor.same_deaths + 1 if again else 1, last_line
+        if code == EXIT_CONFIG:  # it stays one however often the actor starts
+            return "a configuration error"
+        if actor.same_deaths >= NUM_SAME_DEATHS:
+            return f"the same words {NUM_SAME_DEATHS} times"
+        return "launch.num_max_restarts" if actor.num_restarts >= self.config.launch.num_max_restarts else ""
 
     # --- stopping -----------------------------------------------------------------------------------------------
 
@@ -267,14 +307,28 @@ def check_settings(config: Config, overrides: Sequence[str]) -> None:
     """
     check_engine(config)
     print("checking the settings", flush=True)
-    done = subprocess.run(
-        [*program("learner"), "--check", *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        errors="replace",
-    )
-    if done.returncode == EXIT_CONFIG and done.stdout.strip():
-        raise ConfigError(done.stdout.strip())
-    if done.returncode != 0:
-        raise StreamrlError(f"the check of the settings ended with status {done.returncode}:\n{done.stderr.strip()}")
+    told: list[str] = []
+    with subprocess.Popen(
+        [*program("learner"), "--check", *overrides], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace",
+    ) as check:
+        reader = threading.Thread(target=_pass_on, args=(check.stderr, told), daemon=True)
+        reader.start()
+        answer = check.stdout.read().strip() if check.stdout is not None else ""
+        code = check.wait()
+        reader.join(timeout=1.0)  # a process that the task started may hold the pipe
+    if code == EXIT_CONFIG and answer:
+        raise ConfigError(answer)
+    if code != 0:
+        raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
+
+
+def _pass_on(lines: Iterable[str], kept: list[str]) -> None:
+    """Print what the check says while it runs; keep the rest."""
+    for line in lines:
+        kept.append(line)
+        if line.startswith(NOTICE):
+            print(line.removeprefix(NOTICE), end="", flush=True)
 
 
 def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
@@ -284,6 +338,8 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
     config = load_config(overrides)
+    if config.run.dir is not None or config.checkpoint.resume:
+        choose_run_dir(config)  # refused before anything that takes time; no directory is made
     check_settings(config, overrides)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 VARIABLE = "STREAMRL_PARENT_PIPE"
 """Set to "stdin" in the environment of a child whose standard input is the pipe."""
+NOTICE = "streamrl notice: "
+"""In front of a line of standard error that the check of the settings wants on the terminal at once."""
 
 _watching = False
 

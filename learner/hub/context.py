@@ -13,6 +13,7 @@ from learner.hub.actor_load import ActorLoads
 from learner.hub.arrivals import Arrivals
 from learner.hub.episode_failures import EpisodeFailures
 from learner.hub.handlers.connections import Connections
+from learner.hub.hung_calls import HungCalls
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.settings import HubSettings
 from learner.hub.weight_server import WeightServer
@@ -70,9 +71,17 @@ class HubContext:
     failures: EpisodeFailures = field(init=False)
     arrivals: Arrivals = field(default_factory=Arrivals)
     loads: ActorLoads = field(default_factory=ActorLoads)
+    hung_calls: HungCalls = field(init=False)
 
     def __post_init__(self) -> None:
+        env = self.settings.env
         self.failures = EpisodeFailures(self.notify)
+        self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
+
+    @property
+    def fatal(self) -> str:
+        """Why the run must stop; "" while it need not."""
+        return self.failures.fatal or self.hung_calls.fatal
 
     def notify(self, text: str) -> None:
         """A warning in the log and on the terminal of `launch`."""

@@ -12,6 +12,8 @@ NUM_FIRST = 32
 NUM_RECENT = 200
 ALARM_SHARE, CALM_SHARE = 0.2, 0.1
 """Of the recent episodes: the warning comes above the one, and again only after the share was below the other."""
+HOPELESS = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID)
+"""Prompts that come back for these reasons would come back from any actor."""
 NO_FAILURE = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
 """Leases that come back for these reasons tell nothing of the task."""
 
@@ -27,7 +29,7 @@ class EpisodeFailures:
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.first = self.last = self.fatal = ""
         self._notify = notify
-        self._num_failed = 0
+        self._num_failed = self._num_hopeless = 0
         self._told: set[ReturnReason] = set()
         self._any_came = False
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
@@ -54,6 +56,10 @@ class EpisodeFailures:
     def _handed_back(self, group: Group) -> None:
         """A lease came back for another reason (prompt too long, engine error ...): the first of each is told."""
         self.last = group.detail
+        self._num_hopeless += group.reason in HOPELESS
+        if self._num_hopeless >= NUM_FIRST and not self._any_came and not self.fatal:
+            self.fatal = f"all of the first {self._num_hopeless} prompts came back, the run stops: {group.detail}"
+            self._notify(self.fatal)
         if group.reason not in self._told:
             self._told.add(group.reason)
             self._notify(f"a lease came back ({group.reason.name.lower()}): {group.detail}")

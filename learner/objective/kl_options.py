@@ -121,8 +121,8 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
     biased = kl.mode == "k3" or (kl.mode in FRESH_ONLY and max_lag > 0)
     need(
         kl.allow_biased or not biased,
-        f"kl.mode={kl.mode} on data up to {max_lag} steps old has not the gradient of the reverse KL: use k2_is (or "
-        "k1_is, k3_is), or ask for it with kl.allow_biased=true.",
+        f"kl.mode={kl.mode} on data up to {max_lag} steps old does not have the gradient of the reverse KL: use k2_is "
+        "(or k1_is, k3_is), or ask for it with kl.allow_biased=true.",
     )
     need(biased or not kl.allow_biased, f"kl.allow_biased=true does nothing with kl.mode={kl.mode}: leave it out.")
     coef, options = starting_coef(kl), controller_options(kl)

@@ -105,9 +105,15 @@ class Recorder:
             "run/trained_tokens": float(self.trained_tokens),
         }
 
-    def close(self, step: int, status: HubStatus, *, version: int, epoch: int, stopped: str) -> Summary:
-        """The last row (an evaluation may still wait for one), summary.json and report.html; `stopped` is why the run
-        ends before its last step."""
+    def close(
+        self, step: int, status: HubStatus, *, version: int, epoch: int, stopped: str = "", failed: str = ""
+    ) -> Summary:
+        """The last row (an evaluation may still wait for one), summary.json and report.html.
+
+        Args:
+            stopped: why the run ends before its last step.
+            failed: the error that ends it.
+        """
         came = self._hub_counts.since_last(status.counters)
         self.write(step, {**came, **self._run_keys(version, epoch), **hub_keys(status)})
         counters = status.counters
@@ -116,7 +122,7 @@ class Recorder:
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,
-            stopped=stopped,
+            stopped=stopped, failed=failed,
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )
         summary.write(self._run_dir / "summary.json")

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+import re
+from ipaddress import ip_address
+
+
+def is_address(address: str) -> bool:
+    """Whether it looks like tcp://HOST:PORT."""
+    return re.fullmatch(r"tcp://(\[[^\]\s]+\]|[^\s/:]+):\d{1,5}", address) is not None
 
 
 def is_loopback(address: str) -> bool:
     """Whether only processes of this machine reach tcp://HOST:PORT."""
-    return address.removeprefix("tcp://").rpartition(":")[0] in LOOPBACK
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

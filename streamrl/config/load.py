@@ -31,6 +31,14 @@ from streamrl.config.aliases import ALIASES, FULL_NAMES
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, is_file
+from streamrl.config.wording import (
+    refuse_file,
+    refuse_removal,
+    refuse_several,
+    refuse_type,
+    refuse_unreadable,
+    refuse_word,
+)
 from streamrl.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -50,6 +58,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     """
     overrides = read_files(overrides)
     check_overrides(overrides)
+    _check_values(overrides)
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
     try:
@@ -57,6 +66,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose("config", overrides=hydra_overrides(overrides))
             return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
     except HydraException as error:
+        _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
 
 
@@ -83,8 +93,24 @@ def read_files(words: Sequence[str]) -> list[str]:
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
-    """Overrides in hydra's grammar, which wants keys of an open mapping marked as added."""
-    return [f"++{word}" if word.replace("=", ".", 1).startswith(open_mappings()) else word for word in overrides]
+    """Overrides in hydra's grammar, which wants keys of an open mapping marked as added.
+
+    It cannot read every text, such as a path with ~ or parentheses: what a setting takes as text is quoted then.
+    """
+    words = map(_quoted, overrides)
+    return [f"++{word}" if word.replace("=", ".", 1).startswith(open_mappings()) else word for word in words]
+
+
+def _quoted(word: str) -> str:
+    key, _, value = word.partition("=")
+    try:
+        _parse(word)
+    except HydraException:
+        kind = {name: kind for name, kind, _, _ in settings()}.get(key, "str")  # of an open mapping, whatever it is
+        if not kind.startswith("str") or value[:1] in ("[", "{", "'", '"'):
+            refuse_unreadable(key, value)
+        return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
+    return word
 
 
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
@@ -103,7 +129,7 @@ def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: 
     if is_another_task or "env.options" in given:
         own = {key.split(".")[2] for key in given if key.startswith("env.options.")}
         if "env.options" in given:
-            own |= set(OverridesParser.create().parse_override(f"env.options={given['env.options']}").value())
+            own |= set(_parse(f"env.options={given['env.options']}").value())
         env.options = {key: value for key, value in env.options.items() if key in own}
     return composed
 
@@ -137,9 +163,49 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
             continue
         if not equals and not override.startswith("~"):
-            raise ConfigError(f"`{override}` is not a setting: write key=value, e.g. trainer.num_steps=200")
+            refuse_word(override, _group_files("experiment"))
         if key not in keys and not key.startswith(open_mappings()):
             raise ConfigError(f"Unknown key `{key}`: {nearest_setting(key)}")
+
+
+def _check_values(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the first override that no run can have, whatever its setting's type."""
+    for word in overrides:
+        key, _, text = word.lstrip("+~").partition("=")
+        if word.startswith("~") and not key.startswith(open_mappings()):
+            refuse_removal(key)
+        if word.startswith("~") or key.startswith(("hydra.", "hydra/")):
+            continue
+        parsed = _parse(_quoted(f"{key}={text}"))
+        if parsed.is_sweep_override():
+            refuse_several(key, text)
+        if key in GROUPS and str(parsed.value()) not in _group_files(key):
+            refuse_file(key, str(parsed.value()), _group_files(key))
+
+
+def _group_files(group: str) -> list[str]:
+    return [file.stem for file in (CONFIGS / group).glob("*.yaml")]
+
+
+def _check_types(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the first override whose setting cannot hold its value."""
+    rows = {row[0]: row for row in settings()}
+    for word in overrides:
+        key, _, text = word.lstrip("+").partition("=")
+        if key not in set(setting_names()):
+            continue
+        nested = _parse(_quoted(f"{key}={text}")).value()
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        try:
+            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(nested)))
+        except OmegaConfBaseException:
+            refuse_type(rows.get(key, (key, "dict", {}, "A section.")), text)
+
+
+@cache
+def _parse(word: str) -> Any:
+    return OverridesParser.create().parse_override(word)
 
 
 def nearest_setting(key: str) -> str:
@@ -223,6 +289,7 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
     except OmegaConfBaseException as error:
+        _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
     assert isinstance(merged, DictConfig)
     return to_config(_with_overrides_first(merged, overrides, values.get("env", {})))

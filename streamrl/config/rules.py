@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import is_address, is_loopback
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdaptiveRule, Config, SamplingConfig, StalenessMode
 from streamrl.errors import ConfigError
@@ -19,6 +19,9 @@ ENGINES = {
     "scripted": "actors.engines.scripted:ScriptedEngine",
 }
 """Engine of actors by name -> its factory, which `actors.engines.registry` imports; nothing here does."""
+
+SMALLEST_VLLM_CPU_HEAD = 32
+"""Its attention on a CPU takes no smaller head size."""
 
 
 def lookahead(config: Config) -> int:
@@ -243,7 +246,7 @@ def _check_sizes(config: Config) -> None:
 
 def _check_hub(config: Config) -> None:
     bind = config.hub.bind
-    _need(bind.startswith("tcp://"), f"hub.bind={bind} must look like tcp://127.0.0.1:5601")
+    _need(is_address(bind), f"hub.bind={bind} must look like tcp://127.0.0.1:5601")
     _need(
         is_loopback(bind),
         f"hub.bind={bind} is open to the network, and this release has no authentication of actors: bind 127.0.0.1 and "

@@ -42,7 +42,7 @@ class EnvConfig:
     """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
     max_turns: int = ranged(1, gt=0)
     """Most turns of an episode; the last one ends it even if the environment is not done."""
-    step_timeout_s: float = ranged(60.0, gt=0)
+    step_timeout_s: float = ranged(30.0, gt=0)
     """Longest time that one reset or step of an environment may take."""
     num_threads: int = ranged(4, gt=0)
     """Threads in which plain (not async) environments run."""

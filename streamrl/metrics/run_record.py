@@ -25,13 +25,13 @@ class RunRecord:
 
     Attributes:
         summary: None while it runs, or if it was killed.
-        state: "finished", "stopped" (it can be resumed), "running", or "killed" (its last files say that it runs); of a
-            run of a sweep also "pruned" or "failed".
+        state: "finished", "stopped" (it can be resumed), "failed", "running", or "killed" (its last files say that it
+            runs); of a run of a sweep also "pruned".
         config: the resolved settings as plain values.
         starts: one object for each start, resumed ones too: `command`, `started`, `commit`, `version`.
         status: the hub's last `status.json`.
         notes: the text of `notes.md`, which people write.
-        failure: why a run of a sweep failed.
+        failure: why it failed.
     """
 
     name: str
@@ -95,7 +95,7 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
         starts=read_object(root / "run.json").get("starts", ()),
         status=status,
         notes=_text(root / "notes.md").strip(),
-        failure=_text(root / FAILURE).strip(),
+        failure=_text(root / FAILURE).strip() or str(read_object(summary).get("failed", "")),
     )
 
 
@@ -111,7 +111,10 @@ def run_state(root: Path, status: Mapping[str, Any]) -> str:
     if (root / FAILURE).exists():
         return "failed"
     if summary.exists() and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
-        stopped = str(read_object(summary).get("stopped", ""))
+        ended = read_object(summary)
+        stopped = str(ended.get("stopped", ""))
+        if ended.get("failed"):
+            return "failed"
         if stopped.startswith("pruned"):
             return "pruned"
         return "stopped" if stopped or status.get("state") == "stopped" else "finished"

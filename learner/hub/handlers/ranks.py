@@ -190,7 +190,7 @@ class RankHandler:
             for actor in self._hub.connections.all()
         )
         failures = self._hub.failures
-        return HubStatus(max(self._version, 0), self._counters(), actors, failures.first, failures.fatal)
+        return HubStatus(max(self._version, 0), self._counters(), actors, failures.first, self._hub.fatal)
 
     def _counters(self) -> dict[str, float]:
         hub = self._hub

@@ -320,7 +320,8 @@ def check_pairing(
     combination = f"estimator={estimator!r}, surrogate={surrogate!r}, anchor={anchor!r}, correction={correction!r}"
     require(
         len(whole) + len(first_half) <= 1 and len(whole) + len(second_half) <= 1,
-        f"{combination}: the ratio pi/mu is applied more than once, by {carriers}",
+        f"{combination}: the ratio pi/mu is applied more than once, by {carriers}: leave one of them out (a surrogate "
+        "without a ratio is reinforce)",
     )
     require(
         bool(whole) or bool(first_half and second_half) or max_lag <= 0 or allow_uncorrected,

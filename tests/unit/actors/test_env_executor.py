@@ -89,6 +89,37 @@ def test_no_more_than_num_threads_calls_run_at_once(gates):
     run(work, loop_factory=JumpingLoop)
 
 
+def test_slow_calls_are_seen_while_they_run_and_answers_counted_by_method(gates):
+    gates.gate("a")
+    gates.gate("b")
+
+    async def work():
+        calls = EnvExecutor(2)
+
+        async def forever(argument):
+            await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(calls.run(gates.pass_through, "a", LIMIT_S))]
+        await until(lambda: "a" in gates.begun)
+        await jump(8)
+        tasks += [asyncio.create_task(calls.run(method, "b", LIMIT_S)) for method in (gates.pass_through, forever)]
+        await until(lambda: "b" in gates.begun)
+        assert calls.slow(10) == (0, 0.0)
+        await jump(5)
+        count, longest = calls.slow(10)
+        assert count == 1 and longest == pytest.approx(13, abs=1)
+        await jump(LIMIT_S)
+        assert calls.slow(10) == (0, 0.0)  # given up: no longer running for an episode
+        assert calls.num_answered.total() == 0
+        with pytest.raises(ValueError, match="invalid literal"):
+            await calls.run(int, "x", LIMIT_S)
+        await calls.run(str.upper, "x", LIMIT_S)
+        assert +calls.num_answered == {"int": 1, "upper": 1}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(work, loop_factory=JumpingLoop)
+
+
 def test_a_hung_call_is_reported_and_leaves_its_place_to_the_next(gates):
     gates.gate("hangs")
 

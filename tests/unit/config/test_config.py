@@ -59,7 +59,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["staleness.eta=abc"], "could not be converted"),
+        (["staleness.eta=abc"], "staleness.eta=abc must be a whole number, e.g. staleness.eta=1."),
         (["staleness.eta=4", "staleness.max_lag=2"], "staleness.max_lag=2 is below staleness.eta=4"),
         (["rollout.train.sampling.max_new_tokens=9000"], "learner.max_tokens_per_device"),
         (["rollout.num_responses_per_prompt=1"], "nothing to compare with"),
@@ -71,7 +71,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0.0 must be in (0, 1]"),
         (["rollout.num_prompts_per_step=513"], "must be in [1, 512]: a lone actor"),
         (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
-        (["experiment=nope"], "Could not find 'experiment/nope'"),
+        (["experiment=nope"], "experiment=nope is unknown. There are quickstart"),
         (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
         (["bare"], "is not a setting"),
     ],
@@ -79,6 +79,44 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
 def test_impossible_settings_say_what_is_wrong(words, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config([QUICK, *words])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trainer.num_steps=ten", "must be a whole number, e.g. trainer.num_steps=100. Optimizer steps"),
+        ("trainer.num_steps=1.5", "must be a whole number"),
+        ("trainer.num_steps=", "trainer.num_steps= must be a whole number"),
+        ("trainer.num_steps=[1", "`trainer.num_steps=[1` cannot be read: a list is trainer.num_steps=[a,b]"),
+        ("trainer=3", "trainer=3 must be a mapping"),
+        ("policy.optimizer.lr=1e-5x", "policy.optimizer.lr=1e-5x must be a number"),
+        ("loss.cap=x", "loss.cap=x must be a number or null, e.g. loss.cap=0.5."),
+        ("policy.tiny.enabled=maybe", "must be true or false, e.g. policy.tiny.enabled=false."),
+        ("staleness.mode=dropp", "Did you mean drop? Choose one of drop, mask_old_tokens, reweight, wait."),
+        ("rollout.train.sampling.stop=a", "must be a list, e.g. rollout.train.sampling.stop=[a,b]."),
+        ("env.options=null", "env.options=null must be a mapping, e.g. env.options.key=value."),
+        ("~env.options", "~env.options removes nothing: every setting has a value"),
+        ("run.name=a,b", "run.name=a,b names several values. One run for each: streamrl launch -m run.name=a,b"),
+        ("env.options.text=a, b", "names several values"),
+        ("experiment=quickstar", "experiment=quickstar is unknown. Did you mean quickstart?"),
+        ("algorithm=gpro", "algorithm=gpro is unknown. Did you mean grpo?"),
+        ("quickstart", "Did you mean experiment=quickstart?"),
+        ("task.py", "Did you mean env.path=task.py?"),
+    ],
+)
+def test_a_word_that_cannot_be_taken_is_explained_in_our_words(word, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config([QUICK, word])
+
+    assert message in str(caught.value)
+    assert not any(noise in str(caught.value) for noise in ("Exception", "viable", "merging", "Integer", "hydra"))
+
+
+def test_a_text_that_hydra_cannot_read_is_taken_as_it_is():
+    config = load_config([QUICK, "env.path=~/my tasks (2)/é=1.py", "run.root=/data/o'neil", "env.options.ask=How (1)?"])
+
+    assert (config.env.path, config.run.root) == ("~/my tasks (2)/é=1.py", "/data/o'neil")
+    assert config.env.options == {"ask": "How (1)?"}
 
 
 def test_the_lag_bound_is_derived_from_eta_and_window():

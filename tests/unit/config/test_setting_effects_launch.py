@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, check_engine, launch_run
+from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, NUM_SAME_DEATHS, Child, Launcher, check_engine, launch_run
 from tests.unit.config.setting_harness import config_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,6 +65,34 @@ def test_an_actor_with_a_configuration_error_is_not_restarted(here, capfd):
 
     assert code == EXIT_NO_ACTORS and len(started(here, "actor")) == 1
     assert "a configuration error" in capfd.readouterr().err
+
+
+def test_an_actor_that_dies_of_the_same_words_again_and_again_is_given_up(here, capfd):
+    (here / "hub-please").write_text(str(NEVER))
+    (here / "mortal").touch()
+
+    code = launch(here, "launch.num_actors=1", "launch.num_max_restarts=20")
+
+    assert code == EXIT_NO_ACTORS and len(started(here, "actor")) == NUM_SAME_DEATHS
+    said = capfd.readouterr().err
+    assert "given up (the same words 3 times)" in said and "RuntimeError: the reason of the death" in said
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ("Writing shards: 100%\n10:00:00 learner  no GPU\ntorch.distributed ChildFailedError\nTraceback (most ...\n",
+         "  10:00:00 learner  no GPU"),
+        ("10:00:00 learner  run\nTraceback (most recent call last):\nKeyError: 1\n",
+         "  10:00:00 learner  run\n  Traceback (most recent call last):\n  KeyError: 1"),
+        ("Killed\n", "  Killed"),
+    ],
+)
+def test_the_last_words_of_a_process_are_its_own_lines_or_its_traceback(tmp_path, log, shown):
+    path = tmp_path / "learner.log"
+    path.write_text(log)
+
+    assert Child("learner", None, 0.0, path).last_words() == shown
 
 
 def test_without_actors_the_command_that_starts_one_is_printed(here, capfd):

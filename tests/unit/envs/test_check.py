@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from envs import check
 from envs.check import check_task
 from streamrl.environment import ChatMessage, SingleTurnTask, Step
 from streamrl.errors import TaskError
@@ -94,6 +95,36 @@ def test_math_verify_with_its_defaults_is_refused_with_the_remedy():
     check_task(broken(reward=reward(None)))
     with pytest.raises(TaskError, match="parsing_timeout=None and timeout_seconds=None"):
         check_task(broken(reward=reward(5)))
+
+
+def test_an_alarm_in_a_thread_is_refused_even_if_the_reward_hides_the_error():
+    def reward(self, record, text):
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            return 1.0
+        except ValueError:
+            return 0.0
+
+    before = signal.signal
+    with pytest.raises(TaskError, match="step uses signal.alarm and hides that it failed.\nActors run plain"):
+        check_task(broken(reward=reward))
+    assert signal.signal is before
+
+
+def test_a_slow_call_is_told_while_it_runs(monkeypatch):
+    monkeypatch.setattr(check, "SLOW_S", 0.05)
+    said, heard = [], threading.Event()
+
+    def notify(text):
+        said.append(text)
+        heard.set()
+
+    def reward(self, record, text):
+        return float(heard.wait(30))
+
+    check_task(broken(reward=reward), notify=notify)
+
+    assert "step has been running for 0.05 s; the limit is env.step_timeout_s=30." in said[0]
 
 
 def test_a_call_that_hangs_is_refused():

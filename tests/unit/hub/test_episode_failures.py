@@ -171,3 +171,13 @@ def test_without_an_actor_the_hub_says_how_to_start_one(tmp_path, model_dir, mon
 
         assert "no actor has joined yet" in caplog.text
         assert f"streamrl actor connect={hub.server.endpoint}" in caplog.text
+
+
+def test_prompts_that_no_actor_can_take_stop_the_run_with_the_reason():
+    long = "the prompt has 70 tokens, rollout.max_prompt_tokens is 32"
+    back = msgspec.structs.replace(group(0, 1), reason=ReturnReason.TOO_LONG, detail=long, stats={})
+    said, failures = told(*[back] * NUM_FIRST)
+
+    assert failures.fatal == f"all of the first {NUM_FIRST} prompts came back, the run stops: {long}"
+    assert said == [f"a lease came back (too_long): {long}", failures.fatal]
+    assert told(group(1, 0), *[back] * NUM_FIRST)[1].fatal == ""

@@ -26,8 +26,8 @@ MISTAKES = {
     "no value": ([QUICKSTART, "verbose"], "`verbose` is not a setting: write key=value"),
     "experiment as a word": (["quickstart"], "`quickstart` is not a setting"),
     "a flag": ([QUICKSTART, "--fast"], "`--fast` is not an option here: settings are key=value"),
-    "unknown experiment": (["experiment=quickstar"], "Available options"),
-    "unknown algorithm": ([QUICKSTART, "algorithm=gpro"], "Available options"),
+    "unknown experiment": (["experiment=quickstar"], "experiment=quickstar is unknown. Did you mean quickstart?"),
+    "unknown algorithm": ([QUICKSTART, "algorithm=gpro"], "algorithm=gpro is unknown. Did you mean grpo?"),
     # values
     "text for a number": ([QUICKSTART, "trainer.num_steps=ten"], "trainer.num_steps"),
     "negative learning rate": ([QUICKSTART, "policy.optimizer.lr=-1"], "policy.optimizer.lr=-1"),

@@ -1,6 +1,7 @@
 """summary.json: its keys, its round trip, and its numbers from the lines of a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
     num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
     publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure run eval_score_best
-    stopped""".split()
+    stopped failed""".split()
 
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
@@ -102,6 +103,14 @@ def test_a_run_is_named_by_its_directory_and_its_id_comes_last():
     headline = summarize([], **known, run="quick-003").headline()
 
     assert headline[0] == ("run", "quick-003") and headline[-1] == ("id", "quick-5498d179")
+
+
+def test_a_run_that_failed_says_so_and_why(make_run):
+    summary = Summary.load(make_run() / "summary.json")
+    failed = replace(summary, failed="task judge: KeyError: 'answer'")
+
+    assert "failed" not in dict(summary.headline())
+    assert dict(failed.headline())["failed"] == "task judge: KeyError: 'answer'"
 
 
 def test_failed_episodes_are_a_row_of_their_own_and_no_recovery(make_run):

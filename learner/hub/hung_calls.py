@@ -1,0 +1,67 @@
+"""Calls of environments that do not return: told while they run, and the end of a run in which all of them hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S
+
+REPEAT_S = 60.0
+"""Slow calls are told at most once in so long."""
+LAST_CHANCE_S = 10.0
+"""From the first call that was given up: if no step has returned by then, the run stops."""
+
+
+class HungCalls:
+    """What heartbeats say of calls of environments, by actor.
+
+    Attributes:
+        fatal: why the run must stop; "" while it need not.
+    """
+
+    def __init__(self, notify: Callable[[str], None], *, task: str, limit_s: float) -> None:
+        self.fatal = ""
+        self._notify = notify
+        self._of, self._limit = f"of the environment of task {task}", f"env.step_timeout_s={limit_s:g}"
+        self._stats: dict[str, Mapping[str, float]] = {}
+        self._told_at: float | None = None
+        self._hung_at: float | None = None
+
+    def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
+        """The numbers of one actor's heartbeat."""
+        self._stats[actor_id] = stats
+        self._check_slow(now)
+        self._check_hung(now)
+
+    def left(self, actor_id: str) -> None:
+        self._stats.pop(actor_id, None)
+
+    def _check_slow(self, now: float) -> None:
+        num_slow = self._sum(SLOW_CALLS)
+        if num_slow and (self._told_at is None or now - self._told_at > REPEAT_S):
+            self._told_at = now
+            longest = max(stats.get(SLOWEST_CALL_S, 0.0) for stats in self._stats.values())
+            self._notify(
+                f"{_calls(num_slow)} {self._of} still running after {max(longest, SLOW_CALL_S):.0f} s; the limit is "
+                f"{self._limit}"
+            )
+
+    def _check_hung(self, now: float) -> None:
+        num_hung = self._sum(HUNG_CALLS)
+        if not num_hung or self._sum(ANSWERED_STEPS):
+            return
+        if self._hung_at is None:
+            self._hung_at = now
+        elif now - self._hung_at > LAST_CHANCE_S and not self.fatal:
+            self.fatal = (
+                f"every call {self._of} hangs, the run stops: {num_hung} were given up after {self._limit} and none "
+                "has returned; mend what they wait for, or raise that limit"
+            )
+            self._notify(self.fatal)
+
+    def _sum(self, name: str) -> int:
+        return int(sum(stats.get(name, 0.0) for stats in self._stats.values()))
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' if count > 1 else ''}"

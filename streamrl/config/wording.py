@@ -1,0 +1,67 @@
+"""Refusals of a `key=value` word: what it must be, what was got, and an example. hydra's own name no remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from streamrl.errors import ConfigError
+from streamrl.extension import did_you_mean
+
+Setting = tuple[str, str, Any, str]
+"""(dotted name, type, default, sentence), as `streamrl.config.load.settings` gives them."""
+
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+_EXAMPLES = {"int": "10", "float": "0.5", "bool": "true", "str": "text"}
+
+
+def refuse_type(setting: Setting, value: str) -> NoReturn:
+    """A value of another type than the setting's."""
+    name, kind, default, sentence = setting
+    if kind.startswith("list"):
+        raise ConfigError(f"{name}={value} must be a list, e.g. {name}=[a,b]. {sentence}")
+    if kind.startswith("dict"):
+        raise ConfigError(f"{name}={value} must be a mapping, e.g. {name}.key=value. {sentence}")
+    parts = kind.split("|")
+    if not any(part in _WORDS for part in parts):
+        near = did_you_mean(value, parts)
+        raise ConfigError(f"{name}={value} is unknown.{near} Choose one of {', '.join(parts)}. {sentence}")
+    known = " or ".join(_WORDS.get(part, part) for part in parts)
+    example = str(default).lower() if default is not None else _EXAMPLES[parts[0]]
+    raise ConfigError(f"{name}={value} must be {known}, e.g. {name}={example}. {sentence}")
+
+
+def refuse_unreadable(name: str, value: str) -> NoReturn:
+    """A value with brackets, quotes or an equals sign that do not fit together."""
+    raise ConfigError(
+        f"`{name}={value}` cannot be read: a list is {name}=[a,b], a mapping {name}={{key:value}}; put quotes around a "
+        f"text with brackets, commas, quotes or =, inside those of the shell: '{name}=\"a,b\"'."
+    )
+
+
+def refuse_several(name: str, value: str) -> NoReturn:
+    """Values with commas between them, without -m."""
+    raise ConfigError(
+        f"{name}={value} names several values. One run for each: streamrl launch -m {name}={value} ...; write a list "
+        f"as {name}=[{value}], a text with a comma as '{name}=\"{value}\"'."
+    )
+
+
+def refuse_removal(name: str) -> NoReturn:
+    """A word with ~ in front."""
+    raise ConfigError(f"~{name} removes nothing: every setting has a value; write {name}=VALUE, or leave the word out.")
+
+
+def refuse_file(group: str, name: str, names: Sequence[str]) -> NoReturn:
+    """A file of configs/<group>/ that is not there."""
+    raise ConfigError(
+        f"{group}={name} is unknown.{did_you_mean(name, names)} There are {', '.join(sorted(names))}; a settings file "
+        "of your own goes without a key: streamrl launch my.yaml."
+    )
+
+
+def refuse_word(word: str, experiments: Sequence[str]) -> NoReturn:
+    """A word without `=`."""
+    meant = f" Did you mean experiment={word}?" if word in experiments else ""
+    meant = f" Did you mean env.path={word}?" if word.endswith(".py") else meant
+    raise ConfigError(f"`{word}` is not a setting: write key=value, e.g. trainer.num_steps=200.{meant}")
