@@ -24,7 +24,7 @@ def test_every_link_leads_to_a_file(path):
 
 
 def test_every_make_target_exists():
-    targets = set(re.findall(r"\bmake ([a-z0-9]+)\b", README))
+    targets = set(re.findall(r"\bmake ([a-z0-9-]+)\b", README))
     makefile = (ROOT / "Makefile").read_text()
     assert {"quickstart", "test", "smollm2"} <= targets
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
@@ -50,7 +50,7 @@ def test_the_twenty_line_task_is_one_and_plays(tmp_path):
 
 def test_every_folder_in_the_table_exists_and_every_package_is_in_it():
     named = set(re.findall(r"^\| `(\w+)/` \|", README, re.M))
-    assert named == {"streamrl", "actors", "learner", "envs", "configs", "tests", "bench", "docs"}
+    assert named == {"streamrl", "actors", "learner", "envs", "configs", "tests", "bench", "docs", "examples"}
     assert all((ROOT / name).is_dir() for name in named)
 
 

@@ -56,13 +56,14 @@ class Reader:
         self._files: dict[str, str] = {}
         self._done: dict[tuple[str, ...], Outcome] = {}
         self.outcomes: list[Outcome] = []
+        self._page_start = 0
 
     def follow(self, items: list[Item]) -> None:
         """Run every item. Commands for terminals run side by side until the page goes on with another command."""
         page = ""
         for item in items:
             if item.page != page:
-                self._finish_terminals()
+                self._finish_page()
                 page = item.page
             if item.kind == "file":
                 path = self._clone / item.name
@@ -71,7 +72,7 @@ class Reader:
                 self._files[item.name] = item.text
             else:
                 self._command(item)
-        self._finish_terminals()
+        self._finish_page()
 
     def close(self) -> None:
         """Ends what still runs, after an interruption."""
@@ -99,6 +100,12 @@ class Reader:
 
     def _finish_terminals(self) -> None:
         self.outcomes += self._terminals.finish()
+
+    def _finish_page(self) -> None:
+        """Terminals end after commands that stand below them: the list has them in the order of the page."""
+        self._finish_terminals()
+        self.outcomes[self._page_start :] = sorted(self.outcomes[self._page_start :], key=lambda one: one.line)
+        self._page_start = len(self.outcomes)
 
 
 def _environment(clone: Path) -> dict[str, str]:

@@ -30,6 +30,10 @@ class Outcome:
     def failed(self) -> bool:
         return self.status not in (None, 0)
 
+    @property
+    def line(self) -> int:
+        return int(self.where.rpartition(":")[2])
+
     def row(self) -> str:
         status = "-" if self.status is None else "timeout" if self.status == -signal.SIGKILL else str(self.status)
         seconds = f"{self.seconds:7.1f}" if self.status is not None else "      -"

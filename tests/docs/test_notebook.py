@@ -1,0 +1,39 @@
+"""The notebook runs from its first cell to its last, and what is committed came from such a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.docs.extract import ROOT
+
+PATH = ROOT / "examples" / "first_run.ipynb"
+SHORT = (
+    'settings = ["trainer.num_steps=2", "eval.every_steps=1", "eval.num_samples=8", "rollout.num_prompts_per_step=8", '
+    '"rollout.num_responses_per_prompt=4", "policy.tiny.num_warm_start_steps=20", "policy.tiny.cache_dir={cache}"]'
+)
+
+
+def texts(notebook: nbformat.NotebookNode) -> str:
+    """Everything that its cells printed or returned as text."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "\n".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+@pytest.mark.flow
+@pytest.mark.timeout(300)
+def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(PATH, as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    parameters.source = SHORT.format(cache=ROOT / "models" / "test")
+
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    shown = texts(notebook)
+    assert "report          runs/quickstart-001/report.html" in shown
+    assert shown.count("reversed without an error") >= 2 and "abcd ->" in shown
+    assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
