@@ -44,7 +44,7 @@ WHAT_TO_DO = re.compile(
     r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower"
     r"|make it|must|name it|name one|name the|name them|needs? at least|needs a|pip install|put|quote|raise|reinstall"
     r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are"
-    r"|train with|use|valid options|widen|write|expected|allowed are|it has)\b",
+    r"|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
@@ -74,8 +74,10 @@ def error_texts() -> tuple[ErrorText, ...]:
     found = {}
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
-            for error, node in _raised(ast.parse(path.read_text())):
-                text = " ".join(_template(node).split())
+            tree = ast.parse(path.read_text())
+            constants = _constants(tree)
+            for error, node in _raised(tree):
+                text = " ".join(_template(node, constants).split())
                 if re.search(r"[A-Za-z]{3}", text.replace(HOLE, "")):
                     found[ErrorText(str(path.relative_to(ROOT)), error, text)] = None
     return tuple(found)
@@ -92,14 +94,24 @@ def _raised(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield "ConfigError", node.args[1]
 
 
-def _template(node: ast.expr) -> str:
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """Texts that the module gives a name: sentences that several errors end with."""
+    return {
+        target.id: _template(node.value, {}) for node in tree.body if isinstance(node, ast.Assign)
+        for target in node.targets if isinstance(target, ast.Name)
+    }
+
+
+def _template(node: ast.expr, constants: dict[str, str]) -> str:
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(_template(part) for part in parts)
+            return "".join(_template(part, constants) for part in parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _template(left) + _template(right)
+            return _template(left, constants) + _template(right, constants)
+        case ast.Name(id=name) | ast.FormattedValue(value=ast.Name(id=name)):
+            return constants.get(name, HOLE)
     return HOLE
 
 
