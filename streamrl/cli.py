@@ -34,7 +34,7 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
   key=value          any setting: streamrl settings --common, streamrl settings WORD
-  FILE.yaml          settings of one's own, below the words beside it; the config.yaml of a run repeats it""",
+  FILE.yaml          your own settings; words beside it override them. The config.yaml of a run repeats the run""",
     "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
 
   WORD        only those whose line contains every word
