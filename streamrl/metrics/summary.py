@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError
+from streamrl.metrics.diagnosis import diagnosis_of
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.text import compact, duration
 
@@ -58,6 +59,8 @@ class Summary:
     """Why the run ended before its last step, such as "SIGTERM" or "pruned at step 40"; empty if it did them all."""
     failed: str = ""
     """The error that ended the run; empty if none did."""
+    diagnosis: str = ""
+    """What limited the run's speed, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -118,6 +121,7 @@ class Summary:
             ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
                          f"{compact(self.tokens_per_s_generate)} generated"),
             ("learner waited", wait),
+            *([("bottleneck", self.diagnosis)] if self.diagnosis else []),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
             *([("id", self.run_id)] if self.run else []),
@@ -145,6 +149,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
     trained = int(last(rows, "run/trained_tokens", sum(series(rows, "policy/num_tokens")[1])))
     publish = series(rows, "time/publish_s")[1]
     per_s = 1.0 / wall_s if wall_s else 0.0
+    diagnosis = diagnosis_of(rows)
     found: dict[str, Any] = {
         "steps": int(rows[-1]["step"]) if rows else 0,
         "wall_s": wall_s,
@@ -159,6 +164,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "tokens_per_s_train": trained * per_s,
         "tokens_per_s_generate": counter_total(rows, "hub/tokens_generated") * per_s,
         "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
+        "diagnosis": diagnosis.text if diagnosis else "",
         "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
     }
     return Summary(run_id=run_id, max_lag_bound=max_lag_bound, device=device, dtype=dtype, seed=seed,

@@ -8,6 +8,7 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
+from streamrl.metrics.diagnosis import diagnosis_of
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import Summary, last, series
 from streamrl.metrics.text import compact, duration
@@ -115,7 +116,7 @@ def tiles(record: RunRecord) -> str:
 
 
 def messages(record: RunRecord) -> str:
-    """Failures and warnings of the run, and the notes that people wrote."""
+    """Failures and warnings of the run, what limited its speed, and the notes that people wrote."""
     out = []
     if record.state == "killed":
         out.append(("warning", f"The run ended at step {record.step} without a summary: its learner was killed or "
@@ -134,6 +135,8 @@ def messages(record: RunRecord) -> str:
     skipped = int(sum(series(record.rows, "policy/num_skipped_steps")[1]))
     if skipped:
         out.append(("warning", f"{skipped} steps were skipped: their loss or gradient was not finite."))
+    if diagnosis := diagnosis_of(record.rows):
+        out.append(("", f"Bottleneck: {diagnosis.text}."))
     boxes = [f'<div class="message {css}">{escape(text)}</div>' for css, text in out]
     if record.notes:
         boxes.append(f'<div class="message"><pre>{escape(record.notes)}</pre></div>')

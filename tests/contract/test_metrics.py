@@ -18,6 +18,7 @@ from streamrl.metrics.conditions import CONDITIONS, CRITIC_ESTIMATORS, TRACE_EST
 from streamrl.metrics.names import METRICS, missing_and_surplus
 from tests.flow.processes import SMALL
 from tests.flow.test_critic import MORE_METRICS, WITH_CRITIC
+from tests.flow.test_diagnosis import PHASED
 from tests.flow.test_kl_runs import PULLED
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +26,13 @@ RUNS = {
     "test_launch": (),
     "test_critic": (*WITH_CRITIC, *MORE_METRICS),
     "test_kl_runs": PULLED,
+    "test_diagnosis": PHASED,
     "test_adaptive_staleness": ("staleness.mode=reweight", "staleness.max_lag=0", "staleness.eta=3"),
     "test_adaptive_staleness mask": ("staleness.mode=mask_old_tokens", "staleness.eta=3"),
 }
 """Flow test -> the settings of a run whose keys it checks."""
-NO_RUN_HERE = {"gpu", "gpu_transport", "hypervolume"}
-"""Conditions that need a GPU, or a task with two scores."""
+NO_RUN_HERE = {"gpu", "gpu_transport"}
+"""Conditions that need a GPU."""
 
 
 def settings_of(*words: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamrl.metrics.diagnosis import diagnosis_of
 from streamrl.metrics.summary import series
 
 NUM_LOG_LINES = 30
@@ -66,13 +67,14 @@ class ViewState:
 
     @property
     def phase(self) -> str:
-        """What the run does now, in words; what it waits for only if that takes long."""
+        """What the run does now, in words; what it waits for only if that takes long, else what limits its speed."""
         if self.state in ("finished", "stopped"):
             return self.state
         quiet_s = self.now - self.changed_at
         if self.waiting_for and (not self.rows or quiet_s > max(PATIENCE_S, 2 * self.step_s)):
             return f"waiting: {self.waiting_for}"
-        return "training" if self.rows else self.state
+        diagnosis = diagnosis_of(self.rows, NUM_RECENT_STEPS)
+        return diagnosis.text if diagnosis else "training" if self.rows else self.state
 
     @property
     def step_s(self) -> float:
