@@ -122,7 +122,7 @@ def messages(record: RunRecord) -> str:
         out.append(("warning", f"The run ended at step {record.step} without a summary: its learner was killed or "
                                "failed. Its last words are in logs/learner.log."))
     if record.failure:
-        out.append(("warning", f"The run failed with {record.failure}"))
+        out.append(("warning", f"The run failed: {record.failure}"))
     summary = record.summary
     if summary and summary.stopped.startswith("pruned"):
         out.append(("", f"A search stopped this run, because others did better: {summary.stopped}."))

@@ -150,4 +150,7 @@ class JobProcess:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    lines = [line.strip() for line in lines if line.strip()]
+    if lines[-2:-1] and lines[-2].startswith("Go on from its newest checkpoint"):  # how to resume is no reason
+        lines = lines[:-2]
+    return lines[-1] if lines else ""

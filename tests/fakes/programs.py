@@ -47,6 +47,7 @@ score = float(words["policy.optimizer.lr"])
 if sys.argv[1:2] == ["--check"]:
     sys.exit(0)
 if score == 13.0:
+    (Path(words["run.dir"]) / "LATEST").touch()  # as if it had saved a checkpoint
     print("RuntimeError: the reason of the failure")
     sys.exit(1)
 run = Path(words["run.dir"])

@@ -55,7 +55,8 @@ def test_a_grid_of_two_at_once_is_ranked_and_a_failed_run_is_not_its_end(here, c
     assert {one["CUDA_VISIBLE_DEVICES"] for one in environments} <= {"4", "6"}
     printed = capfd.readouterr()
     assert "policy.optimizer.lr=-1.0 must be greater than 0" in printed.out
-    assert "job 1 failed: status 1" in printed.out and "not finished" in printed.err
+    assert "job 1 failed: status 1: RuntimeError: the reason of the failure" in printed.out
+    assert "not finished" in printed.err
     assert "best            eval_score_best 10.0: policy.optimizer.lr=0.5" in printed.out
     table = (here / "out" / "comparison.md").read_text()
     assert table.index("lr=0.5") < table.index("lr=0.25") < table.index("lr=13.0 (failed)")
