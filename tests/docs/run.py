@@ -8,6 +8,7 @@ failed.
     python -m tests.docs.run                             everything, in a temporary clone
     python -m tests.docs.run --clone DIR                 the same in DIR, which is kept; one that is there is used again
     python -m tests.docs.run --clone DIR --only WORD     only commands or pages that contain the word
+    python -m tests.docs.run --list                      what would be done with each command, without a clone
 """
 
 from __future__ import annotations
@@ -125,15 +126,20 @@ def make_clone(clone: Path) -> None:
         print("note: changes that are not committed are not tried", flush=True)
 
 
+def planned(item: Item) -> Outcome:
+    """A command that was not started: as it would be, or why not."""
+    rule = rule_for(item, read_rules())
+    return Outcome(item.where, full_text(item, rule), note=f"not run: {rule.skip}" if rule.skip else "")
+
+
 def table(outcomes: list[Outcome]) -> str:
     """The list of commands with status and seconds, and a last line of counts."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     ran = [outcome for outcome in outcomes if outcome.status is not None]
-    lines = [outcome.row() for outcome in outcomes]
     return "\n".join([
-        "", "status   seconds  command", *lines, "",
+        "", "status   seconds  command", *(outcome.row() for outcome in outcomes), "",
         f"{len(outcomes)} commands: {len(ran) - len(failed)} ran and succeeded, {len(failed)} failed, "
-        f"{len(outcomes) - len(ran)} not run (the reason stands beside each)",
+        f"{len(outcomes) - len(ran)} not run: the reason stands beside each",
     ])
 
 
@@ -141,7 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.docs.run", description=__doc__.split("\n\n")[0])
     parser.add_argument("--clone", type=Path, help="make the clone here and keep it; one that is there is used again")
     parser.add_argument("--only", default="", help="only commands or pages that contain this")
+    parser.add_argument("--list", action="store_true", help="print what would be done, and do nothing")
     chosen = parser.parse_args(arguments)
+    if chosen.list:
+        print("\n".join(planned(item).row() for item in all_items() if item.kind != "file"))
+        return 0
     with tempfile.TemporaryDirectory(prefix="streamrl-docs-test-") as scratch:
         clone = (chosen.clone or Path(scratch) / "streamrl").absolute()
         make_clone(clone)

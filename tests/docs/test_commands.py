@@ -10,7 +10,7 @@ import pytest
 from streamrl.config.load import check_overrides
 from tests.docs.extract import ROOT, Item, all_items, extract
 from tests.docs.rules import Rule, full_text, read_rules, rule_for
-from tests.docs.run import Ports, Reader, table
+from tests.docs.run import Ports, Reader, main, table
 
 ITEMS = [item for item in all_items() if item.kind != "file"]
 RULES = read_rules()
@@ -115,6 +115,14 @@ def test_a_port_of_the_pages_is_the_same_free_one_everywhere():
 
     assert first != second and "5601" not in first
     assert ports.replace("tcp://127.0.0.1:5601,x") == first.replace("--at ", "tcp://") + ",x"
+
+
+def test_the_list_says_how_each_command_would_be_run(capsys: pytest.CaptureFixture[str]):
+    assert main(["--list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * len(ITEMS)
+    assert any("README.md:" in line and "not run: needs a second machine" in line for line in lines)
 
 
 def test_the_make_target_starts_it():

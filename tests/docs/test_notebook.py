@@ -37,3 +37,14 @@ def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "report          runs/quickstart-001/report.html" in shown
     assert shown.count("reversed without an error") >= 2 and "abcd ->" in shown
     assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+
+
+def test_the_committed_outputs_are_those_of_one_whole_run():
+    notebook = nbformat.read(PATH, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert "error" not in {output.output_type for cell in code for output in cell.outputs}
+    assert "steps           60\n" in texts(notebook)
+    assert "stderr" not in {output.get("name") for cell in code for output in cell.outputs}
+    assert PATH.stat().st_size < 200_000
