@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from envs.check import check_task
 from envs.registry import task_of
+from learner.model_hub import find_models
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
 from streamrl.config.schema import Config
 from streamrl.environment import Task
@@ -51,7 +53,8 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
                 f"{section}.optimizer.name=adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', "
                 "or take adamw."
             )
-    _check_models(config)
+    _check_models(config, notify)
+    check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
@@ -99,16 +102,13 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
 
 
 def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ConfigError, for a name on the model hub with the command that fetches it."""
+    """config.json of a checkpoint. Raises ConfigError."""
     try:
         found = json.loads((Path(directory) / "config.json").read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
-        name = str(directory)
-        is_hub_id = name.count("/") == 1 and not name.startswith((".", "/")) and not Path(name).exists()
-        fetch = f" For a model of the hub: hf download {name} --local-dir models/{Path(name).name}, then name that."
         raise ConfigError(
-            f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory."
-            f"{fetch if is_hub_id else ''}"
+            f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory, or a name of "
+            "the model hub."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
@@ -116,7 +116,23 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
     return found
 
 
-def _check_models(config: Config) -> None:
+def check_port(address: str, setting: str) -> None:
+    """Raise ConfigError if another process listens at this address; port 0 is any free one."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the hub does: a run that just ended is no bar
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}={address} cannot be used ({error.strerror}): stop the process that has it, or choose "
+                "another port (0: any free)."
+            ) from error
+
+
+def _check_models(config: Config, notify: Callable[[str], None]) -> None:
+    find_models(config, notify)
     paths = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
     if not config.policy.tiny.enabled:
         paths["policy.model_path"] = config.policy.model_path

@@ -25,6 +25,7 @@ from learner.model.build import load_networks
 from learner.model.optimizer import make_schedule
 from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.model.policy import Policy
+from learner.model_hub import find_models
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
@@ -69,6 +70,7 @@ def _check_before_loading(config: Config, device: torch.device) -> None:
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
+    find_models(config, log.info)
     check_settings(config, device)
 
 

@@ -94,6 +94,13 @@ FULL_NAMES: dict[str, str] = {
 }
 """Names whose last part alone would say something else."""
 
+NOT_HERE: dict[str, str] = {
+    "lora": "LoRA is not in this release: all weights are trained", "peft": "LoRA is not in this release",
+    "qlora": "LoRA is not in this release", "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
+    "accelerate": "ranks are started by torchrun: launch.num_learner_ranks",
+}
+"""What people look for and will not find, and what there is."""
+
 COMMON = (
     "policy.model_path", "env.name", "env.path", "trainer.num_steps", "policy.optimizer.lr",
     "rollout.num_prompts_per_step", "rollout.num_responses_per_prompt", "rollout.train.sampling.max_new_tokens",

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.config.aliases import ALIASES, FULL_NAMES
+from streamrl.config.aliases import ALIASES, FULL_NAMES, NOT_HERE
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, is_file
@@ -213,6 +213,8 @@ def nearest_setting(key: str) -> str:
     if key.lower() in FULL_NAMES:
         return f"did you mean `{FULL_NAMES[key.lower()]}`?"
     keys = set(setting_names())
+    if key.lower().partition(".")[0] in NOT_HERE:
+        return f"{NOT_HERE[key.lower().partition('.')[0]]}."
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
     alias = ALIASES.get(key.lower().replace("-", "_").rpartition(".")[2])
     if alias is not None and not (close and "." in key):

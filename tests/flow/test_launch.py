@@ -98,47 +98,6 @@ def test_a_broken_task_fails_at_once_and_by_name(harness: RunHarness):
     assert harness.leftovers() == []
 
 
-FLAKY = """
-calls = 0
-
-def record(split, index):
-    return {'prompt': 'x'}
-
-def reward(record, completion):
-    global calls
-    calls += 1
-    if completion != 'probe' and calls % EVERY == 0:
-        raise RuntimeError('the judge is away')
-    return len(completion) / 100
-"""
-
-
-def test_a_run_in_which_every_episode_fails_stops_with_the_cause_on_the_terminal(harness: RunHarness):
-    task = harness.path / "judged.py"
-    task.write_text(FLAKY.replace("EVERY", "1"))
-
-    launch = harness.launch(f"env.path={task}", "env.options={}", "policy.tiny.num_warm_start_steps=0")
-
-    assert harness.finish(launch, 90) == 1, harness.logs()
-    printed = (harness.path / "launch.log").read_text()
-    assert "an episode failed: task judged: RuntimeError: the judge is away" in printed
-    assert "episodes failed, the run stops: task judged: RuntimeError: the judge is away" in printed
-    assert harness.leftovers() == []
-
-
-def test_failed_episodes_of_a_run_are_in_its_summary_as_failures(harness: RunHarness):
-    task = harness.path / "judged.py"
-    task.write_text(FLAKY.replace("EVERY", "3"))
-
-    launch = harness.launch(f"env.path={task}", "env.options={}", "policy.tiny.num_warm_start_steps=0",
-                            "trainer.num_steps=3", "hub.num_max_attempts=20")
-
-    assert harness.finish(launch, 120) == 0, harness.logs()
-    printed, summary = (harness.path / "launch.log").read_text(), harness.summary()
-    assert summary["num_episodes_failed"] > 0 and summary["num_leases_retried"] > 0
-    assert "episodes failed: task judged: RuntimeError: the judge is away" in printed
-
-
 def _kill_actor(harness: RunHarness) -> None:
     from tests.flow.processes import _command_lines
 

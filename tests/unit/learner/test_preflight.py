@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import resource
+import socket
 import subprocess
 import sys
 
@@ -11,12 +13,32 @@ import pytest
 
 import streamrl.metrics.trackers.registry as trackers
 from learner import preflight
+from learner.model_hub import find_models
 from learner.preflight import check_run
 from streamrl.config.load import load_config
 from streamrl.config.rules import ENGINES
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError
+from streamrl.launch import launch_run
 
 QUICKSTART = "experiment=quickstart"
+HANGS = "import threading\n\n" + (
+    "def record(split, index):\n    return {'prompt': 'x'}\n\n"
+    "def reward(record, completion):\n    return float(threading.Event().wait())\n"
+)
+MATH_VERIFY = """
+from math_verify import parse, verify
+
+def record(split, index):
+    return {'prompt': 'x'}
+
+def reward(record, completion):
+    return float(verify(parse('$1$'), parse(completion)))
+"""
+HIDDEN_ALARM = MATH_VERIFY.replace("    return float(", "    try:\n        return float(") + (
+    "    except Exception:\n        return 0.0\n"
+)
+LONG = "def record(split, index):\n    return {'prompt': 'x' * 500}\n\ndef reward(record, text):\n    return 1.0\n"
+NO_ENV = "class Calc:\n    name = 'calc'\n\n    def record(self, split, index): ...\n\n    def env(self): ...\n"
 BROKEN = "def record(split, index):\n    return {'prompt': 'x'}\n\ndef reward(record, completion):\n    return 1 / 0\n"
 
 MISTAKES = {
@@ -28,8 +50,18 @@ MISTAKES = {
     "a flag": ([QUICKSTART, "--fast"], "`--fast` is not an option here: settings are key=value"),
     "unknown experiment": (["experiment=quickstar"], "experiment=quickstar is unknown. Did you mean quickstart?"),
     "unknown algorithm": ([QUICKSTART, "algorithm=gpro"], "algorithm=gpro is unknown. Did you mean grpo?"),
+    "name of a learning rate elsewhere": ([QUICKSTART, "lr=1e-5"], "did you mean `policy.optimizer.lr`?"),
+    "long name of a learning rate": ([QUICKSTART, "learning_rate=1e-5"], "did you mean `policy.optimizer.lr`?"),
+    "name of a model elsewhere": ([QUICKSTART, "model=x"], "did you mean `policy.model_path`?"),
+    "LoRA": ([QUICKSTART, "lora.rank=8"], "LoRA is not in this release"),
+    "a task file as a word": (["my_task.py"], "Did you mean env.path=my_task.py?"),
+    "a missing settings file": (["my.yaml"], "my.yaml: there is no such settings file"),
     # values
-    "text for a number": ([QUICKSTART, "trainer.num_steps=ten"], "trainer.num_steps"),
+    "a list that is not closed": ([QUICKSTART, "publish.transports=[shm"], "cannot be read: a list is"),
+    "several values without -m": ([QUICKSTART, "staleness.eta=0,4"], "streamrl launch -m staleness.eta=0,4"),
+    "a setting removed": ([QUICKSTART, "~env.options"], "removes nothing: every setting has a value"),
+    "unknown choice": ([QUICKSTART, "staleness.mode=dropp"], "Did you mean drop?"),
+    "text for a number": ([QUICKSTART, "trainer.num_steps=ten"], "trainer.num_steps=ten must be a whole number"),
     "negative learning rate": ([QUICKSTART, "policy.optimizer.lr=-1"], "policy.optimizer.lr=-1"),
     "greedy training": ([QUICKSTART, "rollout.train.sampling.temperature=0"], "use more than 0"),
     "truncated training": ([QUICKSTART, "rollout.train.sampling.top_p=0.9"], "leave top_p at 1.0"),
@@ -39,6 +71,8 @@ MISTAKES = {
     ),
     "bound below the lead": ([QUICKSTART, "staleness.eta=4", "staleness.max_lag=2"], "raise max_lag or lower eta"),
     "open hub": ([QUICKSTART, "hub.bind=tcp://0.0.0.0:5601"], "bring remote actors in through an encrypted tunnel"),
+    "bad address": ([QUICKSTART, "hub.bind=tcp://127.0.0.1:x"], "must look like tcp://127.0.0.1:5601"),
+    "port in use": ([QUICKSTART, "hub.bind=tcp://127.0.0.1:{port}"], "choose another port (0: any free)"),
     "bad run name": ([QUICKSTART, "run.name=my run"], "run.name"),
     "unknown engine": ([QUICKSTART, "actors.engine=vlm"], "actors.engine=vlm is unknown. Did you mean vllm?"),
     "own engine that is not there": ([QUICKSTART, "actors.engine=my_engine:make"], "cannot import 'my_engine'"),
@@ -50,6 +84,17 @@ MISTAKES = {
     "unknown task": ([QUICKSTART, "env.name=string.revers"], "Did you mean string.reverse"),
     "own task that is not there": ([QUICKSTART, "env.name=my_package.tasks:Mine"], "cannot import 'my_package'"),
     "unknown option of a task": ([QUICKSTART, "env.options.max_lenght=3"], "has no option 'max_lenght'. Did you mean"),
+    "a reward that hangs": (
+        [QUICKSTART, "env.path=hangs.py", "env.step_timeout_s=0.1"], "step ran for more than env.step_timeout_s=0.1",
+    ),
+    "math_verify with its defaults": (
+        [QUICKSTART, "env.path=math_task.py"], "math_verify: parsing_timeout=None and timeout_seconds=None",
+    ),
+    "signal.alarm in a reward that hides the error": (
+        [QUICKSTART, "env.path=hidden_alarm.py"], "uses signal.alarm and hides that it failed",
+    ),
+    "an environment without its number of records": ([QUICKSTART, "env.path=calc.py"], "Calc lacks num_records"),
+    "prompts too long for the tiny model": ([QUICKSTART, "env.path=long.py"], "Set rollout.max_prompt_tokens=640"),
     "a reward that raises": ([QUICKSTART, "env.path=broken.py"], "ZeroDivisionError"),
     # models
     "no model": ([], "policy.model_path is not set: give a local checkpoint directory"),
@@ -57,10 +102,13 @@ MISTAKES = {
     "a file as the model": (["policy.model_path=broken.py"], "holds no config.json"),
     "a model of the hub": (
         ["policy.model_path=Qwen/Qwen2.5-0.5B-Instruct"],
-        "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct",
+        "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct on a machine that can",
     ),
     "no reference model": ([QUICKSTART, "reference.model_path=empty"], "reference.model_path=empty holds no config"),
     # devices and packages
+    "heads too small for vLLM on a CPU": (
+        [QUICKSTART, "actors.engine=vllm", "actors.device=cpu"], "set policy.tiny.num_heads=2",
+    ),
     "no GPU for the learner": ([QUICKSTART, "run.device=cuda"], "0 are visible here: set run.device=cpu"),
     "no GPU for the actors": ([QUICKSTART, "actors.device=cuda"], "no GPU is visible here: set actors.device=cpu"),
     "no bitsandbytes": ([QUICKSTART, "policy.optimizer.name=adam8bit"], "pip install 'streamrl[adam8bit]'"),
@@ -70,8 +118,8 @@ MISTAKES = {
     # the objective
     "unknown surrogate": ([QUICKSTART, "loss.surrogate=ppo_clop"], "Did you mean ppo_clip"),
     "unknown estimator": ([QUICKSTART, "advantage.estimator=gea"], "gae"),
-    "two ratios": ([QUICKSTART, "advantage.estimator=clipped_is", "loss.surrogate=ppo_clip"], "advantage.estimator"),
-    "a kind of KL that is biased here": ([QUICKSTART, "kl.mode=k3"], "kl.mode"),
+    "two ratios": ([QUICKSTART, "advantage.estimator=clipped_is", "loss.surrogate=ppo_clip"], "leave one of them out"),
+    "a kind of KL that is biased here": ([QUICKSTART, "kl.mode=k3"], "use k2_is (or k1_is, k3_is)"),
     "unknown optimizer": ([QUICKSTART, "policy.optimizer.name=adam"], "Did you mean adamw"),
     "an option that does nothing": ([QUICKSTART, "loss.ewma_decay=0.5"], "does nothing without loss.anchor=ewma"),
 }
@@ -80,7 +128,12 @@ MISTAKES = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with a broken task, data and a folder without a model; no GPU, no extra packages."""
-    (tmp_path / "broken.py").write_text(BROKEN)
+    files = {
+        "broken": BROKEN, "hangs": HANGS, "math_task": MATH_VERIFY, "hidden_alarm": HIDDEN_ALARM, "calc": NO_ENV,
+        "long": LONG,
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "data.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -92,9 +145,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def taken_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_before_anything_starts(folder, name):
+def test_a_mistake_is_refused_before_anything_starts(folder, name, taken_port):
     words, said = MISTAKES[name]
+    words = [word.format(port=taken_port) if "{port}" in word else word for word in words]
     before = sorted(folder.iterdir())
 
     with pytest.raises(StreamrlError) as caught:
@@ -104,11 +166,45 @@ def test_a_mistake_is_refused_before_anything_starts(folder, name):
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    kept = tmp_path / "cache" / "models--my--model"
+    snapshot = kept / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("1" * 40)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").touch()
+    config = load_config(["policy.model_path=my/model"])
+
+    find_models(config, notify=pytest.fail)
+
+    assert config.policy.model_path == str(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.dir=taken"], "already holds a run: add checkpoint.resume=true"),
+        (["checkpoint.resume=true"], "there is no run quickstart-*"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused_before_the_settings_are_checked(folder, monkeypatch, words, said):
+    (folder / "taken").mkdir()
+    (folder / "taken" / "EPOCH").touch()
+    monkeypatch.setattr("streamrl.launch.check_settings", lambda *_: pytest.fail("too late"))
+
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        launch_run([QUICKSTART, *words])
+
+    assert not (folder / "runs").exists()
+
+
 def test_what_can_run_passes(folder):
     check_run(load_config([QUICKSTART]))
 
 
-@pytest.mark.parametrize("name", ["missing task file", "a model of the hub", "unknown surrogate"])
+@pytest.mark.parametrize("name", ["missing task file", "text for a number", "a model of the hub"])
 def test_launch_says_so_within_seconds_and_makes_no_run_directory(folder, python_env, name):
     words, said = MISTAKES[name]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

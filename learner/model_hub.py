@@ -1,0 +1,65 @@
+"""Checkpoints named as on the model hub (`owner/name`): taken from its cache on this machine, or fetched once."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+def find_models(config: Config, notify: Callable[[str], None]) -> None:
+    """Replace names of the hub in these settings by folders. Raises ConfigError, with the command that fetches one."""
+    for setting, section in (("policy", config.policy), ("reference", config.reference), ("critic", config.critic)):
+        if section.model_path is not None and is_hub_name(section.model_path):
+            section.model_path = _folder(section.model_path, f"{setting}.model_path", notify)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this is `owner/name` and no folder here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    by_hand = f"hf download {name} --local-dir models/{Path(name).name}"
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+        if (cached / "config.json").exists() and any(cached.glob("*.safetensors")):
+            return str(cached)
+    except LocalEntryNotFoundError:
+        pass
+    if constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT):
+        raise ConfigError(
+            f"{setting}={name} is no folder here and not in the cache of the model hub, which cannot be reached from "
+            f"here: run {by_hand} on a machine that can, then give that folder."
+        )
+    notify(f"fetching {name} from {constants.ENDPOINT}")
+    try:
+        return str(snapshot_download(name, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{setting}={name} could not be fetched: {reason} Check the name, or give a local folder: {by_hand}."
+        ) from error
+
+
+def _reachable(endpoint: str) -> bool:
+    """Whether its name resolves: a download would try for half a minute. Behind a proxy that says nothing."""
+    if any(os.environ.get(name) for name in PROXIES):
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(endpoint).hostname, 443)
+    except OSError:
+        return False
+    return True
