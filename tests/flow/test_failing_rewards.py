@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.flow.processes import RunHarness
@@ -69,7 +71,7 @@ def test_a_reward_that_hangs_is_told_while_it_hangs_and_stops_the_run(harness: R
 
     assert code == 1, harness.logs()
     for text in (printed, log):
-        assert "still running after 10 s; the limit is env.step_timeout_s=12" in text
+        assert re.search(r"still running after 1[0-2] s; the limit is env\.step_timeout_s=12", text)
         assert "hangs, the run stops: " in text
     assert "none has returned; mend what they wait for, or raise that limit" in harness.summary()["failed"]
     assert "recovered" not in printed and harness.leftovers() == []
