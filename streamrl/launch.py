@@ -348,8 +348,9 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     if code == 0 and summary.exists():
         print("\n" + Summary.load(summary).table(), end="")
     write_pages(run_dir, run_dir.parent if config.run.dir is None else None, ended_well=code == 0)
-    if report.exists():
-        print(f"{'report':<15} {report}", flush=True)
+    for name, path in (("model", run_dir / "model"), ("report", report)):
+        if path.exists():
+            print(f"{name:<15} {path}", flush=True)
     return run_dir, code
 
 

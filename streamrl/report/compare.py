@@ -117,16 +117,17 @@ def _row(record: RunRecord, label: str) -> list[str]:
 
 
 def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
-    """The table on the page: names link to reports, the best last evaluation is marked."""
+    """The table on the page: names link to reports, the best last evaluation is marked if not all are equal."""
     header, *rows = rows
     at = header.index("eval last")
     scores = [_number(row[at]) for row in rows]
-    best = max((score for score in scores if score is not None), default=None)
+    known = {score for score in scores if score is not None}
+    best = max(known) if len(known) > 1 else None
     cells = []
     for i, (row, link) in enumerate(zip(rows, links, strict=True)):
         name = f'<i class="key {color_class("k", i)}"></i>{escape(row[0])}'
         texts = [f'<a href="{escape(link)}">{name}</a>' if link else name, *map(escape, row[1:])]
-        if best is not None and scores[i] == best and len(rows) > 1:
+        if best is not None and scores[i] == best:
             texts[at] = f'<span class="best">{texts[at]}</span>'
         cells.append(texts)
     return table(header, cells)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 
@@ -130,3 +131,36 @@ def test_the_comparison_table_lines_up(make_run, tmp_path):
 
     assert len({len(line) for line in lines}) == 1
     assert r"a much longer \| label" in lines[-1]
+
+
+def test_the_best_last_evaluation_is_marked_unless_all_are_equal(make_run, tmp_path):
+    runs = [make_run("a"), make_run("b"), make_run("c")]
+    write_comparison(runs, tmp_path / "equal.html")
+    summary = runs[1] / "summary.json"
+    summary.write_text(summary.read_text().replace('"eval_score_last": 0.5', '"eval_score_last": 0.75'))
+    write_comparison(runs, tmp_path / "different.html")
+
+    assert 'class="best"' not in (tmp_path / "equal.html").read_text()
+    assert re.findall(r'class="best">([^<]*)', (tmp_path / "different.html").read_text()) == ["0.75"]
+
+
+def test_settings_that_differ_are_listed_and_those_that_always_do_are_not(make_run, tmp_path):
+    runs = [make_run("a"), make_run("b")]
+    for i, run in enumerate(runs):
+        (run / "config.json").write_text(json.dumps({
+            "run": {"dir": str(run)}, "loss": {"surrogate": ["cispo", "<gspo>"][i]}, "env": {"name": "same"}}))
+
+    write_comparison(runs, tmp_path / "comparison.html")
+
+    text = (tmp_path / "comparison.html").read_text()
+    (table,) = re.findall(r'id="settings".*?<tbody>(.*?)</tbody>', text, re.S)
+    assert table == ("<tr><td><code>loss.surrogate</code></td><td>cispo</td><td>&lt;gspo&gt;</td></tr>")
+
+
+def test_a_comparison_has_one_legend_and_its_curves_know_their_run(make_run, tmp_path):
+    write_comparison([make_run("a"), make_run("b")], tmp_path / "comparison.html")
+
+    text = (tmp_path / "comparison.html").read_text()
+    assert text.count('<div class="runs">') == 1 and '<div class="legend">' not in text
+    curves = re.findall(r'<path class="curve c(\d)" data-name="\w" data-run="(\d)"', text)
+    assert set(curves) == {("0", "0"), ("1", "1")}
