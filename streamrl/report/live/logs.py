@@ -52,8 +52,11 @@ class LogReader:
             self._tail(path).skip()
 
     def news(self) -> list[str]:
-        """New lines worth reading, in the order of the files."""
-        return [line for path in self._paths() for line in self._tail(path).lines() if worth_reading(line)]
+        """New lines worth reading, in the order of the files; an actor's with its name, which is its file's."""
+        return [
+            line if path.stem == "learner" else line.replace(" actor  ", f" {path.stem}", 1)
+            for path in self._paths() for line in self._tail(path).lines() if worth_reading(line)
+        ]
 
     def _tail(self, path: Path) -> Tail:
         return self._tails.setdefault(path, Tail(path))

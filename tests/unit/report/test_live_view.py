@@ -277,7 +277,9 @@ def test_logs_of_an_earlier_part_and_routine_lines_are_left_out(tmp_path):
     with log.open("a") as file:
         file.write("09:00:00 learner  resuming from ckpt-00000025\nstep 26/40  reward 0.5\n")
 
-    assert reader.news() == ["09:00:00 learner  resuming from ckpt-00000025"]
+    (tmp_path / "logs" / "actor-1.log").write_text("09:00:01 actor    leaving (SIGTERM)\n")
+
+    assert reader.news() == ["09:00:00 learner  resuming from ckpt-00000025", "09:00:01 actor-1  leaving (SIGTERM)"]
     assert not worth_reading("08:25:57 actor    installed version 1:0 by SHM, paused 0.1 ms")
     assert not worth_reading("Traceback (most recent call last):")
 
