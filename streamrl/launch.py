@@ -26,9 +26,8 @@ from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import NOTICE, child_environment, program
-from streamrl.report.index import find_runs, write_index
 from streamrl.report.live.view import LiveView
-from streamrl.report.report import write_report
+from streamrl.report.pages import write_pages
 from streamrl.run_dirs import choose_run_dir, note_start
 
 log = logging.getLogger("streamrl.launch")
@@ -352,14 +351,3 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
         if path.exists():
             print(f"{name:<15} {path}", flush=True)
     return run_dir, code
-
-
-def write_pages(run_dir: Path, root: Path | None, *, ended_well: bool) -> None:
-    """The report of a run whose learner could not write it, and the index of the folder of runs, if there is one."""
-    try:
-        if not ended_well and (run_dir / "metrics.jsonl").exists():
-            write_report(run_dir)
-        if root is not None and find_runs(root):
-            write_index(root)
-    except (OSError, StreamrlError, ValueError) as error:  # pages are never worth the exit status of a run
-        log.warning("a page could not be written: %s", error)

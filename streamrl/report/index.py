@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from streamrl.metrics.run_record import RunRecord, read_run
+from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import last, series
 from streamrl.metrics.text import compact, duration
@@ -39,8 +39,9 @@ class Listed:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Folders with a `metrics.jsonl`, at most `MAX_DEPTH` below the root."""
-    found = [path.parent for depth in range(1, MAX_DEPTH + 1) for path in root.glob("*/" * depth + "metrics.jsonl")]
+    """Folders of runs, those that failed before their first step too, at most `MAX_DEPTH` below the root."""
+    found = {path.parent for name in ("metrics.jsonl", FAILURE) for depth in range(1, MAX_DEPTH + 1)
+             for path in root.glob("*/" * depth + name)}
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
 
 
@@ -159,6 +160,6 @@ def _href(page_folder: Path, target: Path) -> str:
 def _outdated(run: Path) -> bool:
     """Without a report, or with one that is older than what it tells."""
     report = run / "report.html"
-    told = [path.stat().st_mtime for name in ("metrics.jsonl", "summary.json", "notes.md", "samples.jsonl")
+    told = [path.stat().st_mtime for name in ("metrics.jsonl", "summary.json", FAILURE, "notes.md", "samples.jsonl")
             if (path := run / name).exists()]
     return not report.exists() or report.stat().st_mtime < max(told)

@@ -24,20 +24,20 @@ TRAIL_BEGIN, TRAIL_END = "<!--trail-->", "<!--/trail-->"
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (files("streamrl.report") / "web" / name).read_text(encoding="utf-8")
 
 
 def page(title: str, sections: Sequence[str]) -> str:
     """The document around the sections."""
-    script = _asset("page.js")
+    script = asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{_asset('page.css')}</style></head>\n"
+        f"<title>{escape(title)}</title><style>\n{asset('page.css')}</style></head>\n"
         f'<body><div class="trail">{TRAIL_BEGIN}{TRAIL_END}</div>\n'
         + "\n".join(s for s in sections if s) + f"\n<script>{script}</script></body></html>\n")
 

@@ -107,6 +107,16 @@ def test_names_with_special_characters_are_quoted(make_run, tmp_path):
     assert links(index) == {"a &quot;b&quot; &lt;c&gt;": "a%20%22b%22%20%3Cc%3E/report.html"}
 
 
+def test_a_run_that_failed_before_its_first_step_is_listed_with_a_report_of_its_cause(tmp_path):
+    (tmp_path / "0-x").mkdir()
+    (tmp_path / "0-x" / "failure.txt").write_text("status 1: no <memory>\n")
+
+    text = write_index(tmp_path, reports=True).read_text()
+
+    assert 'class="badge failed"' in text
+    assert "The run failed with status 1: no &lt;memory&gt;" in (tmp_path / "0-x" / "report.html").read_text()
+
+
 def test_hidden_folders_are_no_runs(make_run, tmp_path):
     make_run(".trash/run-001")
 
