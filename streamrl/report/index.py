@@ -138,14 +138,15 @@ def _row(root: Path, run: Listed) -> list[str]:
     name = f'<a href="{_href(root, report)}">{name}</a>' if report.exists() else name
     if state != "finished":
         name += f'<span class="badge {state}">{"ended early" if state == "killed" else state}</span>'
-    about = " · ".join(part for part in (headline.task(record), headline.model(record), record.notes[:160]) if part)
+    about = " · ".join(part for part in (headline.task(record), headline.model(record)) if part)
+    lines = "".join(f'<div class="small-print">{escape(line)}</div>' for line in (about, record.notes[:160]) if line)
     scores = series(rows, "eval/score")[1]
     curve = scores if len(scores) > 2 else series(rows, "reward/mean")[1]
     wall_s = last(rows, "run/wall_s", 0.0)
     lag = last(rows, "lag/token_mean", float("nan"))
     rate = last(rows, "run/trained_tokens", 0.0) / wall_s if wall_s else None
     return [
-        f'{name}<div class="small-print">{escape(about)}</div>', escape(headline.started(record)) or "-",
+        name + lines, escape(headline.started(record)) or "-",
         str(record.step), duration(wall_s),
         f"{compact(scores[0])} → {compact(scores[-1])}" if scores else "-", compact(max(scores)) if scores else "-",
         compact(lag, 2), compact(rate), sparkline(curve),
