@@ -85,7 +85,8 @@ def card(label: str, sample: Sample) -> str:
     facts += [f"{name} {compact(value)}" for name, value in list(sample.parts.items())[:6]]
     facts += [f"step {sample.step}", f"lag {sample.lag}"] if sample.kind == "train" else []
     facts += [f"advantage {compact(sample.advantage, 2)}"] if sample.advantage is not None else []
-    facts += [f"{sample.num_tokens} token{'' if sample.num_tokens == 1 else 's'}" + (", cut short" if sample.truncated else "")]
+    plural = "" if sample.num_tokens == 1 else "s"
+    facts += [f"{sample.num_tokens} token{plural}" + (", cut short" if sample.truncated else "")]
     facts += [f"not trained on: {sample.fate}"] if sample.kind == "train" and sample.fate != TRAINED else []
     facts += [f"set {sample.dataset}"] if sample.dataset else []
     head = "".join(f"<span>{text(fact, 80)}</span>" for fact in facts)

@@ -114,7 +114,7 @@ def test_a_run_that_failed_before_its_first_step_is_listed_with_a_report_of_its_
     text = write_index(tmp_path, reports=True).read_text()
 
     assert 'class="badge failed"' in text
-    assert "The run failed with status 1: no &lt;memory&gt;" in (tmp_path / "0-x" / "report.html").read_text()
+    assert "status 1: no &lt;memory&gt;" in (tmp_path / "0-x" / "report.html").read_text()
 
 
 def test_hidden_folders_are_no_runs(make_run, tmp_path):
