@@ -229,7 +229,8 @@ class Run:
         num_prompts = self.config.eval.num_samples
         if self.ranks.rank != 0 or not num_prompts:
             return
-        self.hub.evaluate(self.version, self.version, num_prompts, self.samples.eval_prompts(num_prompts))
+        kept = self.samples.eval_prompts(num_prompts)
+        self.hub.evaluate(self.version, self.version, num_prompts, kept, self.config.eval.num_responses)
         if wait:
             log.info("evaluating version %d on %d prompts", self.version, num_prompts)
             with self.timed("eval"):

@@ -16,6 +16,8 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
 
   streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
+  streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
+  streamrl chat MODEL_OR_RUN                      talk to it
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
@@ -61,6 +63,7 @@ def main() -> int:
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
         "samples": samples,
+        "eval": evaluate, "chat": chat,
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -139,6 +142,16 @@ def learner(words: list[str]) -> int:
 def actor(words: list[str]) -> int:
     """An actor: this process becomes it."""
     return _become("actors", words)
+
+
+def evaluate(words: list[str]) -> int:
+    """Score one model on a task: this process becomes the evaluation."""
+    return _become("actors.evaluate", words)
+
+
+def chat(words: list[str]) -> int:
+    """Talk to one model: this process becomes the conversation."""
+    return _become("actors.chat", words)
 
 
 def _become(module: str, words: list[str]) -> int:

@@ -122,10 +122,11 @@ class HubLink:
     def saved(self, version: int) -> None:
         self._send(Saved(version))
 
-    def evaluate(self, eval_id: int, version: int, num_prompts: int, keep: tuple[int, ...] = ()) -> None:
-        """Request an evaluation, with transcripts of the prompts `keep`; the result arrives in `evals` some time later.
-        """
-        self._send(EvalRequest(eval_id, version, num_prompts, keep))
+    def evaluate(
+        self, eval_id: int, version: int, num_prompts: int, keep: tuple[int, ...] = (), num_responses: int = 1
+    ) -> None:
+        """Request an evaluation, with transcripts of the prompts `keep`; its result arrives in `evals` later."""
+        self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses))
 
     def wait_for_eval(self, eval_id: int) -> None:
         """Until the result is in `evals`, or a stop was requested."""

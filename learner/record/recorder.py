@@ -11,6 +11,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from learner.hub.arrivals import PREFIX
@@ -20,6 +21,7 @@ from streamrl.config.load import to_plain, to_yaml
 from streamrl.config.rules import largest_max_lag, tracker_names
 from streamrl.config.schema import Config, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
+from streamrl.metrics.eval_scores import average, pass_at
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import member
 from streamrl.metrics.run_record import read_metrics
@@ -30,6 +32,8 @@ from streamrl.report.report import write_report
 
 log = logging.getLogger("streamrl.learner")
 
+EVALUATIONS = "evaluations.jsonl"
+"""In the run directory: one line for each evaluation, with the scores of every prompt's answers."""
 _RENAMED = {
     "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
     "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
@@ -75,8 +79,23 @@ class Recorder:
         self._waiting.update({
             "eval/score": result.score, "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
             "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
-            "eval/version": float(result.version),
+            "eval/version": float(result.version), **self._eval_scores(result),
         })
+        with (self._run_dir / EVALUATIONS).open("ab") as file:
+            file.write(msgspec.json.encode({
+                "version": result.version, "score": result.score, "scores": result.prompt_scores,
+                "named": result.scores,
+            }) + b"\n")
+
+    def _eval_scores(self, result: EvalResult) -> dict[str, float]:
+        found = {member("eval/part", name): value for name, value in result.scores.items() if name != "score"}
+        found["eval/score_stderr"] = average(result.prompt_scores).stderr
+        settings = self._config.eval
+        if settings.num_responses > 1:
+            scores, most = result.prompt_scores, settings.num_responses
+            found["eval/pass_at_1"] = pass_at(1, scores, settings.solved_score).value
+            found["eval/pass_at_k"] = pass_at(most, scores, settings.solved_score).value
+        return found
 
     def step(self, step: int, meter: Meter, status: HubStatus, *, version: int, epoch: int) -> None:
         """Flush one step's row."""

@@ -96,6 +96,11 @@ def _check_ranges(config: Config) -> None:
         f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
     )
     _check_train_sampling(config.rollout.train.sampling)
+    _need(
+        config.eval.num_responses == 1 or config.rollout.test.sampling.temperature > 0,
+        f"eval.num_responses={config.eval.num_responses} with rollout.test.sampling.temperature=0 would give the same "
+        "answer each time: use rollout.test.sampling.temperature=0.7, say, or one response",
+    )
 
 
 def _check_train_sampling(sampling: SamplingConfig) -> None:

@@ -98,6 +98,10 @@ class EvalConfig:
     """Evaluate after every so many steps; the first and last version are always evaluated unless num_samples is 0."""
     num_samples: int = ranged(100, ge=0)
     """Held-out prompts of one evaluation; 0 turns evaluation off."""
+    num_responses: int = ranged(1, ge=1, le=256)
+    """Answers of each prompt; with more than one, pass@k is logged beside the mean, and they must be sampled."""
+    solved_score: float = 1.0
+    """The least score of an answer that counts as right for pass@k."""
 
 
 @dataclass

@@ -151,6 +151,8 @@ class EvalRequest(Message):
     num_prompts: U32
     keep: tuple[U32, ...] = ()
     """Prompts whose transcripts come back with the result."""
+    num_responses: U16 = 1
+    """Answers of each prompt."""
 
 
 @message(42, HUB_TO_RANK)
@@ -169,6 +171,8 @@ class EvalResult(Message):
     """With num_prompts = 0: what went wrong in the last episode."""
     kept: tuple[KeptGroup, ...] = ()
     """Transcripts of the prompts that the request named, as far as they were scored."""
+    prompt_scores: tuple[tuple[float, ...], ...] = ()
+    """The scores of each prompt's answers, in the order of prompts; none for what could not be scored."""
 
 
 @message(43, HUB_TO_RANK)

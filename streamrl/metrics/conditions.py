@@ -33,6 +33,9 @@ def _archive(s: Settings) -> bool:
 
 CONDITIONS: dict[str, Condition] = {
     "eval": Condition("`eval.num_samples` > 0", lambda s: s["eval"]["num_samples"] > 0),
+    "responses": Condition(
+        "`eval.num_responses` > 1", lambda s: s["eval"]["num_samples"] > 0 and s["eval"]["num_responses"] > 1
+    ),
     "archive": Condition("evaluation, and two or more `objectives.components`", _archive),
     "hypervolume": Condition(
         "the same, and `objectives.reference_point` of two to four",

@@ -114,7 +114,9 @@ class RankHandler:
             case BroadcastUp() | BroadcastReport():
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
-                ledger.evals.request(message.eval_id, message.version, message.num_prompts, message.keep)
+                ledger.evals.request(
+                    message.eval_id, message.version, message.num_prompts, message.keep, message.num_responses
+                )
                 self._evals.add(message.eval_id)
             case SnapshotRequest():
                 self._send(0, Snapshot(message.version, ledger.freeze(message.version)))

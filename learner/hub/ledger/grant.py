@@ -115,7 +115,7 @@ class Grants(LedgerPart):
 
     def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
         record = run.waiting.pop()
-        index = record.prompt_index
+        place = record.group_id & 0xFFFFFFFF  # of prompt and answer
         lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
         actor.eval.leases[record.group_id] = lease
         actor.eval.free -= 1
@@ -123,10 +123,11 @@ class Grants(LedgerPart):
         # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
         asked_for = self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
         return Lease(
-            group_id=record.group_id, attempt=lease.attempt, prompt_index=index, pass_index=0,
-            prompt=self.eval_record(index) if self.eval_record is not None else None, members=(0,),
+            group_id=record.group_id, attempt=lease.attempt, prompt_index=record.prompt_index,
+            pass_index=record.pass_index, members=(0,),
+            prompt=self.eval_record(record.prompt_index) if self.eval_record is not None else None,
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
-            seeds=(member_seed(self.run_seed, EVAL_BIT | index, 0),),
+            seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
             min_version=asked_for or actor.installed, sampling=self.eval_sampling,
             ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL,
         )

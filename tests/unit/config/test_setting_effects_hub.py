@@ -329,6 +329,13 @@ def test_an_evaluation_asks_for_as_many_transcripts_as_set(scripted_hub, num):
     assert len(set(request.keep)) == min(num, 5) and set(request.keep) <= set(range(5))
 
 
+@pytest.mark.shows("eval.num_responses")
+def test_an_evaluation_asks_for_as_many_answers_as_set(scripted_hub):
+    hub = scripted_hub("eval.num_samples=5", "eval.num_responses=4", "rollout.test.sampling.temperature=1")
+    run_of(hub).evaluate(wait=False)
+    assert [request.num_responses for request in hub.received(EvalRequest)] == [4]
+
+
 @pytest.mark.parametrize(("words", "steps"), [([], [1, 2, 3]), (["trainer.eval_only=true"], [])])
 def test_an_evaluation_only_run_has_no_steps(scripted_hub, words, steps):
     run = run_of(scripted_hub("trainer.num_steps=3", *words))

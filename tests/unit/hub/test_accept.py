@@ -388,6 +388,21 @@ def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     assert ledger.evals.get(99) is None
 
 
+def test_each_prompt_of_an_evaluation_may_be_answered_several_times():
+    ledger, actor, _ = one_actor()
+    ledger.evals.request(3, version=0, num_prompts=2, keep=[1], num_responses=2)
+    leases = [lease for lease in actor.ask(free_eval=4) if lease.purpose == 1]
+
+    assert [(lease.prompt_index, lease.pass_index) for lease in leases] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({lease.seeds for lease in leases}) == 4
+    for lease, reward in zip(leases, (1.0, 0.0, 0.5, 0.25), strict=True):
+        actor.finish(lease, rewards=[reward])
+
+    result = ledger.evals.get(3).result()
+    assert result.prompt_scores == ((1.0, 0.0), (0.5, 0.25))
+    assert (result.num_prompts, result.score, len(result.kept)) == (2, 0.4375, 1)
+
+
 def test_an_evaluation_item_that_keeps_failing_does_not_hold_the_result_up():
     ledger, actor, _ = one_actor(max_attempts=2)
     ledger.evals.request(3, version=0, num_prompts=1)

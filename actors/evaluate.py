@@ -1,0 +1,220 @@
+"""streamrl eval MODEL_OR_RUN [key=value ...]
+
+Answer the held-out prompts of a task with one model and score them: no learner, no hub. MODEL_OR_RUN is a run, as
+runs/quickstart-001, whose settings are taken over, or a Hugging Face checkpoint, which needs a task:
+
+  streamrl eval runs/quickstart-001
+  streamrl eval runs/quickstart-001 eval.num_responses=4 rollout.test.sampling.temperature=0.7
+  streamrl eval models/smollm2-135m-instruct experiment=smollm2 env.name=reasoning_gym.chain_sum eval.num_samples=50
+  streamrl eval MODEL data.path=test.jsonl reward.type=math
+
+Every answer goes into evals/ (of the run, else of the working directory), one JSON line each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from actors.episode import EpisodeRunner
+from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
+from actors.runtime import episode_rules
+from envs.registry import task_of
+from envs.rewards.extract import first_found, last_answer_tag, last_boxed
+from streamrl.config.schema import Config
+from streamrl.environment import Record, Task
+from streamrl.errors import ConfigError, StreamrlError
+from streamrl.messages import Member, MemberStatus
+from streamrl.messages.codec import unpack_ids
+from streamrl.metrics.eval_scores import average, majority, pass_at, powers_of_two
+
+PROGRESS_S = 5.0
+REFRESH_S = 0.5
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came back, by prompt: scores and final answers in the order of completion, and what was not scored."""
+
+    scores: list[list[float]]
+    finals: list[list[str]]
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    num_truncated: int = 0
+    num_failed: int = 0
+    failure: str = ""
+
+    @property
+    def num_done(self) -> int:
+        return len(self.rewards) + self.num_failed
+
+
+async def evaluate(config: Config, policy: LocalPolicy, task: Task, out: TextIO, progress: Progress) -> Answers:
+    """Play every prompt `eval.num_responses` times, writing each answer as a line of JSON."""
+    num_prompts = min(config.eval.num_samples, task.num_records("test"))
+    answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
+    rules = episode_rules(config, config.rollout.test.sampling, task)
+    runner = EpisodeRunner(task, policy.engine, policy.renderer, rules, num_threads=config.env.num_threads)
+    sampling = sampling_message(config.rollout.test.sampling)
+    places = asyncio.Semaphore(2 * config.actors.num_concurrent)  # the engine batches; more would only wait in memory
+
+    async def play(index: int, response: int) -> None:
+        async with places:
+            record = task.record("test", index)
+            seed = (config.run.seed * 1_000_003 + index * config.eval.num_responses + response) % (1 << 63)
+            member = await runner.play(record, index, seed, sampling)
+            _note(answers, index, response, record, member, policy, out, runner.last_env_error)
+            progress.update(answers)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(num_prompts):
+                for response in range(config.eval.num_responses):
+                    group.create_task(play(index, response))
+    finally:
+        runner.executor.close()
+    return answers
+
+
+def _note(
+    answers: Answers, index: int, response: int, record: Record, member: Member, policy: LocalPolicy, out: TextIO,
+    failure: str,
+) -> None:
+    line: dict[str, Any] = {"prompt_index": index, "response": response, "record": record}
+    if member.status == MemberStatus.ABORTED:
+        answers.num_failed += 1
+        answers.failure = failure or member.finish
+        line["failure"] = answers.failure
+    else:
+        text = policy.renderer.text([int(one) for one in unpack_ids(member.token_ids)])
+        score = member.scores.get("score", member.reward)
+        answers.scores[index].append(score)
+        answers.finals[index].append(first_found(text, last_boxed, last_answer_tag) or text.strip())
+        answers.rewards.append(member.reward)
+        answers.num_truncated += member.status == MemberStatus.TRUNCATED
+        for name, value in member.scores.items():
+            if name != "score":
+                answers.parts.setdefault(name, []).append(value)
+        line |= {
+            "text": text, "score": score, "reward": member.reward, "scores": member.scores, "finish": member.finish,
+            "num_tokens": len(member.token_ids) // 4,
+        }
+    out.write(msgspec.json.encode(line).decode() + "\n")
+
+
+class Progress:
+    """One line that is written over on a terminal, one line every few seconds in a pipe."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._began, self._last = total, time.monotonic(), time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def update(self, answers: Answers) -> None:
+        now = time.monotonic()
+        done = answers.num_done
+        if now - self._last < (REFRESH_S if self._terminal else PROGRESS_S) and done < self._total:
+            return
+        self._last = now
+        left = (now - self._began) / done * (self._total - done)
+        text = f"{done}/{self._total} answers, score {average(answers.scores).value:.3f}, {left:.0f} s left"
+        end = "" if self._terminal and done < self._total else "\n"
+        print(f"\r{text:<70}" if self._terminal else text, end=end, file=sys.stderr, flush=True)
+
+
+def summary(config: Config, task: Task, answers: Answers) -> dict[str, Any]:
+    """Every estimate, as plain values."""
+    k = config.eval.num_responses
+    solved = config.eval.solved_score
+    scored = {f"avg@{k}": average(answers.scores)}
+    if k > 1:
+        scored |= {f"pass@{n}": pass_at(n, answers.scores, solved) for n in powers_of_two(k)}
+        scored[f"maj@{k}"] = majority(answers.scores, answers.finals)
+    return {
+        "task": task.name, "model": str(config.policy.model_path), "num_prompts": len(answers.scores),
+        "num_responses": k, "num_failed": answers.num_failed, "failure": answers.failure,
+        "truncated_fraction": answers.num_truncated / max(1, len(answers.rewards)),
+        "reward": sum(answers.rewards) / max(1, len(answers.rewards)),
+        "estimates": {name: [one.value, one.stderr, one.num_prompts] for name, one in scored.items()},
+        "parts": {name: sum(values) / len(values) for name, values in sorted(answers.parts.items())},
+    }
+
+
+def text_of(result: Mapping[str, Any], path: Path) -> str:
+    """The table at the end."""
+    many = f", {result['num_responses']} answers each" if result["num_responses"] > 1 else ""
+    rows = [("task", f"{result['task']}, {result['num_prompts']} prompts{many}"), ("model", result["model"])]
+    for name, (value, stderr, _) in result["estimates"].items():
+        rows.append((name, f"{value:.3f}" + ("" if math.isnan(stderr) else f" ± {stderr:.3f}")))
+    rows += [(f"  {name}", f"{value:.3f}") for name, value in result["parts"].items()]
+    rows.append(("cut by a limit", f"{result['truncated_fraction']:.1%}"))
+    if result["num_failed"]:
+        rows.append(("failed", f"{result['num_failed']} answers could not be scored: {result['failure']}"))
+    rows.append(("answers", str(path)))
+    return "\n".join(f"{name:<16}{value}" for name, value in rows)
+
+
+def _out_path(source: str, task: Task) -> Path:
+    """A new file in the run's, else the working directory's evals/."""
+    folder = (Path(source) if (Path(source) / "config.yaml").exists() else Path()) / "evals"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in task.name)
+    number = 1
+    while (path := folder / f"{name}-{number:03d}.jsonl").exists():
+        number += 1
+    return path
+
+
+async def run(source: str, words: Sequence[str]) -> int:
+    """Evaluate, print, write; returns the exit status."""
+    config = local_config(source, words)
+    task = task_of(config)
+    if config.eval.num_samples < 1:
+        raise ConfigError("eval.num_samples=0 asks for no prompt: give the number of held-out prompts")
+    path = _out_path(source, task)
+    print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
+    policy = await open_policy(config)
+    progress = Progress(min(config.eval.num_samples, task.num_records("test")) * config.eval.num_responses)
+    try:
+        with path.open("w", encoding="utf-8") as out:
+            answers = await evaluate(config, policy, task, out, progress)
+    finally:
+        with contextlib.suppress(Exception):  # the engine's own end must not hide what happened
+            await policy.engine.close()
+    result = summary(config, task, answers)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    print(text_of(result, path))
+    if not answers.rewards:
+        print(f"error: no answer could be scored: {answers.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(words: Sequence[str]) -> int:
+    if not words or {"-h", "--help"} & set(words) or "=" in words[0]:
+        print(__doc__)
+        return 0 if {"-h", "--help"} & set(words) else 2
+    try:
+        return asyncio.run(run(words[0], words[1:]))
+    except StreamrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the answers so far are in evals/", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # an environment's thread that hangs must not hold the process
