@@ -48,7 +48,7 @@ def find_model(source: str) -> Path:
             )
         raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
     if not any((model / name).exists() for name in WEIGHTS):
-        raise ConfigError(f"{model} holds no weights (none of {', '.join(WEIGHTS)}).")
+        raise ConfigError(f"{model} holds no weights: give a checkpoint with one of {', '.join(WEIGHTS)}.")
     return model
 
 

@@ -12,7 +12,7 @@ WITH_CRITIC = ("advantage.estimator=vtrace", "advantage.baseline=none", "advanta
 MORE_METRICS = (
     "hub.heartbeat_s=0.2", "loss.opsm_delta=0.01", "loss.zscore_bound=6", "loss.entropy_coef=0.001",
     "loss.anchor=recomputed", "loss.correction=decoupled_token_is", "advantage.rho_bar_ess_target=0.9",
-    "objectives.components={reward:1,score:-1}",
+    "objectives.components={reward:1,score:-1}", "eval.num_responses=2", "rollout.test.sampling.temperature=1",
 )
 """Modes that have metrics of their own and that no other launched run is in."""
 

@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return prepare_tiny_model(
         folder, task_of(load_config(["experiment=quickstart"])), hidden_size=16, num_layers=1, num_heads=2,
         num_warm_start_steps=0, warm_start_lr=1e-3, stop_at=0.5, seed=0, num_threads=1, progress=print,
-        max_positions=256,
+        max_positions=1024,
     )  # fmt: skip
 
 
