@@ -11,7 +11,7 @@ LOG_LINE = re.compile(r"\d\d:\d\d:\d\d \w+ +\S")
 """How our own processes begin a line. Progress bars of libraries and the rest of a traceback do not."""
 ROUTINE = (
     "installed version", "connecting to", "joined run", "hub listens at", "working:", "exiting:", "stopped by the hub",
-    "report: ",
+    "report: ", "environment failure",
 )
 """Lines of every healthy run that the display says better itself."""
 

@@ -41,6 +41,7 @@ class LiveView:
         self._shown: dict[int, int] = {}
         self._read_status()
         self._noticed = set(self.state.notices)  # of the part of the run before a resume
+        self._said: set[str] = set()  # a notice is also a line of the hub's log, and either may be read first
         self._printed_at = self.state.began = self.state.now = clock()
 
     def run(self, until: threading.Event, poll_s: float = 0.5) -> None:
@@ -89,13 +90,15 @@ class LiveView:
         for notice in self.state.notices:
             if notice not in self._noticed:
                 self._noticed.add(notice)
-                self._print(notice, "yellow")
+                if notice.partition(" ")[2] not in self._said:
+                    self._print(notice, "yellow")
 
     def print_news(self) -> None:
         """Plain lines of what happened since the last call, steps last."""
         rows, news = self.poll()
         for line in news:
             self._print(line)
+            self._said.add(line.split(maxsplit=2)[-1])
         self._print_notices()
         for row in rows:
             self._print(plain_line(row, self.state.total_steps or None, self.state.time_left_s))

@@ -12,6 +12,16 @@ from streamrl.environment import HasTarget
 
 ROOT = Path(__file__).parents[3]
 
+
+def file_of_the_page(name, tmp_path):
+    block = re.search(rf"```python\n(# {name}\.py\n.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    path = tmp_path / f"{name}.py"
+    path.write_text(block[1])
+    task = load_task("", path=str(path))
+    check_task(task)
+    return task
+
+
 @pytest.mark.parametrize("page", ["docs/environments.md", "README.md"])
 def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     block = re.search(r"```python\n(# my_task\.py\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
@@ -47,14 +57,19 @@ def test_the_page_names_every_registered_task_and_every_option():
 
 
 def test_the_environment_of_several_turns_plays_as_printed(tmp_path):
-    page = (ROOT / "docs/environments.md").read_text()
-    block = re.search(r"```python\n(# guess\.py\n.*?)```", page, re.DOTALL)
-    path = tmp_path / "guess.py"
-    path.write_text(block[1])
-    task = load_task("", path=str(path))
-    check_task(task)
+    task = file_of_the_page("guess", tmp_path)
     env = task.env()
 
     assert env.reset({"number": 4})[0].role == "user"
     assert not env.step("5").done
     assert env.step(" 4 ").reward == 1.0
+
+
+def test_the_tool_of_the_page_answers_and_the_answer_is_scored(tmp_path):
+    task = file_of_the_page("tool", tmp_path)
+    env, record = task.env(), task.record("train", 0)
+    env.reset(record)
+
+    step = env.step(task.target(record))
+    assert not step.done and step.messages[0].role == "tool" and step.messages[0].content == record["answer"]
+    assert env.step(record["answer"]).reward == 1.0 and env.step("0").reward == 0.0

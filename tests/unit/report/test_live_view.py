@@ -269,6 +269,19 @@ def test_a_notice_that_is_in_the_log_too_is_printed_once(tmp_path, finished):
     assert out.getvalue().count("an episode failed: why") == 1
 
 
+def test_a_notice_whose_line_of_the_log_was_read_first_is_not_printed_again(tmp_path):
+    out = io.StringIO()
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=False))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner.log").write_text("12:00:00 hub      an episode failed: why\n")
+    view.print_news()
+
+    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "notices": ["12:00:00 an episode failed: why"]}))
+    view.print_news()
+
+    assert out.getvalue().count("an episode failed: why") == 1
+
+
 def test_logs_of_an_earlier_part_and_routine_lines_are_left_out(tmp_path):
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "learner.log"
