@@ -160,3 +160,6 @@ class _SingleTurnEnv:
     def step(self, action: str) -> Step:
         result = self._task.reward(self._record, action)
         return result if isinstance(result, Step) else Step(reward=float(result))
+
+
+_SingleTurnEnv.step.__qualname__ = "reward"  # what messages call it: the method that its author wrote

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from actors.env_executor import MAX_ABANDONED, EnvExecutor, HungCallError
+from actors.env_executor import MAX_ABANDONED, EnvExecutor, HungCallError, where
+from streamrl.environment import SingleTurnTask
 from streamrl.errors import EngineError, TaskError
 from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, jump, run, until
 
@@ -69,6 +70,13 @@ def test_the_clock_of_a_call_starts_when_the_call_starts_not_while_it_waits_for_
         assert calls.num_hung_calls == 0
 
     run(work, loop_factory=JumpingLoop)
+
+
+def test_the_step_of_a_single_turn_is_called_by_what_its_author_wrote():
+    class Short(SingleTurnTask):
+        name = "short"
+
+    assert where(Short().env().step) == "reward" and where(Gates().open_all) == "Gates.open_all"
 
 
 def test_no_more_than_num_threads_calls_run_at_once(gates):
