@@ -14,7 +14,7 @@ from actors.env_executor import EnvExecutor, where
 from actors.load import LoadMeter
 from actors.render import Renderer
 from envs.check import NO_SIGNALS, needs_signals
-from streamrl.environment import Env, Record, Step, Task
+from streamrl.environment import MAX_REWARD, Env, HasTools, Record, Step, Task
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
@@ -41,6 +41,7 @@ class EpisodeRules:
     ignore_eos: bool = False
     step_timeout_s: float = 30.0
     error_floor: float | None = None  # None: an environment error aborts the member
+    truncate_prompts: bool = False  # a prompt that is too long keeps its end
 
 
 @dataclass(slots=True)
@@ -121,7 +122,8 @@ class EpisodeRunner:
             env = self.task.env()
             with self.load.in_environment():
                 messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
-            transcript.prompt_ids = self.renderer.render(list(messages))
+            tools = env.tools if isinstance(env, HasTools) else ()
+            transcript.prompt_ids = self._cut(self.renderer.render(list(messages), tools))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
@@ -130,10 +132,15 @@ class EpisodeRunner:
         num_prompt, rules = len(transcript.prompt_ids), self.rules
         if num_prompt > rules.max_prompt_tokens or num_prompt >= rules.max_tokens:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {rules.max_prompt_tokens} "
-                f"and a whole trajectory may have {rules.max_tokens}"
+                f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {rules.max_prompt_tokens} and a "
+                f"whole trajectory may have {rules.max_tokens}: raise it, or set data.prompt_overflow=truncate_left"
             )
         return await self._turns(env, transcript, index, seed, sampling, on_progress)
+
+    def _cut(self, prompt_ids: list[int]) -> list[int]:
+        """The end of a prompt that is too long, if it may be cut: what asks for the answer stands there."""
+        rules = self.rules
+        return prompt_ids[-rules.max_prompt_tokens :] if rules.truncate_prompts else prompt_ids
 
     async def _turns(
         self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling,
@@ -227,6 +234,8 @@ def _number(value: Any, what: str, source: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise TaskError(f"{source} returned {what} {value!r}, expected a finite number")
+    if abs(number) > MAX_REWARD:
+        raise TaskError(f"{source} returned {what} {number:g}: beyond {MAX_REWARD:g} it is a mistake; scale it")
     return number
 
 

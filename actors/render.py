@@ -6,7 +6,7 @@ environment's messages in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from streamrl.environment import ChatMessage
 from streamrl.errors import TaskError
+
+Tools = Sequence[Mapping[str, Any]]
 
 _ANSWER = "streamrlanswer"  # stands for the model's turn when the template is asked what follows one
 
@@ -29,19 +31,25 @@ class Renderer:
     Args:
         apply_chat_template: use the tokenizer's chat template, if it has one; else contents are joined by newlines.
         system_prompt: a system message put before every conversation that does not begin with one.
+        chat_template: Jinja text in place of the tokenizer's own template.
     """
 
-    def __init__(self, tokenizer: Any, *, apply_chat_template: bool = True, system_prompt: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, apply_chat_template: bool = True, system_prompt: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
         self._chat = apply_chat_template and bool(getattr(tokenizer, "chat_template", None))
         self._system_prompt = system_prompt
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The prompt of an episode's first turn."""
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        """The prompt of an episode's first turn; the template shows the JSON schemas of its tools."""
         if self._system_prompt is not None and (not messages or messages[0].role != "system"):
             messages = [ChatMessage("system", self._system_prompt), *messages]
         if self._chat:
-            return self._encode(self._template(messages))
+            return self._encode(self._template(messages, tools))
         text = "\n".join(message.content for message in messages)
         ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
         eos = self._tokenizer.eos_token_id
@@ -71,9 +79,11 @@ class Renderer:
         """Without special tokens, spaces as they are."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _template(self, messages: Sequence[ChatMessage]) -> str:
+    def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        return self._tokenizer.apply_chat_template(
+            conversation, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        )
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -28,7 +28,7 @@ from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.registry import task_of
 from streamrl.config.load import from_plain
-from streamrl.config.schema import Config, OnEnvError, OnInstall, SamplingConfig
+from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import StreamrlError
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S, Welcome
@@ -142,8 +142,10 @@ def build_runtime(
         unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
         engine = build_engine(config.actors.engine, engine_spec(config, Path(model_dir), tokenizer))
+    system_prompt = config.data.system_prompt
     renderer = Renderer(
-        tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
+        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
+        system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
     )
     load = LoadMeter()
     runners = [
@@ -224,6 +226,7 @@ def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = 
         stop=tuple(sampling.stop or getattr(task, "stop", ())), ignore_eos=sampling.ignore_eos,
         step_timeout_s=config.env.step_timeout_s,
         error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
+        truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.task_file import NO_TASK, describe
-from streamrl.environment import ChatMessage, HasTarget, Record, Step, Task
+from streamrl.environment import MAX_REWARD, ChatMessage, HasTarget, Record, Step, Task
 from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -95,6 +95,8 @@ def _play(where: str, task: Task, record: Record, completion: str, limits: _Limi
             continue
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise TaskError(f"{where}: {key} must be a finite number, got {value!r} for the completion {completion!r}.")
+        if abs(value) > MAX_REWARD:
+            raise TaskError(f"{where}: {key} {value:g} is beyond {MAX_REWARD:g} and taken for a mistake: scale it.")
     _check_messages(where, "step", step.messages, at_least=0 if step.done else 1)
     return step
 
@@ -113,6 +115,8 @@ def _call(where: str, method: str, function: Callable[..., Any], *args: Any) -> 
     """Call a method; its exception becomes a TaskError with the user's own line."""
     try:
         return function(*args)
+    except TaskError:
+        raise  # it says itself what is wrong, and where
     except Exception as error:
         raise _raised(where, method, error) from error
 
@@ -176,6 +180,8 @@ def _alarms_outside_main_thread() -> Iterator[list[str]]:
 
 
 def _raised(where: str, method: str, error: BaseException) -> TaskError:
+    if isinstance(error, TaskError):
+        return TaskError(f"{where}: {error}")
     text = f"{where}: {method} raised {describe(error)}"
     return TaskError(f"{text}\n{NO_SIGNALS}" if needs_signals(error) else text)
 

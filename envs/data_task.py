@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Protocol
 
-from envs.data.dataset import Dataset, open_dataset
-from envs.data.shapes import RecordShape
+from envs.data.dataset import Dataset, open_dataset, paths_of
+from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_file import EnvFactory, reward_from_file
 from envs.reward_values import as_step
 from envs.rewards.registry import make_reward
@@ -40,8 +40,7 @@ class DataTask:
         self, settings: DataConfig, shape: RecordShape, make_env: Callable[[], Env],
         reward: RewardFunction | None = None,
     ) -> None:
-        assert settings.path is not None, "data.path is not set"
-        self.name = PurePath(settings.path).name
+        self.name = "+".join(PurePath(path).name for path in paths_of(settings.path))
         self._settings, self._shape, self._make_env, self._reward = settings, shape, make_env, reward
         self.stop: Sequence[str] = getattr(reward, "stop", ())
         """Texts that end an answer, unless rollout.*.sampling.stop says others."""
@@ -49,6 +48,11 @@ class DataTask:
     @cached_property
     def dataset(self) -> Dataset:
         return open_dataset(self._settings)
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What tells the model which form its answer must have, for data.system_prompt=auto."""
+        return getattr(self._reward, "system_prompt", None)
 
     def num_records(self, split: str) -> int:
         return len(self.dataset.train if split == "train" else self.dataset.test)
@@ -82,14 +86,14 @@ def task_from_data(settings: TaskSettings) -> DataTask:
         raise TaskError(f"env.path={env.path} and the reward {named} both score answers: leave one of them out.")
     if env.path is None:
         function = make_reward(reward, shape)
-        return DataTask(data, shape, _player(function, f"reward {named}", shape), function)
+        return DataTask(data, shape, player(function, f"reward {named}", shape), function)
     found = reward_from_file(env.path, dict(env.options), shape)
     if isinstance(found, EnvFactory):
         return DataTask(data, shape, found)
-    return DataTask(data, shape, _player(found, found.name, shape), found)
+    return DataTask(data, shape, player(found, found.name, shape), found)
 
 
-def _player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
+def player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
     """What makes environments of one question and one answer."""
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
     kind = AsyncAnswerEnv if is_async else AnswerEnv
@@ -103,9 +107,10 @@ class AnswerEnv:
         self._reward, self._name, self._shape = reward, name, shape
         self._record: Record = {}
         self._prompt: Sequence[ChatMessage] = ()
+        self.tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
-        self._record, self._prompt = record, self._shape.messages(record)
+        self._record, self._prompt, self.tools = record, self._shape.messages(record), tool_schemas(record)
         return self._prompt
 
     def step(self, action: str) -> Step:

@@ -6,7 +6,9 @@ The file defines one of these, plain or `async`:
     def reward(prompt, completion, **record)             prompt and completion, and every other field of the record
     def reward(prompts, completions, answer, **kwargs)   the batched form of TRL: lists in, a list out
 
-or a class with `reward(record, completion)`, or one with `reset(record)` and `step(action)` for longer episodes.
+or a class with `reward(record, completion)`, or one with `reset(record)` and `step(action)` for longer episodes. Beside
+a function there may be a text `system_prompt`, for data.system_prompt=auto, and a function `target(record)`: a completion
+that earns the full reward.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ from typing import Any
 
 from envs.data.shapes import RecordShape
 from envs.reward_values import only_of_batch
-from envs.task_file import refuse_unknown, run_file
+from envs.task_file import REWARD_NAMES, refuse_unknown, run_file
 from streamrl.environment import ChatMessage, Env, Record
 from streamrl.errors import TaskError
 
-NAMES = ("reward_fn", "reward", "compute_score")
 SAME_AS = {"response": "completion", "solution_str": "completion", "ground_truth": "answer", "gt_answer": "answer"}
 """Parameters under other names that libraries use, where the record has no such field."""
 GIVEN = ("messages", "prompt", "completion", "answer", "record", "extra_info")
@@ -40,7 +41,7 @@ def reward_from_file(
 ) -> WrittenReward | EnvFactory:
     """The reward in a file, or what makes its environment. Raises TaskError: no such file, an error in it, none."""
     module, file = run_file(path)
-    found = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
+    found = {name: getattr(module, name) for name in REWARD_NAMES if callable(getattr(module, name, None))}
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
     classes = [value for value in own.values() if inspect.isclass(value)]
     players = [kind for kind in classes if _has(kind, "reset", "step")]
@@ -60,7 +61,11 @@ def reward_from_file(
     if chosen in scorers:
         scorer = _made(chosen, options, file.name)
         return written_reward(scorer.reward, shape, {}, f"{file.name}: {chosen.__name__}.reward")
-    return written_reward(chosen, shape, options, f"{file.name}: {getattr(chosen, '__name__', 'reward')}")
+    reward = written_reward(chosen, shape, options, f"{file.name}: {getattr(chosen, '__name__', 'reward')}")
+    reward.system_prompt = getattr(module, "system_prompt", None)
+    if inspect.isfunction(write := getattr(module, "target", None)):
+        reward.target = lambda record, answer: write(record)
+    return reward
 
 
 def written_reward(
@@ -78,6 +83,8 @@ class WrittenReward:
         self, function: Callable[..., Any], shape: RecordShape, options: Mapping[str, Any], name: str
     ) -> None:
         self.name = name
+        self.system_prompt: str | None = None
+        self.target: Callable[[Record, Any], str] | None = None
         self._function, self._shape, self._options = function, shape, dict(options)
         parameters = list(inspect.signature(function).parameters.values())
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -30,6 +30,8 @@ FORMS = (
     "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
     "or these two as functions, or a function task(**options) that returns the task."
 )
+REWARD_NAMES = ("reward_fn", "reward", "compute_score")
+"""Functions that score an answer to a record of `data.path`: see `envs.reward_file`."""
 PARTS = ("num_records", "record", "env")
 NO_TASK = "not a task: it must have name, num_records, record and env (derive it from streamrl.SingleTurnTask)."
 
@@ -94,7 +96,9 @@ def _run(file: Path) -> ModuleType:
     name = f"{file.stem}_{blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise TaskError(f"env.path={str(file)!r} is not a Python file: its name must end in .py.")
+        raise TaskError(
+            f"env.path={str(file)!r} is not a Python file: its name must end in .py (records are given with data.path)."
+        )
     module = importlib.util.module_from_spec(spec)
     # Dataclasses in the file look their module up here while it runs; a file next to it may be imported by name.
     sys.modules[name] = module
@@ -127,6 +131,11 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
         parts = ("record", "reward", "target", "messages")
         pair = {key: staticmethod(functions[key]) for key in parts if key in functions}
         return type("FunctionTask", (SingleTurnTask,), {"name": file.stem, **optional, **pair})
+    if any(callable(getattr(module, name, None)) for name in REWARD_NAMES):
+        raise TaskError(
+            f"{file.name} scores answers but holds no prompts: give it records with data.path=train.jsonl, or define "
+            "record(split, index), too."
+        )
     found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
     lacking = "".join(
         f" {kind.__name__} lacks {' and '.join(_lacks(kind))}." for kind in kinds if len(_lacks(kind)) < len(PARTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, TemplateError
 
 from envs.check import check_task
 from envs.registry import task_of
@@ -56,11 +59,28 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     _check_models(config, notify)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
+    template_text(config.data.chat_template)
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     if config.policy.tiny.enabled:
         check_tiny_prompts(task, config.rollout.max_prompt_tokens)
     check_settings(config, _device(config))
+
+
+def template_text(given: str | None) -> str | None:
+    """`data.chat_template` as Jinja text. Raises ConfigError for a file that is not there, or a broken template."""
+    if given is None or "{" not in given:
+        if given is None:
+            return None
+        try:
+            given = Path(given).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={given} is neither Jinja text nor a file of it: {error}") from error
+    try:  # transformers' own tag around the model's turns is no part of Jinja
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", given))
+    except TemplateError as error:
+        raise ConfigError(f"data.chat_template is not a Jinja template: {error}") from error
+    return given
 
 
 def check_settings(config: Config, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from envs.check import check_task
+from envs.data.sources import absolute
 from envs.data_task import DataTask
 from envs.registry import task_of
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
@@ -31,7 +33,7 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.preflight import check_settings
+from learner.preflight import check_settings, template_text
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
 from learner.record.recorder import Recorder
@@ -70,6 +72,9 @@ def _check_before_loading(config: Config, device: torch.device) -> None:
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
+    for key in ("path", "test_path"):
+        setattr(config.data, key, absolute(getattr(config.data, key)))
+    config.data.chat_template = template_text(config.data.chat_template)  # actors may have no such file
     find_models(config, log.info)
     check_settings(config, device)
 
@@ -80,7 +85,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
-    _fit_to_records(config, task)
+    fit_to_records(config, task)
     model_dir = model_directory(config, task, ranks)
     vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)
@@ -136,11 +141,16 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     return run
 
 
-def _fit_to_records(config: Config, task: Task) -> None:
-    """Say what the run reads, and evaluate no held-out prompt twice."""
+def fit_to_records(config: Config, task: Task) -> None:
+    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of an evaluation."""
     if isinstance(task, DataTask):
         log.info("data: %s", task.dataset)
-    config.eval.num_samples = min(config.eval.num_samples, task.num_records("test"))
+    num_train, epochs = task.num_records("train"), config.trainer.num_epochs
+    if epochs is not None:
+        config.trainer.num_steps = max(1, math.ceil(epochs * num_train / config.rollout.num_prompts_per_step))
+        log.info("trainer.num_epochs=%g over %d records: %d steps of %d prompts", epochs, num_train,
+                 config.trainer.num_steps, config.rollout.num_prompts_per_step)
+    config.eval.num_samples = min(config.eval.num_samples, task.num_records("test"))  # no prompt twice
 
 
 def _make_publisher(

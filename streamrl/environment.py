@@ -86,6 +86,13 @@ class HasTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTools(Protocol):
+    """Optional on an environment whose conversation offers tools: read after `reset`, shown by the chat template."""
+
+    tools: Sequence[Mapping[str, Any]]
+
+
 class RewardFunction(Protocol):
     """Scores the answers to the records of a data file; its `__call__` may be `async`.
 

@@ -1,14 +1,15 @@
 """The records of a run: `open_dataset` reads what `data.*` names and tells training from held-out records.
 
-Without a file of its own the test split is made from the training file: the records whose prompts have the smallest
+Without a file of its own the test split is made from the training files: the records whose prompts have the smallest
 digests. So the same prompt is never on both sides, the choice does not depend on the seed or on the order of the file,
 and records added later move few of those that are there.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,78 +17,139 @@ import msgspec
 import numpy as np
 import xxhash
 
+from envs.data.mixture import Mixture, Records, mixed
 from envs.data.shapes import MISSING, RecordShape
 from envs.data.sources import Source, open_source
-from streamrl.config.schema import DataConfig
+from streamrl.config.schema import DataConfig, OnBadRecord
 from streamrl.errors import TaskError
+
+log = logging.getLogger("streamrl.data")
 
 DEFAULT_RATIO, MIN_HELD_OUT, MAX_SHARE = 0.03, 20, 0.2
 """Held out by default: this share, or this many records if that is more, but never more than the last share."""
 NUM_CHECKED = 2000
 """Records of a file that are checked in every detail when it is opened; the others when they are drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Some of the records of a source."""
-
-    source: Source
-    shape: RecordShape
-    indices: np.ndarray  # [N] into the source
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """A record of its own at `index`. Raises TaskError naming file, record and field if it cannot be played."""
-        at = int(self.indices[index])
-        record = self.source.row(at)
-        try:
-            self.shape.check(record)
-        except TaskError as error:
-            raise TaskError(f"{self.source.where(at)}: {error}") from error
-        return record
+NUM_NAMED = 3
+"""Bad records that are named when they are passed over; the rest are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """Both splits of a run's records."""
 
-    train: Records
-    test: Records
-    name: str
+    train: Mixture
+    test: Mixture
+    description: str
 
     def __str__(self) -> str:
-        held_out = "evaluated on training prompts" if self.test is self.train else f"{len(self.test)} held out"
-        return f"{self.name}: {len(self.train)} records to train on, {held_out}"
+        return self.description
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One opened file: its good records and the digests of their prompts."""
+
+    source: Source
+    indices: np.ndarray  # [N] int64, into the source
+    digests: np.ndarray  # [N] uint64
 
 
 def open_dataset(settings: DataConfig) -> Dataset:
     """The records that the settings name.
 
     Raises:
-        TaskError: a file that cannot be read, a record without a prompt, or a held-out part that would be empty.
+        TaskError: a file that cannot be read, a record without a prompt (unless data.on_bad_record=skip), nothing left
+            to hold out.
     """
-    assert settings.path is not None, "data.path is not set"
     shape = RecordShape(settings.prompt_key, settings.answer_key)
-    source = open_source(settings.path, setting="data.path")
-    digests = _prompt_digests(source, shape)
-    everything = np.arange(len(source))
+    files = _open_all(settings.path, shape, settings, "data.path")
+    if settings.num_samples is not None:
+        files = [_File(f.source, f.indices[: settings.num_samples], f.digests[: settings.num_samples]) for f in files]
+    digests = np.concatenate([file.digests for file in files])
     if settings.test_path is not None:
-        held_out = open_source(settings.test_path, setting="data.test_path")
-        _prompt_digests(held_out, shape)
-        train, test = Records(source, shape, everything), Records(held_out, shape, np.arange(len(held_out)))
+        is_test = np.zeros(len(digests), bool)
+        held_out = _open_all(settings.test_path, shape, settings, "data.test_path")
+        test = mixed([Records(file.source, shape, file.indices) for file in held_out], None)
+        num_in_both = int(np.isin(digests, np.concatenate([file.digests for file in held_out])).sum())
+        said = f"{len(test)} held out" + (f", {num_in_both} training prompts are among them" if num_in_both else "")
     else:
-        is_test = _held_out(digests, settings.test_ratio, settings.path)
-        train = Records(source, shape, everything[~is_test])
-        test = Records(source, shape, everything[is_test]) if is_test.any() else train
-    for records in (train, test):
-        for index in range(min(NUM_CHECKED, len(records))):
-            records[index]
-    return Dataset(train, test, source.name)
+        is_test, test, num_in_both = _held_out(digests, settings.test_ratio, settings.path), None, 0
+    masks = np.split(is_test, np.cumsum([len(file.digests) for file in files])[:-1])
+    train = mixed(
+        [Records(file.source, shape, file.indices[~mask]) for file, mask in zip(files, masks, strict=True)],
+        settings.weights,
+    )
+    if test is None:
+        parts = [Records(f.source, shape, f.indices[mask]) for f, mask in zip(files, masks, strict=True) if mask.any()]
+        test = mixed(parts, None) if parts else train
+        said = f"{len(test)} held out" if parts else "evaluated on training prompts"
+    names = ", ".join(file.source.name for file in files)
+    return Dataset(train, test, f"{names}: {len(train)} records to train on, {said}")
 
 
-def _held_out(digests: np.ndarray, ratio: float | None, path: str) -> np.ndarray:
+def _open_all(paths: str | Sequence[str], shape: RecordShape, settings: DataConfig, setting: str) -> list[_File]:
+    return [_open(path, shape, settings.on_bad_record, setting) for path in paths_of(paths)]
+
+
+def paths_of(paths: str | Sequence[str]) -> list[str]:
+    """`data.path` as a list: it may be one path or several."""
+    return [paths] if isinstance(paths, str) else list(paths)
+
+
+def _open(path: str, shape: RecordShape, on_bad: OnBadRecord, setting: str) -> _File:
+    source = open_source(path, setting=setting)
+    digests, good, errors = np.zeros(len(source), np.uint64), np.ones(len(source), bool), []
+    for index, prompt in enumerate(_prompts(source, shape)):
+        if not isinstance(prompt, TaskError):
+            digests[index] = xxhash.xxh3_64_intdigest(msgspec.json.encode(prompt))
+            continue
+        if on_bad is OnBadRecord.error:
+            raise TaskError(f"{prompt} (data.on_bad_record=skip passes such records over.)")
+        good[index] = False
+        errors.append(str(prompt))
+    if errors:
+        log.warning("%s: %d of %d records are passed over: %s%s", source.name, len(errors), len(source),
+                    " | ".join(errors[:NUM_NAMED]), " | ..." if len(errors) > NUM_NAMED else "")
+    if not good.any():
+        raise TaskError(f"{setting}={path}: no record can be used. {errors[0]}")
+    return _File(source, np.flatnonzero(good), digests[good])
+
+
+def _prompts(source: Source, shape: RecordShape) -> Iterator[Any]:
+    """The prompt of every record in order, or what is wrong with the record."""
+    key = _prompt_key(source, shape)
+    for index, value in enumerate(source.field(key)):
+        if isinstance(value, TaskError):
+            yield value
+        elif index < NUM_CHECKED or value in (MISSING, None, ""):
+            yield _checked_prompt(source, shape, index)
+        else:
+            yield value
+
+
+def _prompt_key(source: Source, shape: RecordShape) -> str:
+    """The field of the first good record's prompt; the others are looked at one by one if theirs is another."""
+    for index in range(min(NUM_CHECKED, len(source))):
+        try:
+            return shape.prompt_field(source.row(index))
+        except TaskError:
+            continue
+    return shape.prompt_key or ""
+
+
+def _checked_prompt(source: Source, shape: RecordShape, index: int) -> Any:
+    try:
+        record = source.row(index)
+    except TaskError as error:
+        return error
+    try:
+        shape.check(record)
+        return shape.prompt(record)
+    except TaskError as error:
+        return TaskError(f"{source.where(index)}: {error}.")
+
+
+def _held_out(digests: np.ndarray, ratio: float | None, path: Any) -> np.ndarray:
     """Which records [N] are held out: those with the smallest digests, and all others with the same prompts."""
     num = len(digests)
     if ratio == 0:
@@ -105,33 +167,3 @@ def _held_out(digests: np.ndarray, ratio: float | None, path: str) -> np.ndarray
     if cutoff == distinct[-1]:  # one prompt fills most of the file: keep something to train on
         cutoff = distinct[-2]
     return digests <= cutoff
-
-
-def _prompt_digests(source: Source, shape: RecordShape) -> np.ndarray:
-    """A digest [N] of every record's prompt. Raises TaskError for a record that is damaged or has no prompt."""
-    try:
-        key = shape.prompt_field(source.row(0))
-    except TaskError as error:
-        raise TaskError(f"{source.where(0)}: {error}") from error
-    return np.fromiter((_digest(value) for value in _prompts(source, shape, key)), np.uint64, len(source))
-
-
-def _prompts(source: Source, shape: RecordShape, key: str) -> Iterator[Any]:
-    nested = "." in key  # such a field is read from the whole record
-    values = (MISSING for _ in range(len(source))) if nested else source.field(key)
-    for index, value in enumerate(values):
-        if value is not MISSING and value is not None and value != "":
-            yield value
-            continue
-        try:
-            found = shape.prompt(source.row(index))
-            if found is None or found == "":
-                raise TaskError(f"field {key!r} is empty")
-        except TaskError as error:
-            where = source.where(index)
-            raise TaskError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
-        yield found
-
-
-def _digest(prompt: Any) -> int:
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(prompt))

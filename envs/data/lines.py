@@ -46,14 +46,17 @@ class JsonLines:
         return self._parsed(index, os.pread(self._file, end - start, start))
 
     def field(self, key: str) -> Iterator[Any]:
-        """One field of every record in order, without building the rest; MISSING where there is none."""
+        """One field of every record in order, without building the rest; see `Source.field`."""
         wanted = msgspec.defstruct("Wanted", [("value", Any)], rename={"value": key})
         decode = msgspec.json.Decoder(wanted).decode
         for index, line in enumerate(self._texts()):
             try:
                 yield decode(line).value
             except (msgspec.DecodeError, UnicodeDecodeError):  # no such field, or no JSON object at all
-                yield self._parsed(index, line).get(key, MISSING)
+                try:
+                    yield self._parsed(index, line).get(key, MISSING)
+                except TaskError as error:
+                    yield error
 
     def _texts(self) -> Iterator[bytes]:
         """All lines, in reads of many."""

@@ -78,7 +78,8 @@ class RecordShape:
         """Raise TaskError, naming the field, for a record that cannot be played."""
         self.messages(record)
         self.answer(record)
-        if "test_cases" in record:
+        tool_schemas(record)
+        if record.get("test_cases") is not None:
             code_tests(record)
         try:
             json.dumps(record, allow_nan=False)
@@ -163,6 +164,18 @@ def code_tests(record: Record) -> dict[str, Any]:
             "output for each input"
         )
     return dict(cases)
+
+
+def tool_schemas(record: Record) -> list[Mapping[str, Any]]:
+    """The JSON schemas in the record's field `tools`, for the chat template; none if it has no such field."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _parsed("tools", tools)
+    if not tools:
+        return []
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise TaskError(f"field 'tools' is {shown(tools)}: give a list of JSON schemas, one for each tool")
+    return list(tools)
 
 
 def _parsed(field: str, text: str) -> Any:

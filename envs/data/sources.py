@@ -38,12 +38,12 @@ class Source(Protocol):
         ...
 
     def field(self, key: str) -> Iterator[Any]:
-        """One field of every record in order; MISSING where there is none."""
+        """One field of every record in order; MISSING where there is none, an error where there is no record."""
         ...
 
 
 class Rows:
-    """Records in memory."""
+    """Records in memory; an error stands for one that could not be read."""
 
     def __init__(self, rows: list[Any], name: str) -> None:
         self.name, self._rows = name, rows
@@ -56,13 +56,18 @@ class Rows:
 
     def row(self, index: int) -> dict[str, Any]:
         row = self._rows[index]
+        if isinstance(row, TaskError):
+            raise row
         if not isinstance(row, dict):
             raise TaskError(f"{self.where(index)}: a {type(row).__name__}, not an object: {row!r:.80}")
         return dict(row)
 
     def field(self, key: str) -> Iterator[Any]:
-        for index in range(len(self)):
-            yield self.row(index).get(key, MISSING)
+        for index, row in enumerate(self._rows):
+            try:
+                yield row.get(key, MISSING) if isinstance(row, dict) else self.row(index)
+            except TaskError as error:
+                yield error
 
 
 def open_source(text: str, *, setting: str) -> Source:
@@ -90,6 +95,17 @@ def split_of(text: str) -> tuple[str | None, str]:
     before, at, after = text.partition("@")
     is_split = bool(at) and re.fullmatch(r"[\w.\[\]:%+-]+", before) is not None and not Path(text).exists()
     return (before, after) if is_split else (None, text)
+
+
+def absolute(paths: Any) -> Any:
+    """The same path or list of paths with files and folders of this machine made absolute."""
+    if isinstance(paths, list):
+        return [absolute(path) for path in paths]
+    if not isinstance(paths, str):
+        return paths
+    split, path = split_of(paths)
+    file = Path(path).expanduser()
+    return f"{split}@{file.resolve()}" if split and file.exists() else str(file.resolve()) if file.exists() else paths
 
 
 def _open(file: Path, path: str, split: str | None, setting: str) -> Source:
@@ -130,13 +146,14 @@ def _read_csv(file: Path, name: str) -> Source:
             for row in reader:
                 if None in row or None in row.values():
                     many = "more" if None in row else "fewer"
-                    raise TaskError(
+                    rows.append(TaskError(
                         f"{name}, record {len(rows) + 1} (line {reader.line_num}): {many} fields than the "
                         f"{len(columns)} that the first line names: quote fields with a comma or a line break."
-                    )
-                rows.append(row)
+                    ))
+                else:
+                    rows.append(row)
         except csv.Error as error:
-            raise TaskError(f"{name}, record {len(rows) + 1} (line {reader.line_num}): {error}.") from error
+            raise TaskError(f"{name}, record {len(rows) + 1}: {error}: does a quote stay open?") from error
         except UnicodeDecodeError as error:
             raise TaskError(f"{name} is not UTF-8 text ({error.reason}): save it as UTF-8.") from error
     return Rows(rows, name)

@@ -17,6 +17,7 @@ from learner.hub.hung_calls import HungCalls
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.settings import HubSettings
 from learner.hub.weight_server import WeightServer
+from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode
 
@@ -74,8 +75,8 @@ class HubContext:
     hung_calls: HungCalls = field(init=False)
 
     def __post_init__(self) -> None:
-        env = self.settings.env
-        self.failures = EpisodeFailures(self.notify)
+        env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
+        self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
 
     @property

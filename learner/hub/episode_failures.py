@@ -19,15 +19,20 @@ NO_FAILURE = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
 
 
 class EpisodeFailures:
-    """What accepted groups report of failures in their environments.
+    """What accepted groups report of failures in their environments, and of prompts that cannot be used.
+
+    Args:
+        notify: told what a person must see.
+        stop_at_long_prompt: the first prompt that is too long ends the run.
 
     Attributes:
         first, last: failures in words, "" without any; `last` may also be another reason why a lease came back.
         fatal: why the run must stop; "" while it need not.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None], *, stop_at_long_prompt: bool = False) -> None:
         self.first = self.last = self.fatal = ""
+        self._stop_at_long_prompt = stop_at_long_prompt
         self._notify = notify
         self._num_failed = self._num_hopeless = 0
         self._told: set[ReturnReason] = set()
@@ -63,6 +68,9 @@ class EpisodeFailures:
         if group.reason not in self._told:
             self._told.add(group.reason)
             self._notify(f"a lease came back ({group.reason.name.lower()}): {group.detail}")
+        if self._stop_at_long_prompt and group.reason == ReturnReason.TOO_LONG and not self.fatal:
+            self.fatal = f"data.prompt_overflow=error, the run stops: {group.detail}"
+            self._notify(self.fatal)
 
     def _check_share(self) -> None:
         share = sum(self._recent) / NUM_RECENT

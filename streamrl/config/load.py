@@ -131,7 +131,25 @@ def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: 
         if "env.options" in given:
             own |= set(_parse(f"env.options={given['env.options']}").value())
         env.options = {key: value for key, value in env.options.items() if key in own}
+    _drop_other_records(composed, set(given))
     return composed
+
+
+def _drop_other_records(composed: DictConfig, given: set[str]) -> None:
+    """Leave out the records and the reward of an experiment that an override replaces by others."""
+    data, reward, env = composed.data, composed.reward, composed.env
+    names_reward = any(key.startswith(("reward.type", "reward.weights")) for key in given)
+    if "env.name" in given and "data.path" not in given and "env.path" not in given:
+        data.path = data.test_path = None  # a task by name brings its own
+        if not names_reward:
+            reward.type, reward.weights = None, {}
+    if "data.path" in given:
+        data.test_path = data.test_path if "data.test_path" in given else None
+        data.weights = data.weights if "data.weights" in given else None
+    if "env.path" in given and not names_reward:
+        reward.type, reward.weights = None, {}
+    if names_reward and "env.path" not in given and (reward.type or reward.weights):
+        env.path = None
 
 
 def _task_of_experiment(overrides: Sequence[str]) -> Mapping[str, Any]:

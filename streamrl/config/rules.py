@@ -73,6 +73,7 @@ def tracker_names(config: Config) -> list[str]:
 def check(config: Config) -> None:
     """Raise ConfigError, with the setting, its value and the remedy, for the first rule that is broken."""
     _check_ranges(config)
+    _check_data(config)
     _check_staleness(config)
     _check_sizes(config)
     _check_names(config)
@@ -119,6 +120,21 @@ def _check_train_sampling(sampling: SamplingConfig) -> None:
             f"importance ratios would differ from 1 even at lag 0: leave {key} at {off} and lower {name}.temperature "
             f"instead (rollout.test.sampling.{key} is free: evaluation takes no ratio)",
         )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    for name, paths in (("data.path", data.path), ("data.test_path", data.test_path)):
+        is_list = isinstance(paths, list) and bool(paths) and all(isinstance(path, str) for path in paths)
+        _need(
+            paths is None or (isinstance(paths, str) and bool(paths)) or is_list,
+            f"{name}={paths} must be a path such as train.jsonl, or a list of them: [a.jsonl,b.jsonl]",
+        )
+    given = len(data.path) if isinstance(data.path, list) else 1
+    _need(
+        data.weights is None or (len(data.weights) == given and all(weight > 0 for weight in data.weights)),
+        f"data.weights={data.weights} must be {given} positive numbers, one for each path of data.path={data.path}",
+    )
 
 
 def _check_names(config: Config) -> None:

@@ -25,6 +25,8 @@ GroupPolicy = StrEnum("GroupPolicy", ["reissue_missing", "reissue_whole", "accep
 class TrainerConfig:
     num_steps: int = ranged(100, gt=0)
     """Optimizer steps to do; the run ends by itself after them."""
+    num_epochs: float | None = ranged(None, gt=0)
+    """Passes over the training records, in place of `trainer.num_steps`: as many steps as they have batches."""
     eval_only: bool = False
     """Evaluate the starting weights once and exit; nothing is trained."""
 
@@ -81,7 +83,7 @@ class RolloutConfig:
     num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")
     """G: trajectories of one group."""
     max_prompt_tokens: int = ranged(1024, gt=0)
-    """Longer prompts are refused by the actor and counted."""
+    """Most tokens of a prompt; `data.prompt_overflow` says what becomes of a longer one."""
     train: SplitConfig = field(default_factory=SplitConfig)
     """How training trajectories are sampled."""
     test: SplitConfig = field(default_factory=lambda: SplitConfig(SamplingConfig(temperature=0.0)))

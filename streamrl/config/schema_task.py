@@ -8,28 +8,40 @@ from typing import Any
 
 from streamrl.config.ranges import ranged
 
-Sandbox = StrEnum("Sandbox", ["auto", "limited", "isolated"])
+OnBadRecord = StrEnum("OnBadRecord", ["error", "skip"])
 OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
+PromptOverflow = StrEnum("PromptOverflow", ["skip", "truncate_left", "error"])
+Sandbox = StrEnum("Sandbox", ["auto", "limited", "isolated"])
 
 
 @dataclass
 class DataConfig:
-    path: str | None = None
-    """Your records: a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a hub name; `split@` before it."""
-    test_path: str | None = None
-    """Held-out records; null holds a part of `data.path` out."""
+    path: Any = None
+    """Your records: a .jsonl .json .csv .parquet .arrow file, a folder or a hub name, `split@` first; or a list."""
+    weights: list[float] | None = None
+    """Shares of several paths in a pass, one number each; null takes every record once."""
+    num_samples: int | None = ranged(None, gt=0)
+    """Most records of each path, the first ones; null takes all."""
+    test_path: Any = None
+    """Held-out records, as `data.path`; null holds a part of `data.path` out."""
     test_ratio: float | None = ranged(None, ge=0, lt=1, why="it is a share of the records")
     """Share that is held out; null is 3 %, at least 20 records or a fifth; 0 evaluates on training prompts."""
     prompt_key: str | None = None
     """Field of the prompt, a text or a list of messages; null takes messages, prompt, question or problem."""
     answer_key: str | None = None
     """Field of the right answer, `a.b` inside a mapping; null takes answer, ground_truth, solution or label."""
+    on_bad_record: OnBadRecord = OnBadRecord.error
+    """A damaged record, or one without a prompt: `error` refuses the file, `skip` passes it over, named and counted."""
     shuffle: bool = True
     """Draw prompts in a seeded random order instead of 0, 1, 2, ..."""
     apply_chat_template: bool = True
     """Render messages with the tokenizer's chat template, if it has one."""
     system_prompt: str | None = None
-    """A system message put before the task's own messages."""
+    """A system message put before the task's own messages; `auto` is the reward's, which asks for what it reads."""
+    chat_template: str | None = None
+    """A chat template in place of the tokenizer's: Jinja text, or a file with it."""
+    prompt_overflow: PromptOverflow = PromptOverflow.skip
+    """A prompt over `rollout.max_prompt_tokens`: `skip` and count it, `truncate_left`, or stop with an `error`."""
 
 
 @dataclass

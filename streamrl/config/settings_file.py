@@ -9,7 +9,10 @@ from typing import Any
 
 REPLACES: Mapping[str, tuple[str, ...]] = {
     "policy.model_path": ("policy.tiny.enabled",), "policy.tiny.enabled": ("policy.model_path",),
-    "env.name": ("env.path", "env.options"), "env.path": ("env.options",), "env.options": ("env.options",),
+    "env.name": ("env.path", "env.options", "data.path", "data.test_path", "reward.type", "reward.weights"),
+    "env.path": ("env.options", "reward.type", "reward.weights"),
+    "env.options": ("env.options",), "reward.type": ("env.path", "reward.weights"),
+    "reward.weights": ("env.path", "reward.type"), "data.path": ("data.test_path", "data.weights"),
 }
 """A setting on the command line -> what it replaces in the file beside its own value there."""
 

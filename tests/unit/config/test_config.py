@@ -201,3 +201,24 @@ def test_every_alias_leads_to_a_setting_and_is_none_itself():
     suggested = {name for name in [*ALIASES.values(), *FULL_NAMES.values()] if not name.startswith(open_mappings())}
     assert suggested <= names and set(COMMON) <= names
     assert not {*ALIASES, *FULL_NAMES} & set(setting_names())
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], ("a.jsonl", "math", None)), (["env.path=r.py"], ("a.jsonl", None, "r.py")),
+        (["env.name=string.sort"], (None, None, None)), (["data.path=b.jsonl"], ("b.jsonl", "math", None)),
+        (["reward.type=exact"], ("a.jsonl", "exact", None)),
+        (["env.name=string.sort", "data.path=b.jsonl"], ("b.jsonl", "math", None)),
+    ],
+)
+def test_records_and_reward_of_a_file_give_way_to_others_on_the_command_line(tmp_path, words, kept):
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {path: a.jsonl, test_path: t.jsonl}\nreward: {type: math}\n")
+    from_file = load_config([QUICK, str(file), *words])
+    base = to_plain(load_config([QUICK, str(file)]))
+    from_run = from_plain(base, words)
+
+    for config in (from_file, from_run):
+        assert (config.data.path, config.reward.type, config.env.path) == kept
+        assert config.data.test_path == ("t.jsonl" if kept[0] == "a.jsonl" else None)

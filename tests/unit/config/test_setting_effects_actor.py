@@ -199,16 +199,42 @@ def test_a_prompt_over_the_limit_is_refused(hub, welcome):
             played(runtime)
 
 
-def test_system_prompt_and_chat_template_change_what_the_model_reads(hub, welcome):
-    read = []
-    for words in ([], ["data.system_prompt=abc"], ["data.apply_chat_template=false"]):
-        with runtime_of(hub, welcome, SCRIPTED, *words) as runtime:
-            played(runtime)
-            read.append(list(runtime.engine.requests[-1].prompt_ids))
+def read_by(hub, welcome, *words: str) -> list[int]:
+    """The prompt of one episode."""
+    with runtime_of(hub, welcome, SCRIPTED, *words) as runtime:
+        played(runtime)
+        return list(runtime.engine.requests[-1].prompt_ids)
 
-    plain, with_system, without_template = read
+
+@pytest.mark.shows("data.chat_template")
+def test_system_prompt_and_chat_template_change_what_the_model_reads(hub, welcome):
+    plain, with_system, without_template, other_template = (
+        read_by(hub, welcome, *words) for words in (
+            [], ["data.system_prompt=abc"], ["data.apply_chat_template=false"],
+            ['data.chat_template="{% for one in messages %}{{ one.content }}{{ one.content }}{% endfor %}"'],
+        )
+    )
+
     assert len(with_system) == len(plain) + 4  # three letters and the separator
-    assert len(without_template) == len(plain) - 1
+    assert without_template == plain[:-1]
+    assert other_template == 2 * without_template
+
+
+def test_the_automatic_system_prompt_is_the_rewards(hub, welcome, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "ab", "answer": "ba"}\n')
+    (tmp_path / "reward.py").write_text("system_prompt = 'abc'\ndef reward_fn(messages, answer):\n    return 1\n")
+    own = (f"data.path={tmp_path / 'train.jsonl'}", "data.test_ratio=0", f"env.path={tmp_path / 'reward.py'}")
+    plain, automatic = (read_by(hub, welcome, *own, *words) for words in ([], ["data.system_prompt=auto"]))
+
+    assert automatic[4:] == plain and len(automatic) == len(plain) + 4
+
+
+@pytest.mark.shows("data.prompt_overflow")
+def test_a_long_prompt_can_be_cut_at_its_beginning(hub, welcome):
+    whole = read_by(hub, welcome)
+    cut = read_by(hub, welcome, "rollout.max_prompt_tokens=3", "data.prompt_overflow=truncate_left")
+
+    assert len(whole) > 3 and cut == whole[-3:]
 
 
 TASK = """

@@ -21,7 +21,7 @@ from learner.model.paths import compute_dtype, model_directory
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.record.recorder import Recorder
-from learner.setup import start_ranks
+from learner.setup import fit_to_records, start_ranks
 from streamrl.errors import ConfigError
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.run_dirs import choose_run_dir
@@ -263,3 +263,14 @@ def test_name_root_and_dir_choose_the_run_directory(tmp_path):
     assert directory(f"run.dir={tmp_path / 'exactly'}") == tmp_path / "exactly"
 
 
+
+
+@pytest.mark.shows("trainer.num_epochs")
+@pytest.mark.parametrize(
+    ("words", "num_steps"), [((), 200), (("trainer.num_epochs=2",), 13), (("trainer.num_epochs=0.01",), 1)]
+)
+def test_epochs_give_the_steps_that_their_batches_make_and_no_held_out_prompt_comes_twice(words, num_steps):
+    config = config_of("trainer.num_steps=200", "rollout.num_prompts_per_step=16", "eval.num_samples=500", *words)
+    fit_to_records(config, load_task("string.reverse", options={"num_train": 100, "num_test": 30}))
+
+    assert (config.trainer.num_steps, config.eval.num_samples) == (num_steps, 30)

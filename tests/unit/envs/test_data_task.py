@@ -10,11 +10,11 @@ import pytest
 
 from envs.check import check_task
 from envs.registry import task_of
-from streamrl.config.load import load_config
+from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.environment import Step
 from streamrl.errors import TaskError
 
-QUICKSTART = "experiment=quickstart"
+BASE = to_plain(load_config(["experiment=quickstart"]))
 REWARD = "def reward_fn(messages, answer):\n    return float(messages[-1]['content'].strip() == answer)\n"
 
 
@@ -28,7 +28,7 @@ def task(tmp_path, monkeypatch):
     def make(*words, reward=REWARD):
         (tmp_path / "reward.py").write_text(reward)
         scored = () if any(word.startswith("reward.type") for word in words) else ("env.path=reward.py",)
-        return task_of(load_config([QUICKSTART, "data.path=train.jsonl", *scored, *words]))
+        return task_of(from_plain(BASE, ["data.path=train.jsonl", *scored, *words]))
 
     return make
 

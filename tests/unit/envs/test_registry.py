@@ -197,7 +197,10 @@ def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
         ("x = 1\ny = 1 / 0\n", "ZeroDivisionError: division by zero (my_task.py, line 2: y = 1 / 0)"),
         ("def broken(:\n", "SyntaxError"),
         ("import no_such_module_here\n", "ModuleNotFoundError"),
-        ("def reward(record, completion):\n    return 0.0\n", "defines no task. Found: reward. Define one class"),
+        (
+            "def reward(record, completion):\n    return 0.0\n",
+            "scores answers but holds no prompts: give it records with data.path=train.jsonl",
+        ),
         ("", "Found: nothing"),
         (
             "class Calc:\n    name = 'calc'\n    def record(self, split, index): ...\n    def env(self): ...\n"

@@ -70,6 +70,20 @@ def test_a_single_episode_that_came_through_keeps_the_run_going():
     assert not told(group(1, 3), *[group(0, 4)] * 20)[1].fatal
 
 
+def too_long(detail: str = "the prompt has 99 tokens") -> Group:
+    return Group(0, 0, 0, 0, Outcome.RETURNED, ReturnReason.TOO_LONG, detail, Sampling(), (), {})
+
+
+def test_a_prompt_that_is_too_long_ends_the_run_only_if_asked_for():
+    said, failures = told(group(4, 0), *[too_long()] * 2 * NUM_FIRST)
+    assert not failures.fatal
+
+    strict = EpisodeFailures(said.append, stop_at_long_prompt=True)
+    strict.add(group(4, 0))
+    strict.add(too_long())
+    assert strict.fatal == "data.prompt_overflow=error, the run stops: the prompt has 99 tokens"
+
+
 def test_a_rising_share_of_failures_is_a_warning_and_a_second_one_only_after_it_has_fallen():
     good, half = [group(4, 0)], [group(2, 2)]
 
