@@ -7,8 +7,8 @@ The file defines one of these, plain or `async`:
     def reward(prompts, completions, answer, **kwargs)   the batched form of TRL: lists in, a list out
 
 or a class with `reward(record, completion)`, or one with `reset(record)` and `step(action)` for longer episodes. Beside
-a function there may be a text `system_prompt`, for data.system_prompt=auto, and a function `target(record)`: a completion
-that earns the full reward.
+a function there may be a text `system_prompt`, for data.system_prompt=auto, and a function `target(record)`: a
+completion that earns the full reward.
 """
 
 from __future__ import annotations

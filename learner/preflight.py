@@ -75,11 +75,11 @@ def template_text(given: str | None) -> str | None:
         try:
             given = Path(given).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.chat_template={given} is neither Jinja text nor a file of it: {error}") from error
+            raise ConfigError(f"data.chat_template={given} must be Jinja text, or a file of it: {error}") from error
     try:  # transformers' own tag around the model's turns is no part of Jinja
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", given))
     except TemplateError as error:
-        raise ConfigError(f"data.chat_template is not a Jinja template: {error}") from error
+        raise ConfigError(f"data.chat_template must be a Jinja template: {error}") from error
     return given
 
 

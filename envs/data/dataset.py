@@ -104,14 +104,14 @@ def _open(path: str, shape: RecordShape, on_bad: OnBadRecord, setting: str) -> _
             digests[index] = xxhash.xxh3_64_intdigest(msgspec.json.encode(prompt))
             continue
         if on_bad is OnBadRecord.error:
-            raise TaskError(f"{prompt} (data.on_bad_record=skip passes such records over.)")
+            raise TaskError(f"{prompt} Mend this record, or set data.on_bad_record=skip.")
         good[index] = False
         errors.append(str(prompt))
     if errors:
         log.warning("%s: %d of %d records are passed over: %s%s", source.name, len(errors), len(source),
                     " | ".join(errors[:NUM_NAMED]), " | ..." if len(errors) > NUM_NAMED else "")
     if not good.any():
-        raise TaskError(f"{setting}={path}: no record can be used. {errors[0]}")
+        raise TaskError(f"{setting}={path}: no record can be used, name others. The first: {errors[0]}")
     return _File(source, np.flatnonzero(good), digests[good])
 
 

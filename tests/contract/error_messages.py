@@ -41,7 +41,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """Heading of the page -> beginnings of the paths whose errors stand under it; the first that fits."""
 
 WHAT_TO_DO = re.compile(
-    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower"
+    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower|mend"
     r"|make it|must|name it|name one|name the|name them|needs? at least|needs a|pip install|put|quote|raise|reinstall"
     r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are"
     r"|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
@@ -192,7 +192,6 @@ MENDS: dict[str, str] = {
     "holds text that is not JSON": "mend the field, or name another with `data.prompt_key`",
     "holds no records": "check that the file is the right one",
     "…: there is no such file (looked at …).": "check the path; it is relative to the directory you are in",
-    "…, record … (line …): ….": "mend the record that it names",
     "is not a readable": "write the file again; its library's own message follows",
     "…: cannot be read: …: …": "write the file again; its library's own message follows",
     "gave no answer: …": "check that the service runs and that the address is right",

@@ -209,7 +209,6 @@ def test_every_alias_leads_to_a_setting_and_is_none_itself():
         ([], ("a.jsonl", "math", None)), (["env.path=r.py"], ("a.jsonl", None, "r.py")),
         (["env.name=string.sort"], (None, None, None)), (["data.path=b.jsonl"], ("b.jsonl", "math", None)),
         (["reward.type=exact"], ("a.jsonl", "exact", None)),
-        (["env.name=string.sort", "data.path=b.jsonl"], ("b.jsonl", "math", None)),
     ],
 )
 def test_records_and_reward_of_a_file_give_way_to_others_on_the_command_line(tmp_path, words, kept):

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from envs.check import check_task
-from envs.registry import REGISTERED, load_task
+from envs.data.shapes import ANSWER_KEYS, PROMPT_KEYS
+from envs.registry import REGISTERED, load_task, task_of
+from envs.reward_file import GIVEN
+from envs.rewards.registry import REWARDS
 from streamrl.config.load import load_config
 from streamrl.environment import HasTarget
 
@@ -37,6 +40,28 @@ def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     assert task.env().reset(record)[0].content == record["prompt"]
     right, wrong = task.reward(record, task.target(record)), task.reward(record, "no")
     assert getattr(right, "reward", right) > getattr(wrong, "reward", wrong)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_the_data_and_the_reward_of_the_page_work_as_printed(page, tmp_path, monkeypatch):
+    text = (ROOT / page).read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text(re.search(r'```jsonl title="train.jsonl"\n(.*?)```', text, re.DOTALL)[1])
+    (tmp_path / "reward.py").write_text(re.search(r"(def reward_fn\(messages, answer\):\n.*?)```", text, re.DOTALL)[1])
+    command = re.search(r"streamrl launch (experiment=quickstart env.path=reward.py data.path=train.jsonl)\n", text)
+
+    task = task_of(load_config(command[1].split()))
+    check_task(task)
+
+    assert (task.num_records("train"), task.num_records("test")) == (5, 1)
+
+
+def test_the_page_names_every_reward_and_every_field_that_is_looked_for():
+    page, data = (ROOT / "docs/rewards.md").read_text(), (ROOT / "docs/data.md").read_text()
+
+    assert not [name for name in REWARDS if f"| `{name}` |" not in page]
+    assert not [name for name in GIVEN if f"| `{name}` |" not in page]
+    assert not [key for key in (*PROMPT_KEYS, *ANSWER_KEYS) if f"`{key}`" not in data]
 
 
 def test_the_dataset_that_the_readme_names_works_with_the_experiment_that_it_names():
