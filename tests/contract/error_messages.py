@@ -42,9 +42,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 WHAT_TO_DO = re.compile(
     r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower|mend"
-    r"|make it|must|name it|name one|name another|name the|name them|needs? at least|needs a|pip install|put|quote|raise|reinstall"
-    r"|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take|there are"
-    r"|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
+    r"|make it|must|name it|name one|name another|name the|name them|needs? at least|needs a|pip install|put|quote"
+    r"|raise|reinstall|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take"
+    r"|there are|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
