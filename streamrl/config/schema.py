@@ -179,7 +179,8 @@ class TinyModelConfig:
 @dataclass
 class PolicyConfig:
     model_path: str | None = None
-    """A local Hugging Face checkpoint directory; on the command line it turns an experiment's tiny model off."""
+    """A Hugging Face checkpoint: a local directory, or a name of the model hub (`owner/name`). On the command line it
+    turns an experiment's tiny model off."""
     dtype: str = "auto"
     """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
     gradient_checkpointing: bool = False
