@@ -255,7 +255,7 @@ class Launcher:
     def _why_give_up(self, actor: Child, code: int, age: float) -> str:
         """Why a dead actor is not started again; "" if it is."""
         last_line = OWN_LINE.sub("", actor.tail(1).strip())
-        again = code > 0 and age < HEALTHY_S and last_line == actor.last_line  # a signal is nobody's last word
+        again = code > 0 and age < HEALTHY_S and last_line == actor.last_line  # a signal leaves no last line
         actor.same_deaths, actor.last_line = actor.same_deaths + 1 if again else 1, last_line
         if code == EXIT_CONFIG:  # it stays one however often the actor starts
             return "a configuration error"
