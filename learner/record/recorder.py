@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from streamrl.metrics.eval_scores import average, pass_at
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import member
 from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
 from streamrl.metrics.summary import Summary, summarize
 from streamrl.metrics.trackers.registry import open_trackers
@@ -57,6 +58,7 @@ class Recorder:
         self._wall_before, self._began = wall_s, time.monotonic()
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
+        self._newest: list[Sample] = []
         (run_dir / "config.yaml").write_text(to_yaml(config))
         self._hub_counts = HubCounts(counters)
         self._archive = _archive(config.objectives, run_dir)
@@ -118,6 +120,15 @@ class Recorder:
         self._waiting.clear()
         self._sinks.log_metrics(step, row)
 
+    def samples(self, step: int, samples: Sequence[Sample], *, last: bool = False) -> None:
+        """Give trackers a table with every evaluation: its transcripts, and the samples of the newest step."""
+        trained = [one for one in samples if one.kind == "train"]
+        self._newest = [one for one in trained if one.step == trained[-1].step] if trained else self._newest
+        evaluated = [one for one in samples if one.kind == "eval"]
+        if evaluated or (last and self._newest):
+            self._sinks.log_samples(step, [*evaluated, *self._newest])
+            self._newest = []
+
     def _run_keys(self, version: int, epoch: int) -> dict[str, float]:
         return {
             "run/version": float(version), "run/epoch": float(epoch), "run/wall_s": self.wall_s,
@@ -141,7 +152,7 @@ class Recorder:
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,
-            stopped=stopped, failed=failed,
+            stopped=stopped, failed=failed, tracked=tuple(self._sinks.places()),
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )
         summary.write(self._run_dir / "summary.json")

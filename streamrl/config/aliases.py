@@ -48,7 +48,9 @@ ALIASES: dict[str, str] = {
     "save_freq": "checkpoint.every_steps", "eval_steps": "eval.every_steps", "eval_batch_size": "eval.num_samples",
     "num_workers": "launch.num_actors", "num_actors": "launch.num_actors", "num_gpus": "launch.num_learner_ranks",
     "nproc_per_node": "launch.num_learner_ranks", "engine": "actors.engine", "use_vllm": "actors.engine",
-    "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers", "report_to": "tracking.trackers",
+    "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers",
+    "tensorboard": "tracking.trackers", "mlflow": "tracking.trackers", "trackio": "tracking.trackers",
+    "report_to": "tracking.trackers",
     "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
     # the rest of docs/coming_from.md: TRL, verl, prime-rl, OpenRLHF
     "train_dataset": "data.path", "prompt_dataset": "data.path", "eval_dataset": "data.test_path",

@@ -146,7 +146,8 @@ class TrackingConfig:
     project: str = "streamrl"
     """Project name for trackers."""
     trackers: list[str] = field(default_factory=list)
-    """Trackers that get every step beside metrics.jsonl: wandb, or your own factory as package.module:attribute."""
+    """Trackers that get every step beside metrics.jsonl: tensorboard, mlflow, trackio, wandb, or your own factory as
+    package.module:attribute."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options for your own tracker, which finds them in `TrackedRun.settings`, e.g. `tracking.options.url=...`."""
     wandb: WandbConfig = field(default_factory=WandbConfig)

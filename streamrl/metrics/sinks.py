@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from streamrl.metrics.samples import Sample
 from streamrl.metrics.text import compact, duration
 
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 """What `Meter.flush` gives: numbers, and histograms as dict of bin to count."""
+
+
+def dense_histogram(bins: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Counts and edges as numpy has them: bin k is from k to k + 1, and absent bins are zeros."""
+    low, high = min(bins, default=0), max(bins, default=0)
+    return [bins.get(k, 0) for k in range(low, high + 1)], list(range(low, high + 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,13 @@ class Sink:
     def log_metrics(self, step: int, metrics: Row) -> None:
         """One step."""
 
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Some trajectories to be read, at a step whose metrics were logged."""
+
+    def where(self) -> str:
+        """The command that opens the record, or where it is; empty if there is nothing to say."""
+        return ""
+
     def close(self) -> None:
         """No more calls follow."""
 
@@ -62,20 +76,29 @@ class FanOut(Sink):
     def log_metrics(self, step: int, metrics: Row) -> None:
         self._each("log_metrics", step, metrics)
 
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._each("log_samples", step, samples)
+
+    def places(self) -> list[str]:
+        """What `where` says of each member that says something."""
+        return [place for place in self._each("where") if place]
+
     def close(self) -> None:
         self._each("close")
         for where, count in self.num_failures.items():
             log.warning("%s failed %d times in this run; its record is incomplete.", where, count)
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _each(self, method: str, *args: Any) -> list[Any]:
+        answers = []
         for sink in self._sinks:
             try:
-                getattr(sink, method)(*args)
+                answers.append(getattr(sink, method)(*args))
             except Exception:  # third-party trackers raise what they like; a plot is never worth a training run
                 where = f"{type(sink).__name__}.{method}"
                 self.num_failures[where] = self.num_failures.get(where, 0) + 1
                 if self.num_failures[where] == 1:
                     log.warning("%s failed; training goes on without it.", where, exc_info=True)
+        return answers
 
 
 class JsonlSink(Sink):

@@ -61,6 +61,8 @@ class Summary:
     """The error that ended the run; empty if none did."""
     diagnosis: str = ""
     """What limited the run's speed, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
+    tracked: Sequence[str] = ()
+    """For each tracker the command that opens the run's record, or where it is."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest."""
 
@@ -125,6 +127,7 @@ class Summary:
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
             *([("id", self.run_id)] if self.run else []),
+            *(("tracker", place) for place in self.tracked),
         ]
 
 

@@ -12,11 +12,16 @@ from importlib.util import find_spec
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 from streamrl.metrics.sinks import Sink, TrackedRun
+from streamrl.metrics.trackers.mlflow import open_mlflow
+from streamrl.metrics.trackers.tensorboard import open_tensorboard
+from streamrl.metrics.trackers.trackio import open_trackio
 from streamrl.metrics.trackers.wandb import open_wandb
 
 TrackerFactory = Callable[[TrackedRun], Sink]
 
-TRACKERS: dict[str, TrackerFactory] = {"wandb": open_wandb}
+TRACKERS: dict[str, TrackerFactory] = {
+    "tensorboard": open_tensorboard, "mlflow": open_mlflow, "trackio": open_trackio, "wandb": open_wandb,
+}
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -25,8 +30,8 @@ def check_trackers(names: Iterable[str]) -> None:
         resolve(name, TRACKERS, setting="tracking.trackers")
         if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(
-                f"tracking.trackers={name}, but the package is not installed: pip install 'streamrl[track]', or leave "
-                "it out."
+                f"tracking.trackers={name}, but the package is not installed: pip install 'streamrl[{_extra(name)}]', "
+                "or leave it out."
             )
 
 
@@ -38,4 +43,21 @@ def open_trackers(names: Iterable[str], run: TrackedRun) -> list[Sink]:
     Raises:
         ConfigError: an unknown name, or a library that is not installed.
     """
-    return [resolve(name, TRACKERS, setting="tracking.trackers")(run) for name in dict.fromkeys(names)]
+    return [_opened(name, run) for name in dict.fromkeys(names)]
+
+
+def _extra(name: str) -> str:
+    return "mlflow" if name == "mlflow" else "track"  # many packages, which the others do without
+
+
+def _opened(name: str, run: TrackedRun) -> Sink:
+    factory = resolve(name, TRACKERS, setting="tracking.trackers")
+    try:
+        return factory(run)
+    except ModuleNotFoundError as error:
+        if name not in TRACKERS:
+            raise
+        raise ConfigError(
+            f"tracking.trackers={name} needs {error.name}, which is not installed: "
+            f"pip install 'streamrl[{_extra(name)}]', or leave it out."
+        ) from error

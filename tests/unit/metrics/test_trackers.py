@@ -61,7 +61,7 @@ def test_a_tracker_needs_its_library_only_if_it_is_chosen(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
 
     assert open_trackers([], tracked(tmp_path)) == []
-    with pytest.raises(ConfigError, match=r"pip install streamrl\[track\]"):
+    with pytest.raises(ConfigError, match=r"needs wandb, which is not installed: pip install 'streamrl\[track\]'"):
         open_trackers(["wandb"], tracked(tmp_path))
 
 
@@ -80,15 +80,3 @@ def test_wandb_receives_numbers_by_step_and_histograms_with_their_empty_bins(mon
     assert logged == [(4, {"reward/mean": 0.5, "lag/token": ("histogram", ([10, 0, 2], [1, 2, 3, 4]))})]
     assert [(one["mode"], one["id"], one["resume"]) for one in started] == [("offline", "r-1", "allow")]
     assert started[0]["name"] == tmp_path.name
-
-
-def test_a_real_offline_wandb_run_writes_its_files(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-
-    with closing(FanOut(open_trackers(["wandb"], tracked(tmp_path)))) as sinks:
-        sinks.log_config({"run": {"seed": 3}})
-        sinks.log_metrics(1, {"reward/mean": 0.5, "lag/token": {0: 10, 2: 2}})
-
-    assert sinks.num_failures == {}
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

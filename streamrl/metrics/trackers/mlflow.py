@@ -1,0 +1,82 @@
+"""MLflow: a run in the store that MLFLOW_TRACKING_URI names, or in mlflow.db beside the run directory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from streamrl.metrics.sample_tables import COLUMNS, rows_of
+from streamrl.metrics.samples import Sample
+from streamrl.metrics.sinks import Row, Sink, TrackedRun
+
+_RUN_ID = "streamrl.run_id"
+_MAX_PARAMS, _MAX_CHARS = 100, 500
+"""Of one call, and of one value: what every store of MLflow takes."""
+
+
+def open_mlflow(run: TrackedRun) -> Sink:
+    """The MLflow run with the id of ours, so that a resumed run continues its record."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a local record tells no one
+    from mlflow import MlflowClient
+
+    root = run.run_dir.resolve().parent
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(run.project)
+    artifacts = (root / "mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
+    experiment = found.experiment_id if found is not None else client.create_experiment(run.project, artifacts)
+    known = client.search_runs([experiment], f"tags.`{_RUN_ID}` = '{run.run_id}'", max_results=1)
+    if known:
+        client.update_run(known[0].info.run_id, status="RUNNING")
+        return MlflowSink(client, uri, known[0].info.run_id, resumed=True)
+    opened = client.create_run(experiment, run_name=run.run_dir.resolve().name, tags={_RUN_ID: run.run_id})
+    return MlflowSink(client, uri, opened.info.run_id, resumed=False)
+
+
+class MlflowSink(Sink):
+    """One MLflow run; `open_mlflow` opens it. It has no histograms: their percentiles are metrics of their own."""
+
+    def __init__(self, client: Any, uri: str, run_id: str, *, resumed: bool) -> None:
+        self._client, self._uri, self._run_id, self._resumed = client, uri, run_id, resumed
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        self._client.log_dict(self._run_id, dict(config), "config.json")
+        if self._resumed:  # parameters cannot be changed
+            return
+        params = [Param(name, str(value)[:_MAX_CHARS]) for name, value in _flat(config)]
+        for at in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[at : at + _MAX_PARAMS])
+
+    def log_metrics(self, step: int, metrics: Row) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(datetime.now(UTC).timestamp() * 1000)
+        self._client.log_batch(self._run_id, metrics=[
+            Metric(key, float(value), now_ms, step) for key, value in metrics.items()
+            if key != "step" and not isinstance(value, Mapping)
+        ])
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        table = {name: [row[at] for row in rows_of(samples)] for at, name in enumerate(COLUMNS)}
+        self._client.log_table(self._run_id, table, f"samples/step-{step:06d}.json")
+
+    def where(self) -> str:
+        if not self._uri.startswith("sqlite:"):
+            return f"run {self._run_id} at {self._uri}"
+        return f"mlflow ui --backend-store-uri {shlex.quote(self._uri)}  (of the package mlflow)"
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
