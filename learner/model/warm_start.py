@@ -67,7 +67,8 @@ def warm_start(
     finally:
         torch.set_num_threads(threads_before)
     model.save_pretrained(model_dir)
-    progress(f"warm start: {steps} + {error_steps} steps, greedy exact match {result.exact_match:.2f}")
+    progress(f"warm start: done after {steps} steps and {error_steps} with injected errors, exact match "
+             f"{result.exact_match:.2f}")
     return result
 
 

@@ -45,10 +45,25 @@ class RunRecord:
     status: Mapping[str, Any] = field(default_factory=dict)
     notes: str = ""
     failure: str = ""
+    _columns: dict[str, tuple[list[int], list[Any]]] = field(default_factory=dict, repr=False, compare=False)
 
     def keys(self) -> list[str]:
         """Every key that some line holds, in order of appearance."""
-        return list(dict.fromkeys(key for row in self.rows for key in row))
+        return list(self._by_key())
+
+    def series(self, key: str) -> tuple[list[int], list[Any]]:
+        """Steps and values of the lines that hold `key`; the lists are the record's own."""
+        return self._by_key().get(key, ([], []))
+
+    def _by_key(self) -> dict[str, tuple[list[int], list[Any]]]:
+        """The rows as columns, made once: a report reads some hundred of them."""
+        for row in self.rows if not self._columns else ():
+            step = row["step"]
+            for key, value in row.items():
+                steps, values = self._columns.setdefault(key, ([], []))
+                steps.append(step)
+                values.append(value)
+        return self._columns
 
     @property
     def step(self) -> int:

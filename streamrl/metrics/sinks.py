@@ -166,9 +166,9 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
 
     if row.get("run/version", row["step"]) != row["step"]:
         add("version", "run/version")
-    add("reward", "reward/mean")
+    add("reward", "reward/mean" if "reward/mean" in row else "reward/trained")  # nothing may have come in this step
     add("eval", "eval/score")
-    if "eval/score" in row and "time/step_s" not in row and "reward/mean" not in row:
+    if "eval/score" in row and "time/step_s" not in row and not {"reward/mean", "reward/trained"} & set(row):
         return "  ".join(parts)
     if "lag/token_mean" in row or "lag/head_max" in row:
         lag_max = row.get("lag/head_max", row.get("lag/token_max"))

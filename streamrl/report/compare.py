@@ -13,7 +13,6 @@ from urllib.parse import quote
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
-from streamrl.metrics.summary import series
 from streamrl.metrics.text import compact, duration, markdown_table
 from streamrl.report import headline
 from streamrl.report.charts.curve import Curve, noisy
@@ -190,7 +189,7 @@ def _overlay(records: Sequence[RunRecord], labels: Sequence[str], title: str, un
     def chart(**more: Any) -> str:
         curves = []
         for run, (record, label) in enumerate(zip(records, labels, strict=True)):
-            curve = Curve(label, *series(record.rows, key), color=run, run=run)
+            curve = Curve(label, *record.series(key), color=run, run=run)
             curves.append(replace(noisy(curve)[-1] if smoothed else curve, faint=False))
         return line_chart(title, curves, x_label="step", y_label=unit, robust=True, legend=False, **options, **more)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.metrics.diagnosis import diagnosis_of
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import Summary, last, series
+from streamrl.metrics.summary import Summary, last
 from streamrl.metrics.text import compact, duration
 from streamrl.report.page import definition_list
 
@@ -91,7 +91,7 @@ def tiles(record: RunRecord) -> str:
         num = compact(last(rows, "eval/num_prompts", math.nan))
         found.append(("evaluation", compact(scores[-1]) + spread,
                       f"from {compact(scores[0])}; best {compact(scores[best])} at step {steps[best]}; n = {num}"))
-    rewards = series(rows, "reward/mean")[1]
+    rewards = record.series("reward/mean")[1]
     if rewards:
         tail = rewards[-max(1, len(rewards) // 20) :]
         found.append(("training reward", compact(sum(tail) / len(tail)),
@@ -107,7 +107,7 @@ def tiles(record: RunRecord) -> str:
     if summary:
         found.append(("lag of the tokens", compact(summary.lag_mean),
                       f"on average; at most {summary.lag_max}, bound {summary.max_lag_bound}"))
-    waits, whole = sum(series(rows, "time/wait_s")[1]), sum(series(rows, "time/step_s")[1])
+    waits, whole = sum(record.series("time/wait_s")[1]), sum(record.series("time/step_s")[1])
     if whole:
         found.append(("learner waited", f"{waits / whole:.0%}", "of its time for data"))
     return '<dl class="tiles">' + "".join(
@@ -128,11 +128,11 @@ def messages(record: RunRecord) -> str:
         out.append(("", f"A search stopped this run, because others did better: {summary.stopped}."))
     if summary and summary.num_lag_violations:
         out.append(("warning", f"{summary.num_lag_violations} trajectories were trained on beyond the lag bound."))
-    failed = int(max([0, *series(record.rows, "hub/num_episodes_failed")[1]]))
+    failed = int(max([0, *record.series("hub/num_episodes_failed")[1]]))
     if failed:
         first = summary.first_failure if summary else ""
         out.append(("warning", f"{failed} episodes failed in their environment. " + (first or "See the logs.")))
-    skipped = int(sum(series(record.rows, "policy/num_skipped_steps")[1]))
+    skipped = int(sum(record.series("policy/num_skipped_steps")[1]))
     if skipped:
         out.append(("warning", f"{skipped} steps were skipped: their loss or gradient was not finite."))
     if diagnosis := diagnosis_of(record.rows):

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
-from streamrl.metrics.summary import last, series
+from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
 from streamrl.report.charts.curve import thin
@@ -140,8 +140,8 @@ def _row(root: Path, run: Listed) -> list[str]:
         name += f'<span class="badge {state}">{"ended early" if state == "killed" else state}</span>'
     about = " · ".join(part for part in (headline.task(record), headline.model(record)) if part)
     lines = "".join(f'<div class="small-print">{escape(line)}</div>' for line in (about, record.notes[:160]) if line)
-    scores = series(rows, "eval/score")[1]
-    curve = scores if len(scores) > 2 else series(rows, "reward/mean")[1]
+    scores = record.series("eval/score")[1]
+    curve = scores if len(scores) > 2 else record.series("reward/mean")[1]
     wall_s = last(rows, "run/wall_s", 0.0)
     lag = last(rows, "lag/token_mean", float("nan"))
     rate = last(rows, "run/trained_tokens", 0.0) / wall_s if wall_s else None

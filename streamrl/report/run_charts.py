@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import series, total_histogram
+from streamrl.metrics.summary import total_histogram
 from streamrl.metrics.text import duration
 from streamrl.report.charts.bars import category_bars, histogram
 from streamrl.report.charts.curve import Curve, noisy
@@ -149,12 +149,12 @@ def evaluation_curves(record: RunRecord, name: str = "score", run: int = 0) -> l
 
 def shared_limits(record: RunRecord) -> tuple[float, float] | None:
     """0 to 1 if every reward and score is a share, so that the two charts can be compared; else None."""
-    values = [value for key in ("eval/score", "reward/mean", "reward/trained") for value in series(record.rows, key)[1]]
+    values = [value for key in ("eval/score", "reward/mean", "reward/trained") for value in record.series(key)[1]]
     return (0.0, 1.03) if values and all(0 <= value <= 1 for value in values) else None
 
 
 def _error_note(record: RunRecord) -> str:
-    nums = series(record.rows, "eval/num_prompts")[1]
+    nums = record.series("eval/num_prompts")[1]
     return f"bars: ± 1 standard error, n = {nums[-1]:.0f}" if nums and any(score_errors(record)[2]) else ""
 
 
@@ -164,7 +164,7 @@ def _line(record: RunRecord, title: str, unit: str, keys: Mapping[str, str], *, 
     def chart(**more: Any) -> str:
         found: list[tuple[str, list[int], list[float]]] = []
         for key, name in keys.items():
-            steps, values = series(record.rows, key)
+            steps, values = record.series(key)
             if values and name not in [other for other, _, _ in found]:  # an old key and a new one for the same
                 found.append((name, steps, [scale * value for value in values]))
         everything = [value for _, _, values in found for value in values]
@@ -190,7 +190,7 @@ def _totals(record: RunRecord, prefix: str, only: Sequence[str] | None = None) -
     totals = {}
     for key, name in _family(record, prefix, ()).items():
         name = name.removesuffix("_s") if prefix == "time/" else name
-        total = sum(series(record.rows, key)[1])
+        total = sum(record.series(key)[1])
         if total > 0 and (only is None or name in only):
             totals[name.replace("forward_backward", "forward, backward").replace("_", " ")] = total
     return totals

@@ -107,6 +107,11 @@ def test_a_step_without_measurements_still_has_a_line():
     assert plain_line({"step": 3}) == "step 3"
 
 
+def test_a_step_in_which_no_trajectory_came_tells_the_reward_of_the_trained_ones():
+    assert plain_line({"step": 3, "reward/trained": 0.25}) == "step 3  reward 0.25"
+    assert plain_line({"step": 3, "reward/mean": 0.5, "reward/trained": 0.25}) == "step 3  reward 0.5"
+
+
 def test_a_version_that_is_not_the_step_is_told_and_the_row_after_the_last_step_is_its_evaluation():
     assert plain_line({"step": 3, "run/version": 2, "reward/mean": 0.5}, 9, 4.0) == (
         "step 3/9  version 2  reward 0.5  eta 4.0s")
