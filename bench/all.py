@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("sandbox", "wire", "engine", "weights", "algorithms", "overlap", "presets")
+BENCHES = ("data_files", "sandbox", "wire", "engine", "weights", "algorithms", "overlap", "presets")
 
 
 def main() -> int:

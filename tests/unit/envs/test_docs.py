@@ -1,6 +1,9 @@
 """The tasks of the documentation and the README are loaded and played as a reader would."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,18 +45,21 @@ def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     assert getattr(right, "reward", right) > getattr(wrong, "reward", wrong)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
-def test_the_data_and_the_reward_of_the_page_work_as_printed(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "sizes"), [("README.md", (480, 20)), ("docs/data.md", (5, 1))])
+def test_the_data_and_the_reward_of_the_page_work_as_printed(page, sizes, tmp_path, monkeypatch):
     text = (ROOT / page).read_text()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text(re.search(r'```jsonl title="train.jsonl"\n(.*?)```', text, re.DOTALL)[1])
+    if made := re.search(r"^python (-c .*)$", text, re.MULTILINE):
+        subprocess.run(f"{shlex.quote(sys.executable)} {made[1]}", shell=True, check=True, timeout=60)
+    else:
+        (tmp_path / "train.jsonl").write_text(re.search(r'```jsonl title="train.jsonl"\n(.*?)```', text, re.DOTALL)[1])
     (tmp_path / "reward.py").write_text(re.search(r"(def reward_fn\(messages, answer\):\n.*?)```", text, re.DOTALL)[1])
     command = re.search(r"streamrl launch (experiment=quickstart env.path=reward.py data.path=train.jsonl)\n", text)
 
     task = task_of(load_config(command[1].split()))
     check_task(task)
 
-    assert (task.num_records("train"), task.num_records("test")) == (5, 1)
+    assert (task.num_records("train"), task.num_records("test")) == sizes
 
 
 def test_the_page_names_every_reward_and_every_field_that_is_looked_for():
