@@ -53,7 +53,9 @@ ALIASES: dict[str, str] = {
     "report_to": "tracking.trackers",
     "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
     # the rest of docs/coming_from.md: TRL, verl, prime-rl, OpenRLHF
-    "train_dataset": "data.path", "prompt_dataset": "data.path", "eval_dataset": "data.test_path",
+    "num_generations_eval": "eval.num_responses", "log_completions": "samples.num_per_step",
+    "log_val_generations": "samples.num_per_eval", "train_dataset": "data.path",
+    "prompt_dataset": "data.path", "eval_dataset": "data.test_path",
     "generation_batch_size": "rollout.num_prompts_per_step", "seq_len": "learner.max_tokens_per_device",
     "vllm_gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
     "gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
@@ -84,6 +86,9 @@ ALIASES: dict[str, str] = {
 """Lower case, without sections: `trainer.learning_rate` is looked up by its last part."""
 
 FULL_NAMES: dict[str, str] = {
+    "eval.n_samples_per_prompt": "eval.num_responses", "orchestrator.eval.group_size": "eval.num_responses",
+    "actor_rollout_ref.rollout.val_kwargs.n": "eval.num_responses",
+    "eval.temperature": "rollout.test.sampling.temperature",
     "custom_reward_function.path": "env.path", "eval.dataset": "data.test_path", "model.name": "policy.model_path",
     "actor_rollout_ref.model.path": "policy.model_path",
     "actor_rollout_ref.rollout.name": "actors.engine", "orchestrator.train.source": "env.path",
