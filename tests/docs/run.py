@@ -160,6 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
                  if item.kind == "file" or chosen.only in item.text or chosen.only in item.where]
         try:
             reader.follow(items)
+        except KeyboardInterrupt:
+            return 130
         finally:
             reader.close()
             print(table(reader.outcomes), flush=True)
