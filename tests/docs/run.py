@@ -126,6 +126,13 @@ def make_clone(clone: Path) -> None:
         print("note: changes that are not committed are not tried", flush=True)
 
 
+def selected(items: list[Item], word: str) -> list[Item]:
+    """Commands that contain the word, or whose place does, and the files of their pages."""
+    commands = [item for item in items if item.kind != "file" and (word in item.text or word in item.where)]
+    pages = {item.page for item in commands}
+    return [item for item in items if item in commands or (item.kind == "file" and item.page in pages)]
+
+
 def planned(item: Item) -> Outcome:
     """A command that was not started: as it would be, or why not."""
     rule = rule_for(item, read_rules())
@@ -156,8 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         clone = (chosen.clone or Path(scratch) / "streamrl").absolute()
         make_clone(clone)
         reader = Reader(clone, read_rules())
-        items = [item for item in all_items(clone)
-                 if item.kind == "file" or chosen.only in item.text or chosen.only in item.where]
+        items = selected(all_items(clone), chosen.only)
         try:
             reader.follow(items)
         except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import pytest
 from streamrl.config.load import check_overrides
 from tests.docs.extract import ROOT, Item, all_items, extract
 from tests.docs.rules import Rule, full_text, read_rules, rule_for
-from tests.docs.run import Ports, Reader, main, table
+from tests.docs.run import Ports, Reader, main, selected, table
 
 ITEMS = [item for item in all_items() if item.kind != "file"]
 RULES = read_rules()
@@ -115,6 +115,15 @@ def test_a_port_of_the_pages_is_the_same_free_one_everywhere():
 
     assert first != second and "5601" not in first
     assert ports.replace("tcp://127.0.0.1:5601,x") == first.replace("--at ", "tcp://") + ",x"
+
+
+def test_some_commands_come_with_the_files_of_their_pages():
+    file, run = Item("a.md", 1, "file", "x = 1\n", "a.py"), Item("a.md", 5, "shell", "python a.py")
+    other, make = Item("b.md", 1, "file", "x = 2\n", "a.py"), Item("b.md", 5, "shell", "make it")
+
+    assert selected([file, run, other, make], "a.py") == [file, run]
+    assert selected([file, run, other, make], "b.md") == [other, make]
+    assert selected([file, run, other, make], "") == [file, run, other, make]
 
 
 def test_the_list_says_how_each_command_would_be_run(capsys: pytest.CaptureFixture[str]):
