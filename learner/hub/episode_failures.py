@@ -8,7 +8,8 @@ from collections.abc import Callable
 from streamrl.messages import Group, MemberStatus, ReturnReason
 
 NUM_FIRST = 32
-"""If so many episodes fail before one comes through, the run stops."""
+"""If so many episodes fail before one comes through, and twice as many as are under way, the run stops: where many
+actors begin at once, the first to report are those that fail early."""
 NUM_RECENT = 200
 ALARM_SHARE, CALM_SHARE = 0.2, 0.1
 """Of the recent episodes: the warning comes above the one, and again only after the share was below the other."""
@@ -40,11 +41,11 @@ class EpisodeFailures:
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._alarmed = False
 
-    def add(self, group: Group) -> None:
-        """A group that the ledger has accepted, also one that was handed back."""
+    def add(self, group: Group, num_open: int = 0) -> None:
+        """A group that the ledger has accepted, also one that was handed back, while `num_open` groups are leased."""
         num_failed = group.num_failed_episodes
         if group.detail and not num_failed and group.reason not in NO_FAILURE:
-            self._handed_back(group)
+            self._handed_back(group, num_open)
         self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
         self._num_failed += num_failed
         self._recent += [True] * num_failed + [False] * (len(group.members) - num_failed)
@@ -54,15 +55,16 @@ class EpisodeFailures:
                 self.first = group.detail
                 self._notify(f"an episode failed: {group.detail}")
         self._check_share()
-        if self._num_failed >= NUM_FIRST and not self._any_came and not self.fatal:
+        under_way = num_open * max(num_failed, len(group.members))
+        if self._num_failed >= max(NUM_FIRST, 2 * under_way) and not self._any_came and not self.fatal:
             self.fatal = f"all of the first {self._num_failed} episodes failed, the run stops: {self.last}"
             self._notify(self.fatal)
 
-    def _handed_back(self, group: Group) -> None:
+    def _handed_back(self, group: Group, num_open: int) -> None:
         """A lease came back for another reason (prompt too long, engine error ...): the first of each is told."""
         self.last = group.detail
         self._num_hopeless += group.reason in HOPELESS
-        if self._num_hopeless >= NUM_FIRST and not self._any_came and not self.fatal:
+        if self._num_hopeless >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
             self.fatal = f"all of the first {self._num_hopeless} prompts came back, the run stops: {group.detail}"
             self._notify(self.fatal)
         if group.reason not in self._told:

@@ -48,7 +48,7 @@ def test_a_reward_that_always_raises_stops_the_run_with_the_cause(harness: RunHa
     assert code == 1, harness.logs()
     for text in (printed, log):
         assert f"an episode failed: {CAUSE}" in text
-    assert f"episodes failed, the run stops: {CAUSE}" in printed
+    assert f"the run stops: {CAUSE}" in printed  # found by the training episodes or by the evaluation
     assert "The run failed after 0 steps" in printed and "Traceback" not in printed
     assert harness.summary()["failed"].endswith(CAUSE) and "recovered" not in printed
     assert harness.leftovers() == []

@@ -9,6 +9,7 @@ import msgspec
 from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.connections import Connection
+from learner.hub.ledger.groups import GroupState
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,
@@ -88,7 +89,7 @@ class ActorHandler:
             case Group():
                 result = hub.ledger.accept(actor.actor_id, message, frame, now)
                 if result.kind == "accepted":
-                    hub.failures.add(message)
+                    hub.failures.add(message, hub.ledger.groups.num(GroupState.LEASED))
                 if result.kind == "accepted" or result.reason == RejectReason.STALE:
                     hub.arrivals.add(message, len(frame))
                 if result.strike or result.kind == "rejected":

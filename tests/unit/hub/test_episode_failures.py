@@ -195,3 +195,16 @@ def test_prompts_that_no_actor_can_take_stop_the_run_with_the_reason():
     assert failures.fatal == f"all of the first {NUM_FIRST} prompts came back, the run stops: {long}"
     assert said == [f"a lease came back (too_long): {long}", failures.fatal]
     assert told(group(1, 0), *[back] * NUM_FIRST)[1].fatal == ""
+
+
+@pytest.mark.parametrize(("num_failing", "stops"), [(100, False), (201, True)])
+def test_the_first_to_fail_of_many_that_began_at_once_stop_no_run(num_failing, stops):
+    failures = EpisodeFailures(lambda text: None)
+    long = msgspec.structs.replace(group(0, 1), reason=ReturnReason.TOO_LONG, detail="too long", stats={})
+    for _ in range(num_failing):
+        failures.add(group(0, 4), num_open=100)
+    prompts = EpisodeFailures(lambda text: None)
+    for _ in range(num_failing):
+        prompts.add(long, num_open=100)
+
+    assert bool(failures.fatal) == bool(prompts.fatal) == stops
