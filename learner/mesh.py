@@ -176,6 +176,8 @@ class Ranks:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every data-parallel rank, by that rank."""
+        if self.mesh.world == 1:
+            return [data]
         padded = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4")  # four at a time: float64 holds them exactly
         rows = self.gather([float(len(data)), *padded.tolist()])
         return [np.array(words, dtype="<u4").tobytes()[: int(length)] for length, *words in rows]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 
 import pytest
 
+from streamrl.metrics.samples import read_samples
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
@@ -32,6 +34,8 @@ def test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves(harness
     versions = [row["run/version"] for row in rows if "policy/loss" in row]
     assert versions == list(range(1, NUM_SLOW_STEPS + 1)), "every version once, in order, none lost or repeated"
     assert {row["run/epoch"] for row in rows} == {1.0, 2.0}
+    samples = Counter(one.step for one in read_samples(harness.run_dir) if one.kind == "train")
+    assert max(samples.values()) == 4 and all(samples[step] == 4 for step in range(saved + 1, NUM_SLOW_STEPS + 1))
     resumed_at = next(row["run/version"] for row in rows if row["run/epoch"] == 2.0)
     assert resumed_at == saved + 1 >= 4
     summary = harness.summary()
