@@ -63,6 +63,8 @@ def reward_from_file(
         return written_reward(scorer.reward, shape, {}, f"{file.name}: {chosen.__name__}.reward")
     reward = written_reward(chosen, shape, options, f"{file.name}: {getattr(chosen, '__name__', 'reward')}")
     reward.system_prompt = getattr(module, "system_prompt", None)
+    if not isinstance(reward.system_prompt, str | None):
+        raise TaskError(f"{file.name}: system_prompt must be a text, got {reward.system_prompt!r:.60}.")
     if inspect.isfunction(write := getattr(module, "target", None)):
         reward.target = lambda record, answer: write(record)
     return reward

@@ -25,7 +25,7 @@ class JsonLines:
     """A file with one JSON object per line; blank lines are no records."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+        self.name, self._file = name, -1
         self._file = os.open(path, os.O_RDONLY)
         self._starts, self._ends, self._lines = _line_ranges(self._file)
 
@@ -33,7 +33,8 @@ class JsonLines:
         return len(self._starts)
 
     def __del__(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
 
     def where(self, index: int) -> str:
         """File, record and, if blank lines make it another number, line; for messages."""

@@ -189,6 +189,7 @@ REWARDS = {
     "an exit": (FN + "raise SystemExit(3)", "SystemExit"),
     "a hang": ("import threading\n" + FN + "threading.Event().wait()", "ran for more than env.step_timeout_s=0.2"),
     "a broken file": ("def reward_fn(messages, answer)\n    return 1", "failed while it was loaded: SyntaxError"),
+    "a list as system prompt": ("system_prompt = ['Add.']\n" + REWARD, "system_prompt must be a text, got ['Add.']"),
     "a missing package": ("import no_such_package\n" + REWARD, "No module named 'no_such_package'"),
     "a huge value of a class": (
         "from streamrl import Step\nclass Mine:\n    def reward(self, record, completion):\n        return Step(1e9)\n",
