@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def test_every_folder_in_the_table_exists_and_every_package_is_in_it():
     named = set(re.findall(r"^\| `(\w+)/` \|", README, re.M))
     assert named == {"streamrl", "actors", "learner", "envs", "configs", "tests", "bench", "docs", "examples"}
     assert all((ROOT / name).is_dir() for name in named)
+
+
+def test_every_extra_of_the_package_is_in_the_table():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = README[README.index("| extra | brings |") : README.index("| command | what it does |")]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.M)))) == set(extras)
 
 
 def test_every_file_it_tells_to_read_exists():
