@@ -29,10 +29,12 @@ def title(record: RunRecord) -> str:
 
 
 def task(record: RunRecord) -> str:
-    """The task by the name or the file that the settings give, with its options."""
+    """The task by the name or the file that the settings give, with its options; of a data task the files first."""
     path, name = record.setting("env.path"), record.setting("env.name")
-    options = record.setting("env.options", {})
-    words = [Path(path).name if path else name or ""]
+    data, options = record.setting("data.path"), record.setting("env.options", {})
+    files = [Path(str(one)).name for one in (data if isinstance(data, list) else [data] if data else [])]
+    words = [*files[:3], Path(path).name if path else "" if files else name or ""]
+    words = [word for word in words if word]
     words += [f"{key}={value}" for key, value in options.items()] if isinstance(options, Mapping) else []
     return " ".join(words)
 
@@ -103,7 +105,7 @@ def tiles(record: RunRecord) -> str:
     tokens = last(rows, "run/trained_tokens", math.nan)
     if math.isfinite(tokens):
         rate = compact(tokens / wall_s) if wall_s else "-"
-        found.append(("tokens trained", compact(tokens), f"{rate} a second, waiting included"))
+        found.append(("tokens trained", compact(tokens), f"{rate} per second, waiting included"))
     if summary:
         found.append(("lag of the tokens", compact(summary.lag_mean),
                       f"on average; at most {summary.lag_max}, bound {summary.max_lag_bound}"))
@@ -120,7 +122,7 @@ def messages(record: RunRecord) -> str:
     out = []
     if record.state == "killed":
         out.append(("warning", f"The run ended at step {record.step} without a summary: its learner was killed or "
-                               "failed. Its last words are in logs/learner.log."))
+                               "failed. The end of logs/learner.log may say why."))
     if record.failure:
         out.append(("warning", f"The run failed: {record.failure}"))
     summary = record.summary

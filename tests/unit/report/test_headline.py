@@ -38,6 +38,15 @@ def test_a_run_of_an_older_release_has_a_headline_without_what_it_did_not_note(m
     assert 'class="subtitle"' not in text
 
 
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"env": {"name": "string.reverse"}, "data": {"path": None}}, "string.reverse"),
+    ({"env": {"name": "string.reverse", "path": "my/reward.py"}, "data": {"path": "my/train.jsonl"}},
+     "train.jsonl reward.py"),
+    ({"env": {"name": "string.reverse"}, "data": {"path": ["a/x.csv", "y.json"]}}, "x.csv y.json"), ({}, "")])
+def test_a_task_is_named_by_its_data_its_file_or_its_name(settings, expected):
+    assert headline.task(record_of(config=settings)) == expected
+
+
 def test_the_standard_error_is_that_of_a_share_unless_a_measured_one_is_there():
     rows = [{"step": 1, "eval/score": 0.5, "eval/num_prompts": 100.0},
             {"step": 2, "eval/score": 0.5, "eval/num_prompts": 100.0, "eval/score_stderr": 0.01},
