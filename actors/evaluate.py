@@ -183,7 +183,7 @@ async def run(source: str, words: Sequence[str]) -> int:
         raise ConfigError("eval.num_samples=0 asks for no prompt: give the number of held-out prompts")
     path = _out_path(source, task)
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
-    policy = await open_policy(config)
+    policy = await open_policy(config, task)
     progress = Progress(min(config.eval.num_samples, task.num_records("test")) * config.eval.num_responses)
     try:
         with path.open("w", encoding="utf-8") as out:

@@ -13,9 +13,10 @@ from transformers.utils.logging import disable_progress_bar
 from actors.engines.base import Engine
 from actors.engines.registry import build_engine
 from actors.render import Renderer, load_tokenizer
-from actors.runtime import engine_spec
+from actors.runtime import engine_spec, make_renderer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, SamplingConfig
+from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Sampling, VersionRef
 
@@ -59,7 +60,7 @@ def local_config(source: str, words: Sequence[str]) -> Config:
     return load_config([*own, *words, f"policy.model_path={model}", "policy.tiny.enabled=false"])
 
 
-async def open_policy(config: Config) -> LocalPolicy:
+async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
     """Build the engine and give it the weights of policy.model_path; may take a minute."""
     model_dir = Path(config.policy.model_path or "")
     disable_progress_bar()
@@ -71,10 +72,7 @@ async def open_policy(config: Config) -> LocalPolicy:
     )
     tensors: dict[str, torch.Tensor] = {name: tensor.detach() for name, tensor in model.named_parameters()}
     await engine.install(tensors, VersionRef(1, 0))
-    renderer = Renderer(
-        tokenizer, apply_chat_template=config.data.apply_chat_template, system_prompt=config.data.system_prompt
-    )
-    return LocalPolicy(engine, renderer)
+    return LocalPolicy(engine, make_renderer(config, tokenizer, task))
 
 
 def sampling_message(sampling: SamplingConfig) -> Sampling:

@@ -32,22 +32,29 @@ class Renderer:
         apply_chat_template: use the tokenizer's chat template, if it has one; else contents are joined by newlines.
         system_prompt: a system message put before every conversation that does not begin with one.
         chat_template: Jinja text in place of the tokenizer's own template.
+        tool_prompt: joins the system message of a conversation with tools, if the template does not show them.
     """
 
     def __init__(
         self, tokenizer: Any, *, apply_chat_template: bool = True, system_prompt: str | None = None,
-        chat_template: str | None = None,
+        chat_template: str | None = None, tool_prompt: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         if chat_template is not None:
             tokenizer.chat_template = chat_template
-        self._chat = apply_chat_template and bool(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        self._chat = apply_chat_template and bool(template)
         self._system_prompt = system_prompt
+        # Some tokenizers hold several templates by name, among them one for tools.
+        shows_tools = self._chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
+        self._tool_prompt = "" if shows_tools else tool_prompt
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         """The prompt of an episode's first turn; the template shows the JSON schemas of its tools."""
         if self._system_prompt is not None and (not messages or messages[0].role != "system"):
             messages = [ChatMessage("system", self._system_prompt), *messages]
+        if tools and self._tool_prompt:
+            messages = _with_system_text(messages, self._tool_prompt)
         if self._chat:
             return self._encode(self._template(messages, tools))
         text = "\n".join(message.content for message in messages)
@@ -87,3 +94,10 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+    """The text at the end of the system message, or as one of its own."""
+    if messages and messages[0].role == "system":
+        return [ChatMessage("system", f"{messages[0].content}\n\n{text}"), *messages[1:]]
+    return [ChatMessage("system", text), *messages]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 import zmq
@@ -142,11 +143,7 @@ def build_runtime(
         unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
         engine = build_engine(config.actors.engine, engine_spec(config, Path(model_dir), tokenizer))
-    system_prompt = config.data.system_prompt
-    renderer = Renderer(
-        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
-        system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
-    )
+    renderer = make_renderer(config, tokenizer, task)
     load = LoadMeter()
     runners = [
         EpisodeRunner(
@@ -160,6 +157,16 @@ def build_runtime(
         engine, installer, *runners, set_welcome=set_welcome,
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome), load=load,
+    )
+
+
+def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
+    """How conversations of this task become ids; without a task there are no prompts of its own."""
+    system_prompt = config.data.system_prompt
+    return Renderer(
+        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
+        system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
+        tool_prompt=getattr(task, "tool_prompt", ""),
     )
 
 

@@ -18,15 +18,25 @@ from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import construct, task_from_file
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
 from envs.tasks.strings import OPERATIONS, StringTask
+from envs.tasks.tool_arithmetic import ToolArithmetic
+from envs.tools.task import with_tools
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import did_you_mean, import_attribute
 
-REGISTERED: dict[str, Callable[..., Task]] = {f"string.{op}": partial(StringTask, op) for op in OPERATIONS}
+REGISTERED: dict[str, Callable[..., Task]] = {
+    **{f"string.{op}": partial(StringTask, op) for op in OPERATIONS},
+    ToolArithmetic.name: ToolArithmetic,
+}
 
 
 def task_of(settings: TaskSettings) -> Task:
-    """The task of a run. Raises TaskError: see `load_task` and `envs.data_task`."""
+    """The task of a run, with its tools. Raises TaskError: see `load_task`, `envs.data_task` and `envs.tools`."""
+    task = _plain_task(settings)
+    return with_tools(task, settings.env) if settings.env.tools else task
+
+
+def _plain_task(settings: TaskSettings) -> Task:
     env, data, reward = settings.env, settings.data, settings.reward
     if data.path is not None:
         return task_from_data(settings)

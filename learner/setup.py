@@ -143,8 +143,9 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
 
 def fit_to_records(config: Config, task: Task) -> None:
     """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of an evaluation."""
-    if isinstance(task, DataTask):
-        log.info("data: %s", task.dataset)
+    source = getattr(task, "base", task)  # of a task with tools around it
+    if isinstance(source, DataTask):
+        log.info("data: %s", source.dataset)
     num_train, epochs = task.num_records("train"), config.trainer.num_epochs
     if epochs is not None:
         config.trainer.num_steps = max(1, math.ceil(epochs * num_train / config.rollout.num_prompts_per_step))

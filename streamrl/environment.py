@@ -93,6 +93,15 @@ class HasTools(Protocol):
     tools: Sequence[Mapping[str, Any]]
 
 
+@runtime_checkable
+class HasTargetTurns(Protocol):
+    """Optional on a task of several turns: how an episode goes that earns the full reward; for a warm start."""
+
+    def target_turns(self, record: Record) -> Sequence[str]:
+        """What follows the prompt: the model's text, the environment's, the model's, ...; the model has the last."""
+        ...
+
+
 class RewardFunction(Protocol):
     """Scores the answers to the records of a data file; its `__call__` may be `async`.
 

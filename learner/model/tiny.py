@@ -18,8 +18,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from learner.model.warm_start import Pairs, Progress, warm_start
-from streamrl.environment import HasTarget, Task
+from learner.model.warm_start import Dialogue, Progress, warm_start
+from streamrl.environment import HasTarget, HasTargetTurns, Record, Task
 from streamrl.errors import ConfigError, TaskError
 
 PAD, EOS, SEPARATOR, UNKNOWN = "<pad>", "<eos>", "<sep>", "<unk>"
@@ -115,8 +115,8 @@ def prepare_tiny_model(
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
              "architecture": architecture, "max_positions": max_positions, "seed": seed}
     start = {"num_steps": num_warm_start_steps, "lr": warm_start_lr, "batch_size": 64, "stop_at": stop_at, "seed": seed}
-    pairs = _task_pairs(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
-    identity = json.dumps([FORMAT, sizes, start, pairs[:512]], sort_keys=True)
+    dialogues = _task_dialogues(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
+    identity = json.dumps([FORMAT, sizes, start, dialogues[:512]], sort_keys=True)
     digest = blake2b(identity.encode(), digest_size=6).hexdigest()
     final = Path(cache_dir) / f"tiny-{task.name.replace('/', '_').replace(':', '_')}-{digest}"
     if (final / "config.json").exists():
@@ -125,11 +125,11 @@ def prepare_tiny_model(
 
     building = final.with_name(f"{final.name}.{os.getpid()}.building")
     try:
-        characters = "".join(sorted({c for prompt, answer in pairs for c in prompt + answer}))
+        characters = "".join(sorted({c for dialogue in dialogues for text in dialogue for c in text}))
         progress(f"tiny model: {num_layers} layers of width {hidden_size}, {len(characters)} characters -> {final}")
         make_tiny_model(building, characters=characters, **sizes)
         if num_warm_start_steps:
-            result = warm_start(building, pairs, num_threads=num_threads, progress=progress, **start)
+            result = warm_start(building, dialogues, num_threads=num_threads, progress=progress, **start)
             (building / "warm_start.json").write_text(json.dumps(asdict(result)) + "\n")
         try:
             os.replace(building, final)
@@ -142,13 +142,13 @@ def prepare_tiny_model(
     return final
 
 
-def _task_pairs(task: Task, num_pairs: int, *, needs_target: bool) -> Pairs:
-    """(prompt, answer) texts; answers are empty where the task knows none and none are needed."""
-    knows_targets = isinstance(task, HasTarget)
+def _task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool) -> list[Dialogue]:
+    """Prompt, answer and what may follow; answers are empty where the task knows none and none are needed."""
+    knows_targets = isinstance(task, HasTarget | HasTargetTurns)
     if needs_target and not knows_targets:
         raise _no_target(task, "give it a method target(record) -> str")
-    env, size, pairs = task.env(), task.num_records("train"), []
-    for i in range(min(num_pairs, size)):
+    env, size, dialogues = task.env(), task.num_records("train"), []
+    for i in range(min(num_dialogues, size)):
         try:
             record = task.record("train", size - 1 - i)
         except TaskError:
@@ -156,11 +156,19 @@ def _task_pairs(task: Task, num_pairs: int, *, needs_target: bool) -> Pairs:
         messages = env.reset(record)
         if not isinstance(messages, Sequence) or len(messages) != 1 or messages[0].role != "user":
             raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
-        target = task.target(record) if knows_targets else ""
-        if target is None and needs_target:
+        turns = _target_turns(task, record) if knows_targets else [""]
+        if turns is None and needs_target:
             raise _no_target(task, "name the field of the answer (data.answer_key)")
-        pairs.append((messages[0].content, target or ""))
-    return pairs
+        dialogues.append((messages[0].content, *(turns or [""])))
+    return dialogues
+
+
+def _target_turns(task: Task, record: Record) -> Sequence[str] | None:
+    if isinstance(task, HasTargetTurns):
+        return task.target_turns(record)
+    assert isinstance(task, HasTarget)
+    target = task.target(record)
+    return None if target is None else [target]
 
 
 def _no_target(task: Task, remedy: str) -> TaskError:

@@ -19,8 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Progress = Callable[[str], None]
-Pairs = Sequence[tuple[str, str]]
-Row = tuple[list[int], list[int]]
+Dialogue = tuple[str, ...]
+"""Prompt and answer; with several turns the environment's answer and the model's next one, and so on."""
+Row = tuple[list[int], list[bool]]
+"""Token ids and whether each is trained on."""
 
 TRAINED_SHARE = 0.98
 """The first phase ends early at this share of exact answers, as a mean over eight fresh batches."""
@@ -43,13 +45,14 @@ class WarmStart:
 
 
 def warm_start(
-    model_dir: Path | str, pairs: Pairs, *, num_steps: int, lr: float = 4e-3, batch_size: int = 64,
+    model_dir: Path | str, dialogues: Sequence[Dialogue], *, num_steps: int, lr: float = 4e-3, batch_size: int = 64,
     stop_at: float = 0.3, seed: int = 0, num_threads: int = 1, progress: Progress = lambda _: None,
 ) -> WarmStart:
-    """Train the checkpoint in place on (prompt, answer) texts; prompt tokens are left out of the loss.
+    """Train the checkpoint in place on texts; the loss has the model's tokens only.
 
     Args:
-        pairs: taken in order, read again from the start when they run out; the last 256, or a fifth, are held out.
+        dialogues: prompt, answer and perhaps more turns of both sides; the model has the last. They are
+            taken in order, read again from the start when they run out; the last 256, or a fifth, are held out.
         num_steps: most steps of the first phase.
         lr: of AdamW, after 20 steps of warm-up; falls to zero over the second half of `num_steps`.
         stop_at: held-out greedy exact match to end with; 1.0 leaves the second phase out.
@@ -60,7 +63,7 @@ def warm_start(
     torch.set_num_threads(num_threads)
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        trainer = WarmStartTrainer(model, tokenizer, pairs, batch_size, progress)
+        trainer = WarmStartTrainer(model, tokenizer, dialogues, batch_size, progress)
         steps, loss = trainer.fit(num_steps, lr)
         error_steps = trainer.inject_errors(lr * ERROR_LR_SCALE, stop_at, random.Random(seed))
         result = WarmStart(steps, error_steps, loss, trainer.exact_match())
@@ -75,12 +78,14 @@ def warm_start(
 class WarmStartTrainer:
     """Both phases over one model."""
 
-    def __init__(self, model: Any, tokenizer: Any, pairs: Pairs, batch_size: int, progress: Progress) -> None:
-        num_held_out = min(NUM_HELD_OUT, max(1, len(pairs) // 5))
+    def __init__(
+        self, model: Any, tokenizer: Any, dialogues: Sequence[Dialogue], batch_size: int, progress: Progress
+    ) -> None:
+        num_held_out = min(NUM_HELD_OUT, max(1, len(dialogues) // 5))
         self.model, self.tokenizer, self.progress = model, tokenizer, progress
-        self.pairs = pairs[:-num_held_out] or pairs
-        self.held_out = [self.encode(prompt, answer) for prompt, answer in pairs[-num_held_out:]]
-        self.letters = sorted({letter for _, answer in pairs for letter in answer})
+        self.dialogues = dialogues[:-num_held_out] or dialogues
+        self.held_out = [self.encode(dialogue) for dialogue in dialogues[-num_held_out:]]
+        self.letters = sorted({letter for dialogue in dialogues for answer in dialogue[1::2] for letter in answer})
         self.batch_size, self.position = batch_size, 0
 
     def fit(self, num_steps: int, lr: float) -> tuple[int, float]:
@@ -92,7 +97,7 @@ class WarmStartTrainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, step / 20, 2 * (num_steps - step + 1) / num_steps)
             # Scored before it is learned from, so a batch that was not read before is an honest test.
-            loss, exact = self.step(optimizer, [self.encode(*pair) for pair in self.next_pairs()])
+            loss, exact = self.step(optimizer, [self.encode(dialogue) for dialogue in self.next_dialogues()])
             recent = [*recent[-7:], exact]
             share = sum(recent) / len(recent)
             if step % 50 == 0:
@@ -107,9 +112,12 @@ class WarmStartTrainer:
         for step in range(MAX_ERROR_STEPS):
             if self.exact_match() <= stop_at:
                 return step
-            corrupted = [(prompt, self.corrupt_answer(answer, rng)) for prompt, answer in self.next_pairs()]
-            self.step(optimizer, [self.encode(*pair) for pair in corrupted])
+            corrupted = [self.corrupt(dialogue, rng) for dialogue in self.next_dialogues()]
+            self.step(optimizer, [self.encode(dialogue) for dialogue in corrupted])
         return MAX_ERROR_STEPS
+
+    def corrupt(self, dialogue: Dialogue, rng: random.Random) -> Dialogue:
+        return tuple(self.corrupt_answer(text, rng) if i % 2 else text for i, text in enumerate(dialogue))
 
     def corrupt_answer(self, answer: str, rng: random.Random) -> str:
         following = dict(zip(self.letters, [*self.letters[1:], self.letters[0]], strict=True))
@@ -132,27 +140,34 @@ class WarmStartTrainer:
         return _exact_share(*self.forward(self.held_out))
 
     def forward(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """Logits [B, T-1, A] and labels [B, T-1], -100 on prompt and padding."""
-        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        """Logits [B, T-1, A] and labels [B, T-1], -100 on padding and on what the model did not say."""
+        width = max(len(ids) for ids, _ in rows)
         input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
         labels = torch.full((len(rows), width), -100)
-        for row, (prompt, answer) in enumerate(rows):
-            end = len(prompt) + len(answer)
-            input_ids[row, :end] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : end] = torch.tensor(answer)
+        for row, (ids, trained) in enumerate(rows):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            labels[row, : len(ids)] = torch.where(torch.tensor(trained), torch.tensor(ids), -100)
         # Right padding needs no attention mask: no position with a label looks ahead.
         return self.model(input_ids=input_ids, use_cache=False).logits[:, :-1], labels[:, 1:]
 
-    def next_pairs(self) -> list[tuple[str, str]]:
-        chosen = [self.pairs[(self.position + i) % len(self.pairs)] for i in range(self.batch_size)]
+    def next_dialogues(self) -> list[Dialogue]:
+        chosen = [self.dialogues[(self.position + i) % len(self.dialogues)] for i in range(self.batch_size)]
         self.position += self.batch_size
         return chosen
 
-    def encode(self, prompt: str, answer: str) -> Row:
-        messages = [{"role": "user", "content": prompt}]
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = [self.tokenizer.encode(part, add_special_tokens=False) for part in (text, answer)]
-        return ids[0], [*ids[1], self.tokenizer.eos_token_id]
+    def encode(self, dialogue: Dialogue) -> Row:
+        ids: list[int] = []
+        trained: list[bool] = []
+        for position, text in enumerate(dialogue):
+            if position % 2:
+                part = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+            else:  # the tiny model's template renders each message by itself
+                message = [{"role": "user", "content": text}]
+                opened = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+                part = self.tokenizer.encode(opened, add_special_tokens=False)
+            ids += part
+            trained += [position % 2 == 1] * len(part)
+        return ids, trained
 
 
 def _exact_share(logits: Tensor, labels: Tensor) -> float:

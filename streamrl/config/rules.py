@@ -138,6 +138,11 @@ def _check_data(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
+    _need(
+        not config.env.tools or config.env.max_turns > 1,
+        f"env.tools={config.env.tools} with env.max_turns={config.env.max_turns}: a call takes one turn and the answer "
+        "another; set env.max_turns=4, or as many as an episode may have",
+    )
     relay, actor_id = config.actors.relay, config.actors.actor_id
     _need(
         relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", relay) is not None,

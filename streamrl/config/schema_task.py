@@ -12,6 +12,7 @@ OnBadRecord = StrEnum("OnBadRecord", ["error", "skip"])
 OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
 PromptOverflow = StrEnum("PromptOverflow", ["skip", "truncate_left", "error"])
 Sandbox = StrEnum("Sandbox", ["auto", "limited", "isolated"])
+ToolRole = StrEnum("ToolRole", ["tool", "user"])
 
 
 @dataclass
@@ -45,6 +46,26 @@ class DataConfig:
 
 
 @dataclass
+class ToolUseConfig:
+    parser: str = "auto"
+    """How calls are written: auto, tags (Hermes, Qwen), json (Llama 3), fence, angle, or your own function."""
+    max_calls: int = ranged(8, gt=0)
+    """Most calls of an episode; then the model is asked for its final answer."""
+    max_output_chars: int = ranged(2000, gt=0)
+    """Longer answers of a tool are cut."""
+    role: ToolRole = ToolRole.tool
+    """Role of a tool's answer in the conversation; `user` for a chat template that knows no tools."""
+    describe: bool = True
+    """Tell the model of its tools, by its chat template or in the system message."""
+    timeout_s: float = ranged(10.0, gt=0)
+    """Longest time of one program of the python tool."""
+    sandbox: Sandbox = Sandbox.auto
+    """Of the python tool: `isolated` programs have no network and no files, `limited` ones only limits."""
+    documents: str | None = None
+    """What the search tool searches: a file of records with a `text`, read as `data.path` is."""
+
+
+@dataclass
 class EnvConfig:
     name: str = "string.reverse"
     """Registered task name, or `package.module:Class`."""
@@ -52,6 +73,9 @@ class EnvConfig:
     """A Python file with your own task; wins over `env.name`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
+    tools: list[str] = field(default_factory=list)
+    """Tools around any task: calculator, python, search, or your own class; needs env.max_turns over 1."""
+    tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
     max_turns: int = ranged(1, gt=0)
     """Most turns of an episode; the last one ends it even if the environment is not done."""
     step_timeout_s: float = ranged(30.0, gt=0)

@@ -86,3 +86,25 @@ def test_a_saved_tokenizer_is_loaded_from_its_folder(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert Renderer(loaded).render(USER) == Renderer(tokenizer).render(USER)
+
+
+TOOLS = [{"function": {"name": "calculator"}}]
+PROMPT = "call the calculator"
+
+
+def test_tools_go_into_the_template_that_shows_them():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name + '!' }}{% endfor %}" + TEMPLATE
+    assert shown(tokenizer, Renderer(tokenizer, tool_prompt=PROMPT).render(USER, TOOLS)) == "calculator!u:hi<end>!a:"
+
+
+def test_tools_go_into_the_system_message_where_the_template_does_not_show_them():
+    tokenizer = chat_tokenizer()
+    renderer = Renderer(tokenizer, tool_prompt=PROMPT)
+    assert shown(tokenizer, renderer.render(USER, TOOLS)) == "s:call the calculator<end>!u:hi<end>!a:"
+    assert shown(tokenizer, renderer.render(USER)) == "u:hi<end>!a:"
+    renderer = Renderer(tokenizer, tool_prompt=PROMPT, system_prompt="be kind")  # this tokenizer has no line break
+    text = shown(tokenizer, renderer.render(USER, TOOLS))
+    assert text == "s:be kind<pad><pad>call the calculator<end>!u:hi<end>!a:"
+    plain = Renderer(tokenizer, tool_prompt=PROMPT, apply_chat_template=False)
+    assert shown(tokenizer, plain.render(USER, TOOLS)) == "call the calculator<pad>hi"

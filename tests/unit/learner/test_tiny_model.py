@@ -1,6 +1,7 @@
 """Tiny models: ordinary checkpoints, a tokenizer that loses nothing, a warm start that ends where it was told to."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -132,6 +133,18 @@ def test_a_prompt_token_earns_no_loss(tmp_path):
 
     assert result.loss < 0.1  # with the prompts in it, it could not fall below 0.5
     assert result.num_steps < 60
+
+
+def test_a_warm_start_of_several_turns_trains_every_turn_of_the_model_and_no_other(tmp_path):
+    make_tiny_model(tmp_path, characters="abcd", **SMALL)
+    rng = random.Random(0)
+    said = ["".join(rng.choices("abcd", k=3)) for _ in range(500)]
+    dialogues = [("a", "b", observation, "c") for observation in said]  # observations are random
+
+    result = warm_start(tmp_path, dialogues, num_steps=60, lr=1e-2, batch_size=32, stop_at=1.0)
+
+    assert result.loss < 0.1 and result.exact_match == 1.0
+    assert greedy_exact_match(tmp_path, [("a", "b")]) == 1.0
 
 
 def test_the_thread_count_is_put_back_even_after_an_error(tmp_path):

@@ -1,0 +1,137 @@
+"""An episode with tools around an environment: calls are answered here, the final answer goes to the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
+from envs.tools.tool import Tool, ToolError, check_arguments, schema
+from streamrl.environment import ChatMessage, Env, HasTools, Record, Step
+from streamrl.extension import did_you_mean
+
+CUT = "\n... ({} more characters)"
+NO_CALLS_LEFT = "No calls are left: give the final answer."
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRules:
+    """How episodes with tools go.
+
+    Args:
+        parse: reads the calls of one turn; no calls make it the final answer.
+        max_turns: the text of the last turn is the final answer, whatever it holds.
+        max_calls: of an episode, failed ones included; a turn that asks for more is told so once.
+        max_output_chars: longer answers of tools are cut.
+        describe: show the tools to the model.
+        role: of the answers: "tool", or "user" for chat templates that know no tools.
+        error_text: said in place of every error, to a model that cannot read errors; None is the error itself.
+    """
+
+    parse: Parser
+    max_turns: int
+    max_calls: int = 8
+    max_output_chars: int = 2000
+    describe: bool = True
+    role: str = "tool"
+    error_text: str | None = None
+
+
+class ToolEnv:
+    """One episode; `env` gets the final answer alone. For an environment and tools that are not async.
+
+    `tools` are the schemas that the chat template shows to the model, those of the environment's own included.
+    """
+
+    def __init__(self, env: Env, tools: Sequence[Tool], rules: ToolRules) -> None:
+        self.tools: list[Mapping[str, Any]] = []
+        self._env, self._tools, self._rules = env, {tool.name: tool for tool in tools}, rules
+        self._turn = self._num_calls = self._num_errors = 0
+        self._told = False
+
+    def reset(self, record: Record) -> Sequence[ChatMessage]:
+        return _finished(self._reset(record))
+
+    def step(self, action: str) -> Step:
+        return _finished(self._step(action))
+
+    async def _reset(self, record: Record) -> Sequence[ChatMessage]:
+        self._turn = self._num_calls = self._num_errors = 0
+        self._told = False
+        messages = await self._run(self._env.reset, record)
+        described = [schema(tool) for tool in self._tools.values()] if self._rules.describe else []
+        self.tools = [*described, *(self._env.tools if isinstance(self._env, HasTools) else ())]
+        return messages
+
+    async def _step(self, action: str) -> Step:
+        self._turn += 1
+        rules = self._rules
+        calls = [] if self._told else rules.parse(spoken(action), list(self._tools.values()))
+        if not calls or self._turn >= rules.max_turns:
+            step = await self._run(self._env.step, action)
+            counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+            # An environment of several turns may go on; what its steps say is theirs, the counts come with the last.
+            return replace(step, parts={**counts, **step.parts}) if step.done else step
+        answers = [await self._answer(call) for call in calls[: rules.max_calls - self._num_calls]]
+        if len(answers) < len(calls) or not answers:
+            self._told = True
+            answers.append(ChatMessage(rules.role, rules.error_text or NO_CALLS_LEFT))
+        return Step(reward=0.0, done=False, messages=answers)
+
+    async def _answer(self, call: ToolCall | BadCall) -> ChatMessage:
+        self._num_calls += 1
+        try:
+            if isinstance(call, BadCall):
+                raise ToolError(call.problem)
+            tool = self._tools.get(call.name)
+            if tool is None:
+                hint, names = did_you_mean(call.name, self._tools), ", ".join(self._tools)
+                raise ToolError(f"there is no tool {call.name!r:.60}.{hint} There are: {names}.")
+            check_arguments(tool, call.arguments)
+            text = str(await self._run(tool.call, call.arguments))
+        except Exception as error:  # whatever a tool does, the model reads it and the episode goes on
+            self._num_errors += 1
+            text = f"Error: {error}" if isinstance(error, ToolError) else f"Error: {type(error).__name__}: {error}"
+            text = self._rules.error_text or text
+        return ChatMessage(self._rules.role, cut(text, self._rules.max_output_chars))
+
+    async def _run(self, function: Callable[[Any], Any], argument: object) -> Any:
+        return function(argument)
+
+
+class AsyncToolEnv(ToolEnv):
+    """The same where the environment or a tool is async; what is not runs in a thread meanwhile."""
+
+    async def reset(self, record: Record) -> Sequence[ChatMessage]:  # type: ignore[override]
+        return await self._reset(record)
+
+    async def step(self, action: str) -> Step:  # type: ignore[override]
+        return await self._step(action)
+
+    async def _run(self, function: Callable[[Any], Any], argument: object) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(argument)
+        return await asyncio.to_thread(function, argument)
+
+
+def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
+    """The environment with tools around it, async if a part of it is."""
+    methods = [env.reset, env.step, *(tool.call for tool in tools)]
+    return (AsyncToolEnv if any(map(inspect.iscoroutinefunction, methods)) else ToolEnv)(env, tools, rules)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The beginning of a long text, and how much is missing."""
+    return text if len(text) <= max_chars else text[:max_chars] + CUT.format(len(text) - max_chars)
+
+
+def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a plain tool environment waited for something")

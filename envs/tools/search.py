@@ -1,0 +1,86 @@
+"""Search a file of documents that stays in memory: BM25, https://doi.org/10.1561/1500000019, by the bm25s package."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from envs.data.sources import Source, open_source
+from streamrl.config.schema import ToolUseConfig
+from streamrl.errors import TaskError
+
+TEXT_KEYS = ("text", "contents", "content", "body", "document")
+TITLE_KEY = "title"
+NUM_FOUND = 3
+_WORD = re.compile(r"\w+")
+
+
+class SearchTool:
+    """The best few documents for some words; the index is made at the first call.
+
+    Raises:
+        TaskError: env.tool_use.documents is not set, or what it names cannot be read.
+    """
+
+    name = "search"
+    description = "Find documents by words. The best ones come first."
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "the words to look for"}},
+        "required": ["query"],
+    }
+
+    def __init__(self, settings: ToolUseConfig) -> None:
+        if settings.documents is None:
+            raise TaskError("env.tools holds search: give env.tool_use.documents=FILE, what is to be searched.")
+        self._source = open_source(settings.documents, setting="env.tool_use.documents")
+        document(self._source, 0)
+        self._lock = threading.Lock()
+        self._index: _Index | None = None
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        with self._lock:
+            if self._index is None:
+                self._index = _Index(self._source)
+        found = self._index.search(arguments["query"], NUM_FOUND)
+        if not found:
+            return "Nothing was found."
+        return "\n\n".join(f"[{rank}] {document(self._source, place)}" for rank, place in enumerate(found, 1))
+
+
+class _Index:
+    """Words and where they stand; the texts stay in their source."""
+
+    def __init__(self, source: Source) -> None:
+        try:
+            import bm25s
+        except ModuleNotFoundError as error:
+            raise TaskError(f"the search tool needs {error.name}: pip install 'streamrl[tasks]'.") from error
+        self._size = len(source)
+        self._bm25 = bm25s.BM25()
+        self._bm25.index([_words(document(source, place)) for place in range(self._size)], show_progress=False)
+
+    def search(self, query: str, num_found: int) -> list[int]:
+        """Places of the best documents that hold any of the words."""
+        words = [word for word in _words(query) if word in self._bm25.vocab_dict]
+        if not words:
+            return []
+        places, scores = self._bm25.retrieve([words], k=min(num_found, self._size), show_progress=False)
+        return [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def document(source: Source, place: int) -> str:
+    """A record's text, its title before it. Raises TaskError naming file and record if it has none."""
+    record = source.row(place)
+    text = next((record[key] for key in TEXT_KEYS if isinstance(record.get(key), str)), None)
+    if text is None:
+        keys = ", ".join(TEXT_KEYS)
+        raise TaskError(f"{source.where(place)}: no text in any of the fields {keys}: give every document one of them.")
+    title = record.get(TITLE_KEY)
+    return f"{title}\n{text}" if title else text
