@@ -1,6 +1,6 @@
 """A name, a module path or a file becomes a `Task`, or an error that says what was found and what to do.
 
-    string.reverse              a registered task
+    string.reverse              a registered task; `envs.catalog` lists them
     reasoning_gym.chain_sum     a dataset of the reasoning_gym package
     my_package.tasks:MyTask     a class (or a function that returns a task) on the import path
     path="my_task.py"           a file that need not be on the import path
@@ -11,15 +11,18 @@ With `data.path` the records come from files, and `envs.data_task` puts the task
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import construct, task_from_file
+from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
 from envs.tasks.strings import OPERATIONS, StringTask
 from envs.tasks.tool_arithmetic import ToolArithmetic
 from envs.tools.task import with_tools
+from streamrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import did_you_mean, import_attribute
@@ -27,6 +30,7 @@ from streamrl.extension import did_you_mean, import_attribute
 REGISTERED: dict[str, Callable[..., Task]] = {
     **{f"string.{op}": partial(StringTask, op) for op in OPERATIONS},
     ToolArithmetic.name: ToolArithmetic,
+    **{name: partial(ReasoningTask, one.dataset, **one.options) for name, one in NAMED.items()},
 }
 
 
@@ -39,10 +43,27 @@ def task_of(settings: TaskSettings) -> Task:
 def _plain_task(settings: TaskSettings) -> Task:
     env, data, reward = settings.env, settings.data, settings.reward
     if data.path is not None:
-        return task_from_data(settings)
+        return task_from_data(_with_format(settings))
+    if env.path is None and env.name in FORMATS:
+        raise TaskError(f"env.name={env.name} says how records of a file are scored: give data.path=train.jsonl, too.")
     if reward.type is not None:
         raise TaskError(f"reward.type={reward.type} scores the records of a file: give data.path=train.jsonl, too.")
     return load_task(env.name, path=env.path, options=dict(env.options))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sections:
+    env: EnvConfig
+    data: DataConfig
+    reward: RewardConfig
+
+
+def _with_format(settings: TaskSettings) -> TaskSettings:
+    """The settings with the reward that env.name stands for, if nothing else says how answers are scored."""
+    env, reward = settings.env, settings.reward
+    if env.name not in FORMATS or env.path is not None or reward.type is not None or reward.weights:
+        return settings
+    return _Sections(env, settings.data, replace(reward, type=FORMATS[env.name].reward))
 
 
 def load_task(name: str, *, path: str | None = None, options: Mapping[str, Any] | None = None) -> Task:

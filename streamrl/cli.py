@@ -19,6 +19,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
+  streamrl tasks [WORD ...]                       the tasks that come with it, and their options
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
   streamrl report runs/                           an index of all runs
@@ -41,6 +42,10 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
 
   WORD        only those whose line contains every word
   --common    only those to know first""",
+    "tasks": """streamrl tasks [WORD ...]    tasks by name, with what they ask and their options
+
+  WORD                   only those whose name or sentence contains every word
+  reasoning_gym.NAME     one data set of that package""",
     "report": """streamrl report RUN_DIR                 write RUN_DIR/report.html again
 streamrl report RUN_DIR RUN_DIR ...     compare runs: comparison.html and comparison.md beside the first
 streamrl report FOLDER                  index.html of all runs in a folder, and the reports that are missing or old""",
@@ -63,7 +68,7 @@ def main() -> int:
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
         "samples": samples,
-        "eval": evaluate, "chat": chat,
+        "eval": evaluate, "chat": chat, "tasks": tasks,
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -132,6 +137,11 @@ def settings(words: list[str]) -> int:
         return 0
     print(f"No setting contains {' and '.join(wanted)}: {nearest_setting(wanted[0])}", file=sys.stderr)
     return 2
+
+
+def tasks(words: list[str]) -> int:
+    """Print the tasks that come with streamrl: this process becomes the list."""
+    return _become("envs.catalog", words)
 
 
 def learner(words: list[str]) -> int:

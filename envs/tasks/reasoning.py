@@ -143,15 +143,24 @@ def _package() -> Any:
     return factory
 
 
-def _make_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+def config_class(dataset: str) -> Any:
+    """The dataclass of a data set's options. Raises TaskError: no such data set, or the package is missing."""
+    return _classes(dataset)[1]
+
+
+def _classes(name: str) -> tuple[Any, Any]:
     datasets = _package().DATASETS
     if name not in datasets:
         hint = did_you_mean(name, datasets)
         raise TaskError(f"reasoning_gym has no dataset {name!r}.{hint} It has {len(datasets)}: {', '.join(datasets)}.")
-    dataset_class, config_class = datasets[name]
-    known = [f.name for f in fields(config_class) if f.name not in ("seed", "size")]
+    return datasets[name]
+
+
+def _make_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+    dataset_class, configuration = _classes(name)
+    known = [f.name for f in fields(configuration) if f.name not in ("seed", "size")]
     refuse_unknown(options, [*known, *OWN_OPTIONS], PREFIX + name)
     try:
-        return dataset_class(config_class(**options, seed=seed * 7919))
+        return dataset_class(configuration(**options, seed=seed * 7919))
     except Exception as error:
         raise TaskError(f"{PREFIX}{name} refused the options {options}: {describe(error)}") from error

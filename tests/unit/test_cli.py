@@ -44,7 +44,18 @@ def test_a_word_that_no_setting_has_leads_to_the_nearest(streamrl):
     assert err == "No setting contains learning_rate: did you mean `policy.optimizer.lr`?\n"
 
 
-@pytest.mark.parametrize("command", ["launch", "settings", "report", "relay"])
+def test_tasks_are_listed_with_their_options():
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "streamrl.cli", "tasks", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    found = run("GSM8K")
+    assert found.returncode == 0 and found.stdout.startswith("gsm8k\n") and "reward.type=math" in found.stdout
+    unknown = run("gsm9k")
+    assert (unknown.returncode, unknown.stdout) == (2, "") and "Did you mean gsm8k?" in unknown.stderr
+
+
+@pytest.mark.parametrize("command", ["launch", "settings", "tasks", "report", "relay"])
 def test_every_command_has_help(streamrl, command):
     code, out, _ = streamrl(command, "--help")
 
