@@ -14,7 +14,18 @@ from actors.env_executor import EnvExecutor, where
 from actors.load import LoadMeter
 from actors.render import Renderer
 from envs.check import NO_SIGNALS, needs_signals
-from streamrl.environment import MAX_REWARD, Env, HasTools, Record, Step, Task
+from streamrl.environment import (
+    MAX_REWARD,
+    Env,
+    HasCutStep,
+    HasLastStep,
+    HasTools,
+    InputText,
+    ReadsInputText,
+    Record,
+    Step,
+    Task,
+)
 from streamrl.errors import EngineError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
@@ -122,8 +133,11 @@ class EpisodeRunner:
             env = self.task.env()
             with self.load.in_environment():
                 messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
+            opening = messages if isinstance(messages, InputText) else list(messages)
             tools = env.tools if isinstance(env, HasTools) else ()
-            transcript.prompt_ids = self._cut(self.renderer.render(list(messages), tools))
+            transcript.prompt_ids = self._cut(self.renderer.render(opening, tools))
+            if isinstance(env, ReadsInputText):
+                env.set_input_text(self.renderer.input_text(opening, tools))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
@@ -147,21 +161,15 @@ class EpisodeRunner:
         on_progress: Callable[[], None],
     ) -> Member:
         scores: dict[str, float] = {"score": 0.0}
-        finish, source = "stop", f"{where(env.step)} of task {self.task.name}"
+        finish, source = "stop", self._source(env.step)
         for turn in range(self.rules.max_turns):
             last = turn + 1 == self.rules.max_turns
             with self.load.generating():
                 generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
             on_progress()
             try:
-                text = self.renderer.text(generation.token_ids)
-                with self.load.stepping():
-                    answer = await self.executor.run(env.step, text, self.rules.step_timeout_s)
-                step = checked(answer, source)
+                step, more = await self._answer(env, transcript, generation, last)
                 scores = _add_scores(scores, step, source)
-                # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
-                last_token = generation.token_ids[-1] if generation.token_ids else -1
-                more = [] if step.done or last else self.renderer.render_more(step.messages, last_token=last_token)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
@@ -169,17 +177,41 @@ class EpisodeRunner:
                 return self._failed(index, transcript, error)
             on_progress()
             transcript.add_action(generation, step.reward)
-            finish = "env" if last and not step.done else generation.finish
-            if step.done or last:
-                break
-            if self._room(transcript, len(more)) < 1:  # the environment's words leave no room for an answer
-                finish = "length"
+            finish = "env" if step.truncated or (last and not step.done) else generation.finish
+            if more is None:
+                finish = finish if step.done or last else "length"
                 break
             transcript.add_observation(more)
         if not transcript.turns:
             return _aborted(index, "empty")
         status = MemberStatus.TRUNCATED if finish in ("length", "env") else MemberStatus.FINISHED
         return transcript.member(index, status, scores, finish)
+
+    async def _answer(
+        self, env: Env, transcript: Transcript, generation: Generation, last: bool
+    ) -> tuple[Step, list[int] | None]:
+        """The environment's answer to a turn, and what it says before the next one; None if there is no next one."""
+        text = self.renderer.text(generation.token_ids)
+        step = await self._play(env.last_step if last and isinstance(env, HasLastStep) else env.step, text)
+        if step.done or last:
+            return step, None
+        # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
+        last_token = generation.token_ids[-1] if generation.token_ids else -1
+        if step.text is None:
+            more = self.renderer.render_more(step.messages, last_token=last_token)
+        else:
+            more = self.renderer.render_text(step.text, last_token=last_token)
+        if self._room(transcript, len(generation.token_ids) + len(more)) >= 1:
+            return step, more
+        # The environment's words leave no room for an answer.
+        return replace(await self._play(env.cut_step, text), done=False) if isinstance(env, HasCutStep) else step, None
+
+    async def _play(self, method: Callable[[str], Any], text: str) -> Step:
+        with self.load.stepping():
+            return checked(await self.executor.run(method, text, self.rules.step_timeout_s), self._source(method))
+
+    def _source(self, method: Callable[..., Any]) -> str:
+        return f"{where(method)} of task {self.task.name}"
 
     def _room(self, transcript: Transcript, num_more: int = 0) -> int:
         """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""

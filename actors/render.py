@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from streamrl.environment import ChatMessage
+from streamrl.environment import ChatMessage, InputText
 from streamrl.errors import TaskError
 
 Tools = Sequence[Mapping[str, Any]]
@@ -49,19 +49,37 @@ class Renderer:
         shows_tools = self._chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
         self._tool_prompt = "" if shows_tools else tool_prompt
 
-    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
-        """The prompt of an episode's first turn; the template shows the JSON schemas of its tools."""
-        if self._system_prompt is not None and (not messages or messages[0].role != "system"):
-            messages = [ChatMessage("system", self._system_prompt), *messages]
-        if tools and self._tool_prompt:
-            messages = _with_system_text(messages, self._tool_prompt)
-        if self._chat:
-            return self._encode(self._template(messages, tools))
-        text = "\n".join(message.content for message in messages)
+    def render(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> list[int]:
+        """The prompt of an episode's first turn; the template shows the JSON schemas of its tools.
+
+        An `InputText` in place of messages is the whole prompt: it gets no template and no special tokens.
+        """
+        text = self.input_text(messages, tools)
+        if self._chat or isinstance(messages, InputText):
+            return self._encode(text)
         ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
         eos = self._tokenizer.eos_token_id
         # Some tokenizers also append an end of sequence, after which the model would not continue.
         return ids[:-1] if eos is not None and len(ids) > 1 and ids[-1] == eos else ids
+
+    def input_text(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> str:
+        """The text that `render` encodes."""
+        if isinstance(messages, InputText):
+            return messages
+        if self._system_prompt is not None and (not messages or messages[0].role != "system"):
+            messages = [ChatMessage("system", self._system_prompt), *messages]
+        if tools and self._tool_prompt:
+            messages = _with_system_text(messages, self._tool_prompt)
+        return self._template(messages, tools) if self._chat else "\n".join(message.content for message in messages)
+
+    def render_text(self, text: str, *, last_token: int) -> list[int]:
+        """The environment's text as ids, encoded alone: no template, no special tokens.
+
+        The model's words reach an environment without special tokens. If the model ended its turn with one and the
+        environment, which cannot see that, writes it again, it stands once.
+        """
+        ids = self._encode(text)
+        return ids[1:] if ids and ids[0] == last_token and last_token in self._tokenizer.all_special_ids else ids
 
     def render_more(self, messages: Sequence[ChatMessage], *, last_token: int | None = None) -> list[int]:
         """The environment's messages as ids, between the model's last token and its next turn.

@@ -173,11 +173,12 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
     """For heartbeats: calls of environments that are slow or were given up, and how many steps were answered."""
     executors = [runner.executor for runner in (runtime.train, runtime.test)]
+    answered = [executor.num_answered for executor in executors]
     slow = [executor.slow(SLOW_CALL_S) for executor in executors]
     return {
         SLOW_CALLS: float(sum(count for count, _ in slow)), SLOWEST_CALL_S: max(longest for _, longest in slow),
         HUNG_CALLS: float(sum(executor.num_hung_calls for executor in executors)),
-        ANSWERED_STEPS: float(sum(executor.num_answered["step"] for executor in executors)),
+        ANSWERED_STEPS: float(sum(counts["step"] + counts["last_step"] for counts in answered)),
     }
 
 

@@ -30,7 +30,9 @@ def entries() -> list[Entry]:
         for name, one in FORMATS.items()
     ]
     every = "answer_format, format_reward, ... and the data set's own: streamrl tasks reasoning_gym.NAME"
-    return [*listed, *formats, Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
+    gem = "id, template, num_train, num_test and those of the environment"
+    named = Entry("gem", "An environment of the package gem-llm, which must be installed.", gem)
+    return [*listed, *formats, named, Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
 
 
 def lines(words: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.task_file import NO_TASK, describe
-from streamrl.environment import MAX_REWARD, ChatMessage, HasTarget, Record, Step, Task
+from streamrl.environment import MAX_REWARD, ChatMessage, HasLastStep, HasTarget, InputText, Record, Step, Task
 from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -85,10 +85,18 @@ def _checked_record(where: str, task: Task, split: str) -> Record:
 def _play(where: str, task: Task, record: Record, completion: str, limits: _Limits) -> Step:
     env = _call(where, "env", task.env)
     messages = _call_as_actor(where, "reset", env.reset, record, limits)
-    _check_messages(where, "reset", messages, at_least=1)
-    step = _call_as_actor(where, "step", env.step, completion, limits)
+    if not isinstance(messages, InputText):
+        _check_messages(where, "reset", messages, at_least=1)
+    step = _checked_step(where, "step", _call_as_actor(where, "step", env.step, completion, limits), completion)
+    if not step.done and isinstance(env, HasLastStep):
+        last = _call_as_actor(where, "last_step", env.last_step, completion, limits)
+        return _checked_step(where, "last_step", last, completion)
+    return step
+
+
+def _checked_step(where: str, method: str, step: Any, completion: str) -> Step:
     if not isinstance(step, Step):
-        raise TaskError(f"{where}: step must return a Step, got {step!r}.")
+        raise TaskError(f"{where}: {method} must return a Step, got {step!r}.")
     numbers = {"reward": step.reward, "score": step.score, **step.parts}
     for key, value in numbers.items():
         if value is None and key == "score":
@@ -97,7 +105,8 @@ def _play(where: str, task: Task, record: Record, completion: str, limits: _Limi
             raise TaskError(f"{where}: {key} must be a finite number, got {value!r} for the completion {completion!r}.")
         if abs(value) > MAX_REWARD:
             raise TaskError(f"{where}: {key} {value:g} is beyond {MAX_REWARD:g} and taken for a mistake: scale it.")
-    _check_messages(where, "step", step.messages, at_least=0 if step.done else 1)
+    goes_on = method == "step" and not step.done and step.text is None
+    _check_messages(where, method, step.messages, at_least=1 if goes_on else 0)
     return step
 
 

@@ -89,6 +89,11 @@ def task_from_data(settings: TaskSettings) -> DataTask:
         return DataTask(data, shape, player(function, f"reward {named}", shape), function)
     found = reward_from_file(env.path, dict(env.options), shape)
     if isinstance(found, EnvFactory):
+        if found.needs_turns and env.max_turns == 1:
+            raise TaskError(
+                f"{PurePath(env.path).name} defines interact(messages), which is never called with env.max_turns=1: "
+                "set env.max_turns=2 or more."
+            )
         return DataTask(data, shape, found)
     return DataTask(data, shape, player(found, found.name, shape), found)
 

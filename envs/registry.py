@@ -2,6 +2,7 @@
 
     string.reverse              a registered task; `envs.catalog` lists them
     reasoning_gym.chain_sum     a dataset of the reasoning_gym package
+    gem                         an environment of the GEM package, named by its id
     my_package.tasks:MyTask     a class (or a function that returns a task) on the import path
     path="my_task.py"           a file that need not be on the import path
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from envs.adapters.gem import gem_task
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import construct, task_from_file
 from envs.tasks.named import FORMATS, NAMED
@@ -84,6 +86,8 @@ def load_task(name: str, *, path: str | None = None, options: Mapping[str, Any] 
 def _factory(name: str) -> Callable[..., Any]:
     if name in REGISTERED:
         return REGISTERED[name]
+    if name == "gem":
+        return gem_task
     if name.startswith(PREFIX):
         return partial(ReasoningTask, name.removeprefix(PREFIX))
     if ":" not in name:

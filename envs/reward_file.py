@@ -8,66 +8,82 @@ The file defines one of these, plain or `async`:
 
 or a class with `reward(record, completion)`, or one with `reset(record)` and `step(action)` for longer episodes. Beside
 a function there may be a text `system_prompt`, for data.system_prompt=auto, and a function `target(record)`: a
-completion that earns the full reward.
+completion that earns the full reward. Interfaces of other projects: `envs.adapters.forms`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from envs.data.shapes import RecordShape
+from envs.adapters.awaiting import alike, suited
+from envs.adapters.dialogue import DialogueEnv
+from envs.adapters.forms import Form, only_form
+from envs.adapters.gymnasium_text import GymnasiumEnv
+from envs.adapters.reward_functions import RewardFunctions
+from envs.adapters.text_steps import SampleStepEnv, TextStepEnv
+from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import only_of_batch
-from envs.task_file import REWARD_NAMES, refuse_unknown, run_file
+from envs.task_file import refuse_unknown, run_file
 from streamrl.environment import ChatMessage, Env, Record
 from streamrl.errors import TaskError
 
 SAME_AS = {"response": "completion", "solution_str": "completion", "ground_truth": "answer", "gt_answer": "answer"}
 """Parameters under other names that libraries use, where the record has no such field."""
 GIVEN = ("messages", "prompt", "completion", "answer", "record", "extra_info")
-FORMS = (
-    "Define a function reward_fn(messages, answer) or reward(prompt, completion, **record), or a class with "
-    "reset(record) and step(action)."
-)
 
 Named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def reward_from_file(
     path: str, options: Mapping[str, Any], shape: RecordShape
-) -> WrittenReward | EnvFactory:
+) -> WrittenReward | RewardFunctions | EnvFactory:
     """The reward in a file, or what makes its environment. Raises TaskError: no such file, an error in it, none."""
     module, file = run_file(path)
-    found = {name: getattr(module, name) for name in REWARD_NAMES if callable(getattr(module, name, None))}
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
-    classes = [value for value in own.values() if inspect.isclass(value)]
-    players = [kind for kind in classes if _has(kind, "reset", "step")]
-    scorers = [kind for kind in classes if _has(kind, "reward") and kind not in players]
     with_records = [one for one in ("task", "record") if inspect.isfunction(own.get(one))]
-    with_records += [kind.__name__ for kind in classes if "record" in vars(kind)]
+    with_records += [kind.__name__ for kind in own.values() if inspect.isclass(kind) and "record" in vars(kind)]
     if with_records:
         raise TaskError(
             f"{file.name} makes its own records ({', '.join(with_records)}) and data.path names others: leave one out."
         )
-    candidates = [*found.values(), *players, *scorers]
-    if len(candidates) != 1:
-        raise TaskError(_no_single_reward(file, module, candidates))
-    chosen = candidates[0]
-    if chosen in players:
-        return EnvFactory(chosen, options, file.name)
-    if chosen in scorers:
-        scorer = _made(chosen, options, file.name)
-        return written_reward(scorer.reward, shape, {}, f"{file.name}: {chosen.__name__}.reward")
-    reward = written_reward(chosen, shape, options, f"{file.name}: {getattr(chosen, '__name__', 'reward')}")
-    reward.system_prompt = getattr(module, "system_prompt", None)
-    if not isinstance(reward.system_prompt, str | None):
-        raise TaskError(f"{file.name}: system_prompt must be a text, got {reward.system_prompt!r:.60}.")
+    return _served(only_form(module, file.name), module, options, shape)
+
+
+def _served(
+    form: Form, module: ModuleType, options: Mapping[str, Any], shape: RecordShape
+) -> WrittenReward | RewardFunctions | EnvFactory:
+    """What plays or scores by the interface that the file follows."""
+    file, first = (module.__file__ or "").rpartition("/")[2], form.found[0]
+    match form.kind:
+        case "environment":
+            return EnvFactory(lambda: _made(first, options, file))
+        case "gymnasium":
+            return EnvFactory(lambda: GymnasiumEnv(_made(first, options, file), first.__name__))
+        case "step" | "env_step":
+            refuse_unknown(options, [], file)
+            kind = suited(TextStepEnv if form.kind == "step" else SampleStepEnv, first)
+            return EnvFactory(lambda: kind(first, f"{file}: {form.kind}", shape))
+        case "dialogue":
+            reward, interact = alike(written_reward(first, shape, options, f"{file}: reward_fn"), form.found[1])
+            talk = suited(DialogueEnv, reward, interact)
+            tools = tool_schemas({"tools": getattr(module, "TOOLS", getattr(module, "TOOL", None))})
+            return EnvFactory(lambda: talk(reward, interact, file, shape, tools), needs_turns=True)
+        case "rewards":
+            made = [_made(one, options, file) if inspect.isclass(one) else one for one in form.found]
+            return RewardFunctions(made, getattr(module, "reward_transform_fn", None), file, shape)
+        case "reward class":
+            return written_reward(_made(first, options, file).reward, shape, {}, f"{file}: {first.__name__}.reward")
+    found = written_reward(first, shape, options, f"{file}: {getattr(first, '__name__', 'reward')}")
+    found.system_prompt = getattr(module, "system_prompt", None)
+    if not isinstance(found.system_prompt, str | None):
+        raise TaskError(f"{file}: system_prompt must be a text, got {found.system_prompt!r:.60}.")
     if inspect.isfunction(write := getattr(module, "target", None)):
-        reward.target = lambda record, answer: write(record)
-    return reward
+        found.target = lambda record, answer: write(record)
+    return found
 
 
 def written_reward(
@@ -153,18 +169,20 @@ class AsyncWrittenReward(WrittenReward):
         return self._result(await self._function(**self._arguments(record, completion, prompt)))
 
 
+@dataclass(frozen=True)
 class EnvFactory:
-    """Makes the environments of a user's class, with the options that it takes."""
+    """Makes an environment for each episode.
 
-    def __init__(self, kind: type, options: Mapping[str, Any], file: str) -> None:
-        self._kind, self._options, self._file = kind, options, file
+    Args:
+        make: makes one.
+        needs_turns: it is of no use with env.max_turns=1.
+    """
+
+    make: Callable[[], Env]
+    needs_turns: bool = False
 
     def __call__(self) -> Env:
-        return _made(self._kind, self._options, self._file)
-
-
-def _has(kind: type, *methods: str) -> bool:
-    return all(callable(getattr(kind, method, None)) for method in methods)
+        return self.make()
 
 
 def _made(kind: type, options: Mapping[str, Any], file: str) -> Any:
@@ -172,13 +190,3 @@ def _made(kind: type, options: Mapping[str, Any], file: str) -> Any:
     refuse_unknown(options, known, f"{file}: {kind.__name__}")
     return kind(**options)
 
-
-def _no_single_reward(file: Path, module: ModuleType, candidates: Sequence[Any]) -> str:
-    if candidates:
-        names = ", ".join(one.__name__ for one in candidates)
-        return f"{file.name} defines more than one reward: {names}. Leave one of them, or name the others differently."
-    own = sorted(
-        key for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    )
-    return f"{file.name} defines no reward. Found: {', '.join(own) or 'nothing'}. {FORMS}"

@@ -5,7 +5,8 @@ The file holds one of these, and the loader finds out which:
 1. a function `task(**options)` that returns a task: it decides, whatever else the file defines;
 2. exactly one class with `record` and `reward`, or with the whole `Task` protocol;
 3. two functions, `record(split, index)` and `reward(record, completion)`; functions `target(record)` and
-   `messages(record)` and the names `num_train`, `num_test` and `name` are taken up if they are there.
+   `messages(record)` and the names `num_train`, `num_test` and `name` are taken up if they are there;
+4. an environment of another project that makes its own prompts (`envs.adapters.forms`): records are seeds then.
 
 Errors in the file are shown with the line of the file, not with lines of the loader.
 """
@@ -22,6 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.adapters.awaiting import alike, suited
+from envs.adapters.forms import REWARDS, Form, forms_of
+from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask
+from envs.adapters.origins import origins_importable
+from envs.adapters.text_steps import StartingTextStepEnv
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError
 from streamrl.extension import did_you_mean
@@ -30,8 +36,6 @@ FORMS = (
     "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
     "or these two as functions, or a function task(**options) that returns the task."
 )
-REWARD_NAMES = ("reward_fn", "reward", "compute_score")
-"""Functions that score an answer to a record of `data.path`: see `envs.reward_file`."""
 PARTS = ("num_records", "record", "env")
 NO_TASK = "not a task: it must have name, num_records, record and env (derive it from streamrl.SingleTurnTask)."
 
@@ -104,7 +108,8 @@ def _run(file: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(file.parent))
     try:
-        spec.loader.exec_module(module)
+        with origins_importable():
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise TaskError(f"{file.name} failed while it was loaded: {describe(error)}") from error
@@ -131,16 +136,44 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
         parts = ("record", "reward", "target", "messages")
         pair = {key: staticmethod(functions[key]) for key in parts if key in functions}
         return type("FunctionTask", (SingleTurnTask,), {"name": file.stem, **optional, **pair})
-    if any(callable(getattr(module, name, None)) for name in REWARD_NAMES):
-        raise TaskError(
-            f"{file.name} scores answers but holds no prompts: give it records with data.path=train.jsonl, or define "
-            "record(split, index), too."
-        )
+    forms = forms_of(module)
+    if len(forms) == 1:
+        return _seeded(forms[0], module, file)
+    if forms:
+        what = ", ".join(form.what for form in forms)
+        raise TaskError(f"{file.name} defines no task, and more than one reward or environment: {what}. Leave one.")
     found = ", ".join(sorted(key for key in own if not key.startswith("_"))) or "nothing"
     lacking = "".join(
         f" {kind.__name__} lacks {' and '.join(_lacks(kind))}." for kind in kinds if len(_lacks(kind)) < len(PARTS)
     )
     raise TaskError(f"{file.name} defines no task. Found: {found}.{lacking} {FORMS}")
+
+
+def _seeded(form: Form, module: ModuleType, file: Path) -> Callable[..., Any]:
+    """What makes a task of an environment that needs no records. Raises TaskError for one that needs them."""
+    sizes = {key: getattr(module, key, size) for key, size in (("num_train", NUM_TRAIN), ("num_test", NUM_TEST))}
+    if form.kind == "gymnasium":
+        (kind,) = form.found
+
+        def make(**options: Any) -> Task:
+            return SeededTask(kind.__name__, lambda: GymnasiumEnv(kind(**options), kind.__name__), **sizes)
+
+        make.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        return make
+    if form.kind == "step" and form.found[1] is not None:
+        step, start = form.found
+        step, start = alike(step, start)
+        plays = suited(StartingTextStepEnv, step, start)
+        return lambda: SeededTask(file.stem, lambda: plays(step, f"{file.name}: step", None, start), **sizes)
+    if form.kind in REWARDS:
+        raise TaskError(
+            f"{file.name} scores answers but holds no prompts: give it records with data.path=train.jsonl, or define "
+            "record(split, index), too."
+        )
+    raise TaskError(
+        f"{file.name} holds no prompts, only {form.what}: give it records with data.path=train.jsonl, or define "
+        "record(split, index), too."
+    )
 
 
 def _lacks(cls: type) -> list[str]:

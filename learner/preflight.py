@@ -101,7 +101,8 @@ def check_tiny_prompts(task: Task, max_prompt_tokens: int) -> None:
     lengths, until = [], time.monotonic() + MEASURE_S
     for index in range(min(NUM_PROMPTS, task.num_records("train"))):
         messages = task.env().reset(task.record("train", index))
-        lengths.append(sum(len(message.content) + 1 for message in messages))
+        texts = [messages] if isinstance(messages, str) else [message.content for message in messages]
+        lengths.append(sum(len(text) + 1 for text in texts))
         if time.monotonic() > until:
             break
     lengths.sort()

@@ -27,6 +27,10 @@ class ChatMessage:
     content: str
 
 
+class InputText(str):
+    """The model's whole input as a text: `Env.reset` may return it in place of messages; it gets no chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The result of one action.
@@ -36,6 +40,9 @@ class Step:
         score: only logged and used for evaluation; None is the reward.
         done: True ends the episode; False continues it with `messages`, the environment's answer.
         parts: named components of the reward, logged as `reward/<name>`.
+        text: the environment's answer as text instead of `messages`: it follows the model's words as it is, without the
+            chat template, and is encoded alone.
+        truncated: with `done`, the environment ended the episode at a limit of its own.
     """
 
     reward: float
@@ -43,6 +50,8 @@ class Step:
     score: float | None = None
     messages: Sequence[ChatMessage] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    text: str | None = None
+    truncated: bool = False
 
 
 @runtime_checkable
@@ -50,7 +59,7 @@ class Env(Protocol):
     """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit."""
 
     def reset(self, record: Record) -> Sequence[ChatMessage] | Awaitable[Sequence[ChatMessage]]:
-        """Start an episode of this prompt; returns the first messages."""
+        """Start an episode of this prompt; returns the first messages, or an `InputText`."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
@@ -99,6 +108,33 @@ class HasTargetTurns(Protocol):
 
     def target_turns(self, record: Record) -> Sequence[str]:
         """What follows the prompt: the model's text, the environment's, the model's, ...; the model has the last."""
+        ...
+
+
+@runtime_checkable
+class HasLastStep(Protocol):
+    """Optional on an environment that plays the last turn that env.max_turns allows differently."""
+
+    def last_step(self, action: str) -> Step | Awaitable[Step]:
+        """In place of `step` in that turn; `done` says whether the episode was over without the limit."""
+        ...
+
+
+@runtime_checkable
+class HasCutStep(Protocol):
+    """Optional on an environment that scores an episode at its end, however it ends."""
+
+    def cut_step(self, action: str) -> Step | Awaitable[Step]:
+        """After `step` with the same action, whose answer left no room for a turn: this step stands in its place."""
+        ...
+
+
+@runtime_checkable
+class ReadsInputText(Protocol):
+    """Optional on an environment that works on the model's input as text."""
+
+    def set_input_text(self, text: str) -> None:
+        """Called after `reset` with the text that the model reads: the first messages through the chat template."""
         ...
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
-from streamrl.environment import ChatMessage, Env, HasTools, Record, Step
+from streamrl.environment import ChatMessage, Env, HasCutStep, HasLastStep, HasTools, ReadsInputText, Record, Step
+from streamrl.errors import TaskError
 from streamrl.extension import did_you_mean
 
 CUT = "\n... ({} more characters)"
@@ -118,7 +119,12 @@ class AsyncToolEnv(ToolEnv):
 
 
 def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
-    """The environment with tools around it, async if a part of it is."""
+    """The environment with tools around it, async if a part of it is. Raises TaskError for one that takes no tools."""
+    if isinstance(env, HasLastStep | HasCutStep | ReadsInputText):
+        raise TaskError(
+            f"env.tools cannot be put around {type(env).__name__}: an environment with last_step, cut_step or "
+            "set_input_text answers calls itself; leave env.tools out."
+        )
     methods = [env.reset, env.step, *(tool.call for tool in tools)]
     return (AsyncToolEnv if any(map(inspect.iscoroutinefunction, methods)) else ToolEnv)(env, tools, rules)
 

@@ -154,7 +154,7 @@ def _task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool) -> li
         except TaskError:
             continue  # a bad record of a data file: it is counted when it is drawn
         messages = env.reset(record)
-        if not isinstance(messages, Sequence) or len(messages) != 1 or messages[0].role != "user":
+        if not isinstance(messages, list | tuple) or len(messages) != 1 or messages[0].role != "user":
             raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
         turns = _target_turns(task, record) if knows_targets else [""]
         if turns is None and needs_target:

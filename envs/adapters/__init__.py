@@ -1,0 +1,1 @@
+"""Environments and rewards written for other projects, played unchanged: one module for each interface."""

@@ -1,0 +1,56 @@
+"""Users' functions may be plain or async: environments are written once, as async ones, and made plain if they can be.
+
+An actor runs plain environments in threads that it watches: a plain function that hangs is counted and given up there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+METHODS = ("reset", "step", "last_step", "cut_step")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await; also for objects with `async def __call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function(*args)` gives, awaited if it is async."""
+    return await function(*args) if is_async(function) else function(*args)
+
+
+def suited(kind: type, *functions: Callable[..., Any]) -> Any:
+    """The environment class as it is if any of these functions is async, else with plain methods."""
+    if any(is_async(function) for function in functions):
+        return kind
+    found = {name: getattr(kind, name, None) for name in METHODS}
+    plain = {name: _at_once(method) for name, method in found.items() if inspect.iscoroutinefunction(method)}
+    return type(kind.__name__, (kind,), plain)
+
+
+def alike(*functions: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The same functions; beside an async one, plain ones run in threads: they would hold up the actor's loop."""
+    if not any(is_async(function) for function in functions):
+        return list(functions)
+    return [function if is_async(function) else functools.partial(_in_thread, function) for function in functions]
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(function, *args)
+
+
+def _at_once(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        try:
+            method(*args).send(None)
+        except StopIteration as end:
+            return end.value
+        raise RuntimeError(f"{method.__qualname__} waits although all functions of the file are plain")
+
+    return run

@@ -1,0 +1,154 @@
+"""Which interfaces a user's file follows, told by the names and parameters of what it defines.
+
+    reward        a function reward_fn, reward or compute_score; a class with reward(record, completion)
+    environment   a class with reset(record) and step(action)
+    dialogue      reward_fn(messages, answer) with interact(messages)
+    step          step(state, action, extra_info), perhaps with reset(extra_info)
+    env_step      env_step(sample)
+    rewards       classes with a name and __call__(messages, ground_truth, **kwargs), perhaps reward_transform_fn
+    gymnasium     a class with reset(seed, options) -> (observation, info) and step(action) -> five values
+
+Two interfaces drive the generation themselves and are refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from streamrl.errors import TaskError
+
+REWARD_NAMES = ("reward_fn", "reward", "compute_score")
+"""Functions that score an answer to a record of `data.path`: see `envs.reward_file`."""
+REWARDS = ("reward", "reward class", "rewards")
+"""Kinds of forms that score an answer and play nothing."""
+INTERFACES = (
+    "reward_fn(messages, answer), perhaps with interact(messages); reward(prompt, completion, **record); "
+    "step(state, action, extra_info); env_step(sample); a class with reset(record) and step(action); a class with "
+    "Gymnasium's reset(seed, options) and step(action); classes with __call__(messages, ground_truth)"
+)
+DRIVES = (
+    "drives the generation itself, through a server that it calls. Actors own the generation: they record tokens, "
+    "log-probs and versions as they sample. Write the turns as env_step(sample), step(state, action, extra_info), "
+    "interact(messages) or a class with reset(record) and step(action) instead (docs/interfaces.md)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One interface that the file follows: its kind, what was found, and the objects that follow it."""
+
+    kind: str
+    what: str
+    found: tuple[Any, ...]
+
+
+def forms_of(module: ModuleType) -> list[Form]:
+    """Every interface that the file follows. Raises TaskError for one that cannot be served."""
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
+    classes = [value for value in own.values() if inspect.isclass(value) and not inspect.isabstract(value)]
+    _refuse_drivers(functions, classes)
+    forms = [*_function_forms(module, functions), *_class_forms(classes)]
+    written_for = module.__dict__.get("reward_functions")  # a list of rewards that are made already
+    if isinstance(written_for, list | tuple) and written_for and all(map(_scores_dialogues, map(type, written_for))):
+        forms = [form for form in forms if form.kind != "rewards"]
+        forms.append(Form("rewards", "reward_functions", tuple(written_for)))
+    return forms
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """The names of what a function takes, without `self`."""
+    return [
+        p.name for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    ]
+
+
+def _function_forms(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> list[Form]:
+    forms = []
+    rewards = {name: getattr(module, name) for name in REWARD_NAMES if callable(getattr(module, name, None))}
+    interact = functions.get("interact")
+    if interact is not None and len(parameters_of(interact)) == 1:
+        if "reward_fn" not in rewards:
+            raise TaskError(
+                f"{_file(module)} defines interact({', '.join(parameters_of(interact))}) and lacks "
+                "reward_fn(messages, answer): add it, it scores the conversation when it is over."
+            )
+        forms.append(Form("dialogue", "reward_fn with interact", (rewards.pop("reward_fn"), interact)))
+    forms += [Form("reward", name, (function,)) for name, function in rewards.items()]
+    step = functions.get("step")
+    if step is not None and len(parameters_of(step)) == 3:
+        forms.append(Form("step", "step(state, action, extra_info)", (step, functions.get("reset"))))
+    env_step = functions.get("env_step")
+    if env_step is not None and len(parameters_of(env_step)) == 1:
+        forms.append(Form("env_step", "env_step(sample)", (env_step,)))
+    return forms
+
+
+def _class_forms(classes: list[type]) -> list[Form]:
+    forms = []
+    for kind in classes:
+        if _has(kind, "reset", "step"):
+            form = "gymnasium" if _is_gymnasium(kind) else "environment"
+            forms.append(Form(form, f"class {kind.__name__}", (kind,)))
+        elif _has(kind, "reward"):
+            forms.append(Form("reward class", f"class {kind.__name__}", (kind,)))
+    rewards = [kind for kind in classes if _scores_dialogues(kind)]
+    if rewards:
+        names = " and ".join(kind.__name__ for kind in rewards)
+        forms.append(Form("rewards", f"the rewards {names}", tuple(rewards)))
+    return forms
+
+
+def _is_gymnasium(kind: type) -> bool:
+    """Whether `reset` starts without a record: it takes nothing, or a seed and options."""
+    return not set(parameters_of(kind.reset)) - {"seed", "options"}  # type: ignore[attr-defined]
+
+
+def _scores_dialogues(kind: type) -> bool:
+    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+    return inspect.isfunction(call) and parameters_of(call)[:2] == ["messages", "ground_truth"]
+
+
+def _has(kind: type, *methods: str) -> bool:
+    return all(callable(getattr(kind, method, None)) for method in methods)
+
+
+def _refuse_drivers(functions: Mapping[str, Callable[..., Any]], classes: list[type]) -> None:
+    """A loop over a generation client cannot be played: no record of its tokens would exist."""
+    for kind in classes:
+        if callable(getattr(kind, "_run_interaction_loop", None)):
+            raise TaskError(f"class {kind.__name__} with _run_interaction_loop {DRIVES}")
+    for name, drives in (("generate", {"router_url"}), ("rollout", {"client"})):
+        function = functions.get(name)
+        if function is not None and drives <= set(parameters_of(function)):
+            raise TaskError(f"the function {name}({', '.join(parameters_of(function))}) {DRIVES}")
+
+
+def _file(module: ModuleType) -> str:
+    return (module.__file__ or module.__name__).rpartition("/")[2]
+
+
+def only_form(module: ModuleType, file_name: str) -> Form:
+    """The one interface of the file. Raises TaskError listing what was found: two interfaces, or none."""
+    forms = forms_of(module)
+    if len(forms) == 1:
+        return forms[0]
+    if forms:
+        names = ", ".join(form.what for form in forms)
+        kinds = "reward" if all(form.kind in REWARDS for form in forms) else "reward or environment"
+        raise TaskError(
+            f"{file_name} defines more than one {kinds}: {names}. Leave one of them, or name the others differently."
+        )
+    own = sorted(
+        key for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+    raise TaskError(
+        f"{file_name} defines no reward. Found: {', '.join(own) or 'nothing'}. "
+        f"Define one of: {INTERFACES}."
+    )
