@@ -1,4 +1,4 @@
-"""`env.name=gem env.options.id=game:GuessTheNumber-v0`: the environments of the GEM package (gem-llm).
+"""`env.name=gem env.options.id=game:GuessTheNumber-v0-easy`: the environments of the GEM package (gem-llm).
 
 Only `gem.make`, `reset(seed)` and `step(text)` of it are used. It is imported when such a task is made.
 """
@@ -31,7 +31,7 @@ def gem_task(
     """The task of one environment of GEM.
 
     Args:
-        id: e.g. game:GuessTheNumber-v0.
+        id: e.g. game:GuessTheNumber-v0-easy.
         template: the user's message, with {observation} in it.
         num_train: seeds of the training split.
         num_test: seeds of the test split.

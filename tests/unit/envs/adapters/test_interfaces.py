@@ -306,7 +306,7 @@ def test_a_gymnasium_environment_gets_a_data_files_record_as_options(tmp_path):
 
 def test_gem_environments_are_made_by_id_with_options_and_template(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    options = {"id": "game:GuessTheNumber-v0", "max_number": 1, "template": "Question: {observation}"}
+    options = {"id": "game:GuessTheNumber-v0-easy", "max_number": 1, "template": "Question: {observation}"}
     task = load_task("gem", options=options)
     check_task(task)
 
