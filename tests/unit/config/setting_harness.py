@@ -43,7 +43,7 @@ def config_of(*words: str) -> Config:
 
 def tiny_model(directory: Path, seed: int = 0) -> Path:
     return make_tiny_model(
-        directory, characters=CHARACTERS, hidden_size=16, num_layers=1, num_heads=2, max_positions=256, seed=seed
+        directory, characters=CHARACTERS, hidden_size=16, num_layers=1, num_heads=2, max_positions=512, seed=seed
     )
 
 
