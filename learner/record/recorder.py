@@ -90,7 +90,7 @@ class Recorder:
             }) + b"\n")
 
     def _eval_scores(self, result: EvalResult) -> dict[str, float]:
-        found = {member("eval/part", name): value for name, value in result.scores.items() if name != "score"}
+        found = {member("eval_parts", name): value for name, value in result.scores.items() if name != "score"}
         found["eval/score_stderr"] = average(result.prompt_scores).stderr
         settings = self._config.eval
         if settings.num_responses > 1:

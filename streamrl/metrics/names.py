@@ -48,7 +48,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("eval/score_stderr", "score", "last", "Standard error of this mean, over prompts."),
         ("eval/pass_at_1", "fraction", "last", "Chance that one answer is right (`eval.solved_score`).", "responses"),
         ("eval/pass_at_k", "fraction", "last", "Chance that one of `eval.num_responses` answers is.", "responses"),
-        ("eval/part/*", "score", "last", "A named part of the reward or score, as the task reports it."),
+        ("eval_parts/*", "score", "last", "A named part of the reward or score, as the task reports it."),
         ("eval/reward", "reward", "last", "Mean reward over the held-out prompts."),
         ("eval/response_tokens", "tokens", "last", "Mean length of the answers."),
         ("eval/truncated_fraction", "fraction", "last", "Answers cut by a length or turn limit."),
