@@ -25,12 +25,12 @@ NO_SIGNALS = (
     "parsing_timeout=None and timeout_seconds=None); env.step_timeout_s limits every call."
 )
 SLOW_S = 10.0
-"""After so long a call that still runs is told."""
+"""After so long a call that still runs is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of every call: its time limit (env.step_timeout_s), and who is told of one that is slow."""
+    """Of every call: its time limit (env.step_timeout_s), and the callback for one that is slow."""
 
     limit_s: float
     notify: Callable[[str], None]
@@ -44,7 +44,7 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
     Environments are played as in an actor: plain ones in a thread, each call within `limit_s` (env.step_timeout_s).
 
     Args:
-        notify: is told of a call that has been running for 10 s.
+        notify: called with a line about a call that has been running for 10 s.
     """
     limits = _Limits(limit_s, notify)
     if not isinstance(task, Task):

@@ -37,7 +37,7 @@ def finish(run: Run, *, completed: bool) -> None:
 
 
 def record_failure(run: Run, error: Exception) -> None:
-    """Summary and report of a run that this error ends, with its cause; the actors are told. Never raises."""
+    """Summary and report of a run that this error ends, with its cause; shuts the actors down. Never raises."""
     if run.recorder is None or run.hub_process is None:
         return
     cause = str(error) if isinstance(error, StreamrlError) else f"{type(error).__name__}: {error}"

@@ -55,7 +55,7 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
 
 
 def _reachable(endpoint: str) -> bool:
-    """Whether its name resolves: a download would try for half a minute. Behind a proxy that says nothing."""
+    """Whether its name resolves: a download would try for half a minute. Behind a proxy this proves nothing."""
     if any(os.environ.get(name) for name in PROXIES):
         return True
     try:

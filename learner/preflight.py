@@ -42,7 +42,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     """All checks of a run that is launched on this machine.
 
     Args:
-        notify: is told what takes long.
+        notify: called with a line about each check that takes long.
     Raises:
         ConfigError: a setting, a file, a GPU or a package that the run would fail for later.
         TaskError: the task cannot be made, or one of its records cannot be played.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 METHODS = ("reset", "step", "last_step", "cut_step")
@@ -47,10 +47,15 @@ async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
 def _at_once(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        try:
-            method(*args).send(None)
-        except StopIteration as end:
-            return end.value
-        raise RuntimeError(f"{method.__qualname__} waits although all functions of the file are plain")
+        return result_at_once(method(*args))
 
     return run
+
+
+def result_at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that awaits nothing. Raises RuntimeError for one that does."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError(f"{coroutine.__qualname__} waits although all the functions that it calls are plain")

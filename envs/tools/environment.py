@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from envs.adapters.awaiting import result_at_once
 from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
 from streamrl.environment import ChatMessage, Env, HasCutStep, HasLastStep, HasTools, ReadsInputText, Record, Step
@@ -25,7 +26,7 @@ class ToolRules:
     Args:
         parse: reads the calls of one turn; no calls make it the final answer.
         max_turns: the text of the last turn is the final answer, whatever it holds.
-        max_calls: of an episode, failed ones included; a turn that asks for more is told so once.
+        max_calls: of an episode, failed ones included; a turn that asks for more gets one observation that says so.
         max_output_chars: longer answers of tools are cut.
         describe: show the tools to the model.
         role: of the answers: "tool", or "user" for chat templates that know no tools.
@@ -54,10 +55,10 @@ class ToolEnv:
         self._told = False
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
-        return _finished(self._reset(record))
+        return result_at_once(self._reset(record))
 
     def step(self, action: str) -> Step:
-        return _finished(self._step(action))
+        return result_at_once(self._step(action))
 
     async def _reset(self, record: Record) -> Sequence[ChatMessage]:
         self._turn = self._num_calls = self._num_errors = 0
@@ -132,12 +133,3 @@ def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
 def cut(text: str, max_chars: int) -> str:
     """The beginning of a long text, and how much is missing."""
     return text if len(text) <= max_chars else text[:max_chars] + CUT.format(len(text) - max_chars)
-
-
-def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("a plain tool environment waited for something")

@@ -7,7 +7,7 @@
     angle    <3+4>, the one argument of the first tool                                             tiny models
 
 Where nothing looks like a call, the text is the final answer. What looks like a call and cannot be read becomes a
-`BadCall`, and the model is told what was wrong.
+`BadCall`, whose reason goes to the model as an observation.
 """
 
 from __future__ import annotations

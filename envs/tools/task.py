@@ -27,7 +27,7 @@ FORMS = {
     "fence": 'a fence of json that holds {"name": <name>, "arguments": <object of arguments>}',
     "angle": "<argument>, for the first tool",
 }
-"""What a model is told of the form of a call; where every form is read, it is told the first."""
+"""How the prompt describes the form of a call; where every form is accepted, it describes the first."""
 
 
 class ToolTask:

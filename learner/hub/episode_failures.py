@@ -61,7 +61,7 @@ class EpisodeFailures:
             self._notify(self.fatal)
 
     def _handed_back(self, group: Group, num_open: int) -> None:
-        """A lease came back for another reason (prompt too long, engine error ...): the first of each is told."""
+        """A lease came back for another reason (prompt too long, engine error ...): the first of each is reported."""
         self.last = group.detail
         self._num_hopeless += group.reason in HOPELESS
         if self._num_hopeless >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:

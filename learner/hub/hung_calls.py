@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S
 
 REPEAT_S = 60.0
-"""Slow calls are told at most once in so long."""
+"""The shortest time between two reports of slow calls."""
 LAST_CHANCE_S = 10.0
 """From the first call that was given up: if no step has returned by then, the run stops."""
 

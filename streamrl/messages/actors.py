@@ -97,7 +97,7 @@ class Welcome(Message):
 
 
 SLOW_CALL_S = 10.0
-"""A call of an environment that runs for longer is told on the terminal."""
+"""A call of an environment that runs for longer is reported on the terminal."""
 SLOW_CALLS, SLOWEST_CALL_S, HUNG_CALLS, ANSWERED_STEPS = "slow_calls", "slowest_call_s", "hung_calls", "answered_steps"
 """Names in a heartbeat's `stats`: slow calls now, seconds of the longest, calls given up so far, steps that returned or
 raised so far."""

@@ -155,7 +155,7 @@ class ConsoleSink(Sink):
 def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
     """A step as one line: step, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
 
-    The version is told only where it is not the step's number. What the row does not hold is left out, and of the row
+    The version is shown only where it is not the step's number. What the row does not hold is left out, and of the row
     after the last step, which brings the last evaluation, everything else.
     """
     parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps is not None else "")]

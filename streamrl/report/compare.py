@@ -25,7 +25,7 @@ HEADER = ("run", "steps", "wall", "eval first", "eval last", "lag mean", "lag ma
           "learner waits")
 MAX_DIFFERENCES = 40
 ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
-"""Settings whose difference says nothing about the runs."""
+"""Settings that differ between any two runs, and so are not compared."""
 
 
 def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],

@@ -1,4 +1,4 @@
-"""One run of a sweep: what it is told, and the process that does it."""
+"""One run of a sweep: its settings, and the process that executes it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from streamrl.sweep.study import Search
 
 
 class Source(Protocol):
-    """Jobs one by one; what is told of them may decide which one follows."""
+    """Jobs one by one; the results reported so far may decide which one follows."""
 
     def next(self) -> Job | None:
         """The next job; None when there are no more."""

@@ -1,4 +1,4 @@
-"""The search: Optuna proposes trials, hears how they do and says which to prune. The only door to Optuna."""
+"""The search: Optuna proposes trials, receives their results and decides which to prune. The only door to Optuna."""
 
 from __future__ import annotations
 

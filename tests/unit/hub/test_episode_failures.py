@@ -1,4 +1,4 @@
-"""Episodes that fail: the first is told, a rising share is an alarm, nothing else ends the run."""
+"""Episodes that fail: the first is reported, a rising share is an alarm, nothing else ends the run."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ ATTEMPTS = [
     Attempt("read_host_file", "print('ESCAPED' if 'secret' in open('{secret_file}').read() else '')", (2,)),
     Attempt("read_passwd", "print('ESCAPED', open('/etc/passwd').read())", (2,)),
     Attempt("read_shadow", "print('ESCAPED', open('/etc/shadow').read())"),
-    Attempt("write_host", "open('{secret_dir}/planted', 'w').write('x')\nprint('ESCAPED')", (2,)),
-    Attempt("write_usr", "open('/usr/planted', 'w').write('x')\nprint('ESCAPED')"),
-    Attempt("write_root", "open('/planted', 'w').write('x')\nprint('ESCAPED')"),
+    Attempt("write_host", "open('{secret_dir}/escaped_file', 'w').write('x')\nprint('ESCAPED')", (2,)),
+    Attempt("write_usr", "open('/usr/escaped_file', 'w').write('x')\nprint('ESCAPED')"),
+    Attempt("write_root", "open('/escaped_file', 'w').write('x')\nprint('ESCAPED')"),
     Attempt(
         "symlink_out",
         "import os\nos.symlink('{secret_file}', 'link')\nprint('ESCAPED', open('link').read())",
@@ -95,7 +95,7 @@ ATTEMPTS = [
         "raise_limit", "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\nprint('ESCAPED')"
     ),
     Attempt("lower_nice", "import os\nos.nice(-5)\nprint('ESCAPED')"),
-    Attempt("host_name", "import socket\nsocket.sethostname('planted')\nprint('ESCAPED')"),
+    Attempt("host_name", "import socket\nsocket.sethostname('escaped_file')\nprint('ESCAPED')"),
     Attempt("reboot", "import ctypes\nr=ctypes.CDLL(None).reboot(0x89ABCDEF)\nprint('ESCAPED' if r == 0 else 'no')"),
     Attempt("environment_secret", "import os\nprint('ESCAPED' if 'SANDBOX_TEST_SECRET' in os.environ else 'no')"),
     Attempt(

@@ -55,7 +55,7 @@ def test_an_attempt_gets_nothing(attempt: Attempt, pool: SandboxPool, places: di
         pytest.skip(f"level {pool.level} does not promise this")
     outcome = pool.run(_filled(attempt.program, places))[0]
     assert "ESCAPED" not in outcome.stdout, outcome
-    assert not (Path(str(places["secret_dir"])) / "planted").exists()
+    assert not (Path(str(places["secret_dir"])) / "escaped_file").exists()
     assert pool.run("print('next')")[0].stdout == "next\n"  # nothing of it reaches the next program
 
 
@@ -113,7 +113,7 @@ def test_level_one_does_not_promise_what_it_cannot_hold(places: dict[str, object
         for name in ("tcp_loopback", "abstract_socket", "read_host_file", "read_passwd", "write_host", "symlink_out"):
             (attempt,) = [attempt for attempt in ATTEMPTS if attempt.name == name]
             assert "ESCAPED" in pool.run(_filled(attempt.program, places))[0].stdout, name
-    (Path(str(places["secret_dir"])) / "planted").unlink()
+    (Path(str(places["secret_dir"])) / "escaped_file").unlink()
 
 
 def _filled(program: str, places: dict[str, object]) -> str:

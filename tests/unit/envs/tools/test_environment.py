@@ -1,4 +1,4 @@
-"""Episodes with tools: calls are answered, problems are told to the model, the final answer goes to the task."""
+"""Episodes with tools: calls are answered, problems are reported to the model, the final answer goes to the task."""
 
 from __future__ import annotations
 
