@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import zmq
 from streamrl.errors import StreamrlError, TaskError
 from streamrl.messages import (
     HUB_TO_RANK,
+    Base,
     BatchPending,
     BatchRequest,
     BatchShare,
@@ -38,6 +40,9 @@ POLL_MS = 100
 HUB_SILENT_S, STOPPING_SILENT_S = 30.0, 5.0
 """Longest wait for any message of the hub, and once a stop was requested."""
 
+SCORED = "num_eval_groups"
+"""The hub's counter of scored answers of evaluations."""
+
 
 class HubLink:
     """Sends and waits; while it waits it watches for stalls, the hub's health and a request to stop.
@@ -54,6 +59,8 @@ class HubLink:
     ) -> None:
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
+        self._asked: set[int] = set()  # evaluations without a result
+        self._eval_moved_at = -math.inf  # when an evaluation's answer was last scored; actors may do nothing else
         self.halted: str | None = None
         self._ready = RankReady(rank, world, version)
         self._check_hub, self._stop_requested = check_hub, stop_requested
@@ -107,9 +114,10 @@ class HubLink:
 
     def publish(
         self, manifest: Manifest, path: str, nbytes: int, layout: Layout | None, assets_path: str,
-        device_manifest: Manifest | None = None,
+        device_manifest: Manifest | None = None, *, base: tuple[Base, str] | None = None,
     ) -> None:
-        self._send(Publish(manifest, path, nbytes, layout, assets_path, device_manifest))
+        held, base_path = base or (None, "")
+        self._send(Publish(manifest, path, nbytes, layout, assets_path, device_manifest, held, base_path))
 
     def freeze(self, version: int) -> bytes:
         """The ledger as of this version, for the checkpoint."""
@@ -123,31 +131,37 @@ class HubLink:
         self._send(Saved(version))
 
     def evaluate(
-        self, eval_id: int, version: int, num_prompts: int, keep: tuple[int, ...] = (), num_responses: int = 1
+        self, eval_id: int, version: int, num_prompts: int, keep: tuple[int, ...] = (), num_responses: int = 1,
+        dataset: str = "",
     ) -> None:
         """Request an evaluation, with transcripts of the prompts `keep`; its result arrives in `evals` later."""
-        self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses))
+        self._asked.add(eval_id)
+        self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses, dataset))
 
-    def wait_for_eval(self, eval_id: int) -> None:
-        """Until the result is in `evals`, or a stop was requested."""
+    def wait_for_evals(self) -> None:
+        """Until every result is in `evals`, or a stop was requested."""
         began = self._reported_at = time.monotonic()
-        while not any(result.eval_id == eval_id for result in self.evals) and not self._stop_requested():
+        while self._asked and not self._stop_requested():
             self._receive()
             self._check_fatal()
             num_actors = len(self.status.actors)
             waited_s = time.monotonic() - began
-            self._check_stall(f"evaluation {eval_id} unfinished", waited_s, num_actors, "see the actors' logs")
+            self._check_stall("evaluation unfinished", waited_s, num_actors, "see the actors' logs")
 
     def _check_fatal(self) -> None:
         if self.status.fatal:
             raise TaskError(self.status.fatal)
 
     def _check_stall(self, what: str, waited_s: float, num_actors: int, detail: str) -> None:
-        """Report a long wait now and then; fail once it is too long although actors could end it."""
+        """Report a long wait now and then; fail once it is too long although actors could end it.
+
+        Actors that answer an evaluation are not stalled: the time to failure counts from its last scored answer.
+        """
         if time.monotonic() - self._reported_at > self._stall_report_s:
             self._reported_at = time.monotonic()
             log.warning("%s for %.0f s with %d actors connected: %s", what, waited_s, num_actors, detail)
-        if self._stall_fail_s and num_actors and waited_s > self._stall_fail_s:
+        idle_s = min(waited_s, time.monotonic() - self._eval_moved_at)
+        if self._stall_fail_s and num_actors and idle_s > self._stall_fail_s:
             raise StreamrlError(
                 f"{what} for {waited_s:.0f} s although {num_actors} actors are connected "
                 f"(learner.stall_fail_s={self._stall_fail_s:g}): {detail}"
@@ -185,11 +199,15 @@ class HubLink:
         message = self._decoder.decode(self._socket.recv())
         self._heard_at = time.monotonic()
         if isinstance(message, HubStatus):
+            if message.counters.get(SCORED, 0.0) != self.status.counters.get(SCORED, 0.0):
+                self._eval_moved_at = self._heard_at
             self.status = message
         elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the status
             self.status = msgspec.structs.replace(self.status, counters=message.stats)
         elif isinstance(message, EvalResult):
+            self._eval_moved_at = self._heard_at
             self.evals.append(message)
+            self._asked.discard(message.eval_id)
         return message
 
     def _send(self, message: Message) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.settings import HubSettings
+from learner.hub.settings import EvalSetSettings, HubSettings
 from streamrl.config import schema
+from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain
-from streamrl.config.rules import lag_rule, largest_eta, largest_max_lag
-from streamrl.messages import Limits, Lineage, Sampling
+from streamrl.config.rules import eval_sampling, lag_rule, largest_eta, largest_max_lag
+from streamrl.messages import MAX_SEQUENCES, Limits, Lineage, Sampling
 
 OUTBOX_GROUPS = 1024
 """Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
@@ -33,6 +35,7 @@ class WelcomeTask:
     learner: schema.LearnerConfig
     policy: schema.PolicyConfig
     reward: schema.RewardConfig
+    eval: schema.EvalConfig
 
     def encode(self) -> str:
         return json.dumps(to_plain(self))
@@ -53,15 +56,21 @@ def hub_settings(
         run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
         env=config.env, data=config.data, reward=config.reward,
         welcome_task=WelcomeTask(
-            config.env, config.data, config.rollout, config.actors, config.learner, config.policy, config.reward
+            config.env, config.data, config.rollout, config.actors, config.learner, config.policy, config.reward,
+            config.eval,
         ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),
-        eval_sampling=wire_sampling(config.rollout.test.sampling),
+        eval_sampling=wire_sampling(eval_sampling(config)),
+        eval_sets=tuple(
+            EvalSetSettings(one.name, one.config.env, one.config.data, one.config.reward, wire_sampling(one.sampling))
+            for one in eval_sets(config) if one.name
+        ),
         ledger=ledger_settings(config, vocab_size, bounds), filter=config.filter,
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
         hub=config.hub, publish=config.publish, keep_until_durable=config.checkpoint.every_steps > 0,
         restore_path=str(restore_path) if restore_path else None, device=device,
+        num_minibatches=config.learner.num_minibatches,
     )
 
 
@@ -80,11 +89,16 @@ def steps_between_checkpoints(config: schema.Config) -> int:
 
 
 def response_limit(config: schema.Config) -> int:
-    """Most tokens after the prompt of one trajectory, in either split."""
-    new_tokens = max(config.rollout.train.sampling.max_new_tokens, config.rollout.test.sampling.max_new_tokens)
-    if config.env.max_turns == 1:
-        return new_tokens
-    return max(config.learner.max_tokens_per_device, config.env.max_turns * new_tokens)
+    """Most tokens after the prompt of one trajectory, in training or in any evaluation."""
+    return _longest_response(config, splits(config))
+
+
+def _longest_response(config: schema.Config, chosen: Iterable[tuple[schema.Config, schema.SamplingConfig]]) -> int:
+    lengths = [(one.env.max_turns, sampling.max_new_tokens) for one, sampling in chosen]
+    longest = max(turns * new_tokens for turns, new_tokens in lengths)
+    if all(turns == 1 for turns, _ in lengths):
+        return longest
+    return max(config.learner.max_tokens_per_device, longest)
 
 
 def answer_limit(config: schema.Config) -> int:
@@ -97,12 +111,17 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
     masks = config.staleness.mode is schema.StalenessMode.mask_old_tokens
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        # Progress is reported once a generation is finished; half a second per token is slower than any live engine.
-        progress_deadline_s=max(120.0, 0.5 * response_limit(config)),
+        progress_deadline_s=_progress_deadline_s(_longest_response(config, [(config, config.rollout.train.sampling)])),
         outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES, max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size,
-        max_lag=FAR_FUTURE if masks else largest_max_lag(config),
+        max_lag=FAR_FUTURE if masks else largest_max_lag(config), max_sequences=MAX_SEQUENCES,
+        eval_progress_deadline_s=_progress_deadline_s(response_limit(config)),
     )
+
+
+def _progress_deadline_s(num_tokens: int) -> float:
+    # Progress is reported once a generation is finished; half a second per token is slower than any live engine.
+    return max(120.0, 0.5 * num_tokens)
 
 
 def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, int] | None = None) -> LedgerSettings:
@@ -117,6 +136,6 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         on_stale=config.staleness.on_stale.name, mode=config.staleness.mode.name,
         group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,
         group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
-        num_passed_over=config.samples.num_per_step,
+        num_passed_over=config.samples.num_per_step, eval_keep_s=config.eval.pin_s if config.eval.pin else 0.0,
         limits=limits(config, vocab_size),
     )

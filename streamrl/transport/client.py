@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ import zmq
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import TO_ACTOR, Group, Installed, NcclState
 from streamrl.messages.codec import Decoder
+from streamrl.transport.authentication import HandshakeMonitor
+from streamrl.transport.keys import ActorKey
 from streamrl.transport.session import ActorSession, Deliver, Effect, LinkClosed, Progress, Send
 from streamrl.transport.sockets import actor_dealer
 
@@ -26,18 +29,21 @@ log = logging.getLogger("streamrl.actor")
 TICK_S = 0.05
 NO_ANSWER_S = 10.0
 """How often an actor that gets no answer says so."""
+REFUSED_S = 1.0
+"""Time from a refused handshake to the next: the key may be added meanwhile."""
 EXIT_PROTOCOL = 4
 
 
 class HubClient:
-    """The worker's end of a session with the hub at `endpoint`.
+    """The worker's end of a session with the hub at `endpoint`, encrypted if there is a `key`.
 
     Events arrive in `events`; commands are thread-safe and return at once. Only the client's own thread uses `session`
     after `start`.
     """
 
-    def __init__(self, endpoint: str, session: ActorSession) -> None:
+    def __init__(self, endpoint: str, session: ActorSession, key: ActorKey | None = None) -> None:
         self.endpoint = endpoint
+        self.key = key
         self.session = session
         self.events: asyncio.Queue[Deliver | LinkClosed] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -99,10 +105,12 @@ class HubClient:
 
     def _serve(self) -> None:
         context = zmq.Context()
-        socket = actor_dealer(context, self.endpoint)
+        handshakes = HandshakeMonitor(self.endpoint, self.key.name if self.key else "")
+        socket = self._connect(context, handshakes)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        retry_at = math.inf
         try:
             self._apply(socket, self.session.start(time.monotonic()))
             while not self._stopping:
@@ -115,12 +123,27 @@ class HubClient:
                 if socket in ready:
                     self._receive(socket)
                 self._apply(socket, self.session.tick(time.monotonic()))
+                if handshakes.refused():
+                    retry_at = time.monotonic() + REFUSED_S
+                elif time.monotonic() >= retry_at:
+                    retry_at = math.inf
+                    poller.unregister(socket)
+                    handshakes.close()
+                    socket.close(0)
+                    socket = self._connect(context, handshakes)
+                    poller.register(socket, zmq.POLLIN)
                 self._warn_if_unanswered(time.monotonic())
         finally:
+            handshakes.close()
             socket.close(0)
             context.term()
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+    def _connect(self, context: zmq.Context, handshakes: HandshakeMonitor) -> zmq.Socket:
+        socket = actor_dealer(context, self.endpoint, key=self.key)
+        handshakes.watch(socket)
+        return socket
 
     def _warn_if_unanswered(self, now: float) -> None:
         silent_s = self.session.silent_s(now)
@@ -128,7 +151,8 @@ class HubClient:
             self._next_warning_s = NO_ANSWER_S
         elif silent_s >= self._next_warning_s:
             self._next_warning_s += NO_ANSWER_S
-            log.warning("no answer from %s for %.0f s: is the learner up, is the tunnel open?", self.endpoint, silent_s)
+            log.warning("no answer from %s for %.0f s: is the learner up, is the address "
+                        "right and the port open?", self.endpoint, silent_s)
 
     def _receive(self, socket: zmq.Socket) -> None:
         for _ in range(64):

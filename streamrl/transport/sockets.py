@@ -5,6 +5,8 @@ from __future__ import annotations
 import zmq
 
 from streamrl.errors import ConfigError
+from streamrl.transport.authentication import connect_with
+from streamrl.transport.keys import ActorKey, split_endpoint
 
 
 def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int) -> zmq.Socket:
@@ -17,15 +19,24 @@ def hub_router(context: zmq.Context, *, max_message_bytes: int, receive_hwm: int
 
 
 def actor_dealer(
-    context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20, receive_hwm: int = 1000
+    context: zmq.Context, endpoint: str, *, max_message_bytes: int = 64 << 20, receive_hwm: int = 1000,
+    key: ActorKey | None = None,
 ) -> zmq.Socket:
-    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with back-off. Raises zmq.ZMQError."""
+    """A DEALER that queues only to a live connection (IMMEDIATE) and reconnects with back-off. Raises zmq.ZMQError.
+
+    Args:
+        endpoint: tcp://HOST:PORT, or tcp://HOST:PORT#KEY of a relay with a public key of its own.
+        key: shown to the other side, which must have the key that `endpoint` or this one expects; None is plain.
+    """
     socket = _socket(context, zmq.DEALER, max_message_bytes, receive_hwm, send_hwm=1000)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+    address, server = split_endpoint(endpoint)
+    if key is not None:
+        connect_with(socket, key, server)
     try:
-        socket.connect(endpoint)
+        socket.connect(address)
     except zmq.ZMQError:
         socket.close()
         raise

@@ -28,4 +28,4 @@ def test_an_actor_without_an_answer_says_so_again_and_again(monkeypatch, caplog)
 
     said = [record.getMessage() for record in caplog.records]
     assert len(said) >= 2
-    assert said[0].startswith(f"no answer from {endpoint} for ") and "is the learner up, is the tunnel open?" in said[0]
+    assert said[0].startswith(f"no answer from {endpoint} for ") and "is the address right" in said[0]
