@@ -25,7 +25,7 @@ from learner.objective.options import unused
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import find_estimator
-from streamrl.config.rules import largest_max_lag
+from streamrl.config.rules import largest_max_lag, steps_per_batch
 from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import PlanRow
@@ -38,8 +38,10 @@ def run_dry(config: Config) -> None:
 
     Raises ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
     """
-    lag = largest_max_lag(config)
-    check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)
+    check_regularizers(
+        config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=largest_max_lag(config),
+        steps_per_batch=steps_per_batch(config),
+    )
     if not find_estimator(config.advantage.estimator).needs_critic:
         why = f"with advantage.estimator={config.advantage.estimator!r}: it reads no values (vtrace, retrace_v, gae do)"
         unused("critic", config.critic, [field.name for field in fields(CriticConfig)], why)
@@ -68,11 +70,11 @@ def _moved(config: Config) -> Iterator[LossConfig]:
 
 
 def _one_step(config: Config, loss: LossConfig) -> float:
-    controls = LossWeights(config.kl, config.entropy, config.constraint, loss, version=_VERSION)
+    controls = LossWeights(config.kl, config.entropy, config.constraint, loss, num_steps=_VERSION)
     objective = Objective(
         config.advantage, loss, regularizers=Regularizers(config.kl, config.constraint, loss, controls),
         max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=Ranks(),
-        filter_truncated=config.filter.truncated,
+        filter_truncated=config.filter.truncated, leave_out=True, steps_per_batch=steps_per_batch(config),
     )
     rows, total = _answers(), 0.0
     objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))

@@ -16,7 +16,8 @@ def finish(run: Run, *, completed: bool) -> None:
     run.save()
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
-        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks)
+        lora = run.config.policy.lora if run.adapter is not None else None
+        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora)
         log.info("the trained model is in %s", exported)
     if completed and not (run.config.trainer.eval_only and run.version == 0):
         run.evaluate(wait=True)
@@ -24,14 +25,14 @@ def finish(run: Run, *, completed: bool) -> None:
         return
     run.samples.close()
     assert run.recorder is not None and run.hub_process is not None
-    run.recorder.samples(run.version, run.samples.take(), last=True)
+    run.recorder.samples(run.step, run.samples.take(), last=True)
     run.hub.poll()
     run.hub.refresh_status()
     stopped = "" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
     run.hub.shutdown(stopped or "the run is finished", finished=completed)
     run.hub_process.wait(timeout_s=run.config.run.shutdown_s)
     summary = run.recorder.close(
-        run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
+        run.step, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
     )
     log.info("%s after %d steps", "done" if completed else "stopped", summary.steps)
 
@@ -45,7 +46,7 @@ def record_failure(run: Run, error: Exception) -> None:
         run.samples.close()
         run.hub.shutdown(f"the run failed: {cause}", finished=False)
         run.recorder.close(
-            run.version, run.hub.status, version=run.version, epoch=run.learner_epoch, failed=" ".join(cause.split()),
+            run.step, run.hub.status, version=run.version, epoch=run.learner_epoch, failed=" ".join(cause.split()),
         )
     except Exception:
         log.exception("the summary of the failed run could not be written")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from learner.data.packing import MicroBatch, equalize, pack
-from learner.model.gradients import optimizer_step
+from itertools import chain
+
+from learner.data.packing import MicroBatch
+from learner.model.gradients import BatchResult, optimizer_step
 from learner.model.policy import Policy
 from learner.objective.objective import Objective
 from learner.run import Run
+from streamrl.metrics.meter import Meter
 
 
 def train(run: Run) -> bool:
@@ -22,22 +25,8 @@ def train(run: Run) -> bool:
         with run.timed("pack"):
             rows = run.objective.begin(rows, share.plan, version=run.version, lag_policy=run.staleness.lag_policy)
             run.choose_samples(share, rows)
-            budget = run.config.learner.max_tokens_per_device
-            batch = equalize(pack(rows, budget, bootstrap=run.objective.has_critic), run.ranks)
-        with run.with_wire_precision():  # the policy that is scored is the one that actors sample from
-            with run.timed("score"):
-                run.score(batch)  # only for losses that must see the whole batch first
-            with run.timed("forward_backward"):
-                for micro_batch in batch:
-                    forward_backward(run.policy, micro_batch, run.objective)
-        with run.timed("critic"):
-            run.fit_critic(batch)
-        with run.timed("optimizer"):
-            meter = run.objective.finish()
-            result = optimizer_step(
-                run.policy, run.optimizer, run.schedule, step=run.version, lr_scale=run.staleness.lr_scale(meter),
-                max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks, frozen=run.warming_up,
-            )
+            minibatches = run.pack(rows, share.plan)
+        meter, result = update(run, minibatches)
         run.advance(share, result)
         run.regulate(meter, result)
         run.publish_if_due()  # actors fetch it while the next batch is awaited
@@ -48,6 +37,41 @@ def train(run: Run) -> bool:
         if not result.skipped:
             run.save_if_due()
     return True
+
+
+def update(run: Run, minibatches: list[list[MicroBatch]]) -> tuple[Meter, BatchResult]:
+    """The optimizer steps of a batch, one after each minibatch of each epoch; a collective call.
+
+    Returns:
+        The statistics of all steps together, and what the steps did.
+    """
+    first, batch = run.version, list(chain.from_iterable(minibatches))
+    passes = minibatches * run.config.learner.num_epochs
+    total, results = Meter(), []
+    for number, minibatch in enumerate(passes):
+        if number:
+            run.objective.begin_step(number)
+        with run.with_wire_precision():  # the policy that is scored is the one that actors sample from
+            if number == 0:
+                with run.timed("score"):
+                    run.score(batch)  # for what all steps share: losses that must see the whole batch first, anchors
+            with run.timed("forward_backward"):
+                for micro_batch in minibatch:
+                    forward_backward(run.policy, micro_batch, run.objective)
+        if number == 0:
+            with run.timed("critic"):
+                run.fit_critic(batch)
+        with run.timed("optimizer"):
+            meter = run.objective.finish()
+            result = optimizer_step(
+                run.policy, run.optimizer, run.schedule, step=first + number, lr_scale=run.staleness.lr_scale(meter),
+                max_grad_norm=run.config.policy.optimizer.max_grad_norm, ranks=run.ranks, frozen=run.warming_up,
+            )
+        total.merge(meter.totals_for_ranks())
+        results.append(result)
+        if number + 1 < len(passes):
+            run.stepped(first + number + 1, skipped=result.skipped)
+    return total, BatchResult(tuple(results))
 
 
 def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> float:

@@ -23,12 +23,14 @@ from jinja2 import Environment, TemplateError
 from envs.check import check_task
 from envs.registry import task_of
 from learner.model_hub import find_models
+from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, LoraBase
 from streamrl.environment import Task
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
 from streamrl.metrics.trackers.registry import check_trackers
+from streamrl.transport.keys import KeyDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -56,15 +58,39 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
                 f"{section}.optimizer.name=adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', "
                 "or take adamw."
             )
+    if config.policy.lora.base_quantization is not LoraBase.none:
+        from learner.adapter.quantize import check_quantization
+
+        check_quantization(config.policy.lora.base_quantization)
     _check_models(config, notify)
+    check_keys(config)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
     template_text(config.data.chat_template)
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
+    checked_eval_sets(config, notify=notify)
     if config.policy.tiny.enabled:
         check_tiny_prompts(task, config.rollout.max_prompt_tokens)
     check_settings(config, _device(config))
+
+
+def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> list[EvalSet]:
+    """The evaluation sets, none asked for more prompts than it has.
+
+    Raises ConfigError or TaskError, with the set's name: a setting, a file or a record that it cannot be made of.
+    """
+    found = eval_sets(config)
+    for one in found:
+        if not one.name:
+            continue
+        try:
+            task = task_of(one.config)
+            check_task(task, limit_s=one.config.env.step_timeout_s, notify=notify)
+            one.config.eval.num_samples = min(one.config.eval.num_samples, task.num_records("test"))
+        except TaskError as error:
+            raise TaskError(f"{one.setting}: {error}") from error
+    return found
 
 
 def template_text(given: str | None) -> str | None:
@@ -96,7 +122,8 @@ def check_settings(config: Config, device: torch.device) -> None:
 
 def check_tiny_prompts(task: Task, max_prompt_tokens: int) -> None:
     """Raise ConfigError if most prompts are too long for a tiny model, which has a token for each character."""
-    if inspect.iscoroutinefunction(task.env().reset):
+    reset = getattr(task.env(), "reset", None)  # an interaction loop may have none
+    if reset is None or inspect.iscoroutinefunction(reset):
         return
     lengths, until = [], time.monotonic() + MEASURE_S
     for index in range(min(NUM_PROMPTS, task.num_records("train"))):
@@ -135,6 +162,17 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
         raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
     assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
     return found
+
+
+def check_keys(config: Config) -> None:
+    """Raise ConfigError if the directory of keys cannot be used, or lacks the one for actors that launch starts."""
+    if config.hub.keys is None:
+        return
+    keys = KeyDirectory(config.hub.keys)
+    keys.hub()
+    keys.allowed()
+    if config.launch.num_actors:
+        keys.launched_key()
 
 
 def check_port(address: str, setting: str) -> None:

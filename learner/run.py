@@ -12,17 +12,18 @@ from pathlib import Path
 import msgspec
 import torch
 
+from learner.adapter.base import AdapterOf
 from learner.checkpoint.checkpoint import save_checkpoint
 from learner.checkpoint.run_lock import RunLock
 from learner.control.staleness import StalenessControl
-from learner.data.packing import MicroBatch
+from learner.data.packing import MicroBatch, pack_minibatches
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
 from learner.hub_client.settings import steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.critic import Critic, CriticResult
-from learner.model.gradients import StepResult
+from learner.model.gradients import BatchResult
 from learner.model.optimizer import Schedule
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy
@@ -37,9 +38,11 @@ from learner.record.process_use import ProcessUse
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.stop_flag import StopFlag
-from streamrl.config.schema import Config
+from streamrl.config.eval_sets import EvalSet, eval_sets
+from streamrl.config.rules import steps_per_batch
+from streamrl.config.schema import Config, PublishWhen
 from streamrl.errors import TaskError, WeightsError
-from streamrl.messages import BatchShare, Lineage, VersionRef
+from streamrl.messages import Base, BatchShare, Lineage, PlanRow, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
 
@@ -82,11 +85,17 @@ class Run:
     shm: ShmPublisher | None = None
     recorder: Recorder | None = None
     prober: Prober | None = None
+    eval_sets: Sequence[EvalSet] = ()
+    """Where evaluations get their prompts; by default as the config says."""
+    adapter: AdapterOf | None = None
+    base: tuple[Base, str] | None = None
     process_use: ProcessUse = field(init=False)
     model_dir: Path = Path()
     assets_path: str = ""
     saved_version: int = -1
+    shares_prompts: bool = False
     num_failed_publishes: int = 0
+    published_bytes: int = 0
     times: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
     _regulated_at: float = 0.0
@@ -94,12 +103,23 @@ class Run:
 
     def __post_init__(self) -> None:
         self.process_use = ProcessUse(self.ranks.device)
+        self.eval_sets = self.eval_sets or eval_sets(self.config)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of one step, which is one batch; the version counts them."""
+        return steps_per_batch(self.config)
+
+    @property
+    def step(self) -> int:
+        """Batches trained so far."""
+        return self.version // self.steps_per_batch
 
     def remaining_steps(self) -> Iterator[int]:
         """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
-        while self.version < self.config.trainer.num_steps and not self.config.trainer.eval_only:
+        while self.step < self.config.trainer.num_steps and not self.config.trainer.eval_only:
             self._step_began = time.monotonic()
-            yield self.version + 1
+            yield self.step + 1
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -128,10 +148,18 @@ class Run:
         """Decide which trajectories of this step are kept to be read."""
         self.samples.choose(rows, share, self.objective)
 
+    def pack(self, rows: Sequence[Trajectory], plan: Sequence[PlanRow]) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of each minibatch; a collective call."""
+        learner = self.config.learner
+        return pack_minibatches(
+            rows, plan, learner.max_tokens_per_device, self.ranks, num_minibatches=learner.num_minibatches,
+            bootstrap=self.objective.has_critic, places=self.objective.places, share=self.shares_prompts,
+        )
+
     @property
     def warming_up(self) -> bool:
         """Only the critic learns yet."""
-        return self.critic is not None and self.version < self.config.critic.num_warmup_steps
+        return self.critic is not None and self.step < self.config.critic.num_warmup_steps
 
     def with_wire_precision(self) -> AbstractContextManager[None]:
         """Inside, the policy holds the values that actors got, where the wire rounds them."""
@@ -150,24 +178,35 @@ class Run:
     def fit_critic(self, batch: Sequence[MicroBatch]) -> None:
         """Fit the critic to the estimator's targets; a collective call."""
         if self.critic is not None:
-            self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.version)
+            self.critic_result = self.critic.fit(batch, self.objective.critic_targets, step=self.step)
 
-    def advance(self, share: BatchShare, result: StepResult) -> None:
-        """One version up after the optimizer step, or the batch set aside if its gradients were not finite."""
-        if result.skipped:
-            path = self.run_dir / "quarantine" / f"version-{self.version}-rank-{self.ranks.rank}.msgpack"
+    def stepped(self, version: int, *, skipped: bool) -> None:
+        """An optimizer step led to this version, and others of its batch follow; a collective call if they publish."""
+        if self.config.publish.when is PublishWhen.every_optimizer_step and not skipped:
+            self.version = version
+            self.publish()
+
+    def advance(self, share: BatchShare, result: BatchResult) -> None:
+        """The version goes up by the batch's optimizer steps; a batch with gradients that were not finite is kept.
+
+        If none of its steps had finite gradients, the version stays and the batch is set aside.
+        """
+        if result.num_skipped:
+            path = self.run_dir / "quarantine" / f"version-{share.version}-rank-{self.ranks.rank}.msgpack"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(msgspec.msgpack.encode(share))
-            log.error("step skipped: gradients are not finite; its batch is kept in %s", path)
+            which = "step" if len(result.steps) == 1 else f"{result.num_skipped} of {len(result.steps)} optimizer steps"
+            log.error("%s skipped: gradients are not finite; its batch is kept in %s", which, path)
+        if result.skipped:
             return
-        self.version += 1
+        self.version = share.version + len(result.steps)
         if self.proximal is not None:
             self.proximal.blend(self.policy, decay=self.config.loss.ewma_decay)
-        sync_if_due(self.reference, self.policy, every=self.config.reference.sync_every_steps, version=self.version)
+        sync_if_due(self.reference, self.policy, every=self.config.reference.sync_every_steps, step=self.step)
         *earlier, last = self.lineage
         self.lineage = (*earlier, Lineage(last.learner_epoch, last.first, max(last.last, self.version)))
 
-    def regulate(self, meter: Meter, result: StepResult) -> None:
+    def regulate(self, meter: Meter, result: BatchResult) -> None:
         """Log what steered this step, and let what it measured steer the next: the lead and the bound on the lag, the
         weights of KL, entropy and constraints. A collective call."""
         now = time.monotonic()
@@ -177,9 +216,9 @@ class Run:
         self.staleness.add_metrics(meter)
         self.loss_weights.record(meter)
         if not result.skipped and result.lr > 0.0:
-            self.loss_weights.update(meter, version=self.version, frozen=self.staleness.frozen)
+            self.loss_weights.update(meter, num_steps=self.step, frozen=self.staleness.frozen)
 
-    def hub_trained(self, result: StepResult) -> None:
+    def hub_trained(self, result: BatchResult) -> None:
         """Rank 0 tells the ledger: capacity for the next batch is free."""
         if self.ranks.rank == 0:
             reason = "gradients are not finite" if result.skipped else ""
@@ -189,7 +228,7 @@ class Run:
 
     def publish_if_due(self) -> None:
         """Publish, unless actors have this version or do as well with the one they have; a collective call."""
-        asked_for = self._eval_due or self.version == self.config.trainer.num_steps
+        asked_for = self._eval_due or self.step == self.config.trainer.num_steps
         if self.staleness.publish_due(self.version, asked_for=asked_for):
             self.publish()
 
@@ -216,31 +255,34 @@ class Run:
             return False
         if published is None:
             return False
-        first = not self._published_before
+        first, self.published_bytes = not self._published_before, published.nbytes
         self.hub.publish(
             msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes,
             self.publisher.layout if first else None, self.assets_path if first else "", published.device_manifest,
+            base=self.base if first else None,
         )
         self._published_before = True
         return True
 
     def evaluate(self, *, wait: bool) -> None:
         """Score held-out prompts with at least the current version; rank 0 asks, actors do it."""
-        num_prompts = self.config.eval.num_samples
-        if self.ranks.rank != 0 or not num_prompts:
+        if self.ranks.rank != 0 or not self.eval_sets:
             return
-        kept = self.samples.eval_prompts(num_prompts)
-        self.hub.evaluate(self.version, self.version, num_prompts, kept, self.config.eval.num_responses)
+        for place, one in enumerate(self.eval_sets):
+            eval_id, asked = self.version * len(self.eval_sets) + place, one.config.eval
+            kept = self.samples.eval_prompts(asked.num_samples)
+            self.hub.evaluate(eval_id, self.version, asked.num_samples, kept, asked.num_responses, one.name)
         if wait:
+            num_prompts = sum(one.config.eval.num_samples for one in self.eval_sets)
             log.info("evaluating version %d on %d prompts", self.version, num_prompts)
             with self.timed("eval"):
-                self.hub.wait_for_eval(self.version)
+                self.hub.wait_for_evals()
         self._take_evals()
 
     @property
     def _eval_due(self) -> bool:
         every = self.config.eval.every_steps
-        return every > 0 and self.version % every == 0 and self.version < self.config.trainer.num_steps
+        return every > 0 and self.step % every == 0 and self.step < self.config.trainer.num_steps
 
     def evaluate_if_due(self) -> None:
         """Training does not wait for the answer."""
@@ -249,11 +291,13 @@ class Run:
 
     def _take_evals(self) -> None:
         if self.recorder is not None:
+            settings = {one.name: one.config.eval for one in self.eval_sets}
             for result in self.hub.evals:
                 if result.failure:
-                    raise TaskError(f"no prompt of the evaluation of version {result.version} could be scored, the run "
-                                    f"stops: {result.failure}")
-                self.recorder.evaluated(result)
+                    on = f" on {result.dataset}" if result.dataset else ""
+                    raise TaskError(f"no prompt of the evaluation of version {result.version}{on} could be scored, "
+                                    f"the run stops: {result.failure}")
+                self.recorder.evaluated(result, settings[result.dataset])
                 self.samples.evaluated(result)
         self.hub.evals.clear()
 
@@ -261,7 +305,7 @@ class Run:
 
     def save_if_due(self) -> None:
         every = steps_between_checkpoints(self.config)
-        if every and self.version % every == 0:
+        if every and self.step % every == 0:
             self.save()
 
     def save(self) -> None:
@@ -273,10 +317,11 @@ class Run:
             moving = self.reference if self.config.reference.sync_every_steps else None
             beside = [network for network in (self.critic, self.proximal, moving) if network is not None]
             extra = {
-                "run_id": self.run_id, "learner_epoch": self.learner_epoch,
+                "run_id": self.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": self.steps_per_batch,
                 "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
                 "wall_s": recorder.wall_s if recorder else 0.0,
                 "trained_tokens": recorder.trained_tokens if recorder else 0,
+                "adapter": self.adapter.to_plain() if self.adapter is not None else None,
                 "controls": {"loss": self.loss_weights.to_plain(), "staleness": self.staleness.to_json(),
                              "scores": self.objective.reward_rules_state()},
             }
@@ -289,7 +334,7 @@ class Run:
                 self.hub.saved(self.version)
             self.saved_version = self.version
 
-    def record(self, step: int, meter: Meter, result: StepResult) -> None:
+    def record(self, step: int, meter: Meter, result: BatchResult) -> None:
         """One row of metrics and the step's samples; every rank calls it, rank 0 writes."""
         self.samples.keep(step, self.objective, skipped=result.skipped)
         self.times["step"] = time.monotonic() - self._step_began
@@ -306,8 +351,9 @@ class Run:
             meter.add_all({f"critic/{name}": value for name, value in asdict(self.critic_result).items()})
         meter.add_all({
             "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
-            "policy/num_skipped_steps": float(result.skipped),
-            "hub/num_failed_publishes": float(self.num_failed_publishes), "meter/num_nonfinite": 0.0,
+            "policy/num_skipped_steps": float(result.num_skipped),
+            "hub/num_failed_publishes": float(self.num_failed_publishes),
+            "throughput/published_bytes": float(self.published_bytes), "meter/num_nonfinite": 0.0,
         })
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
         self.recorder.samples(step, self.samples.take())

@@ -6,8 +6,10 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from envs.check import check_task
 from envs.data.sources import absolute
 from envs.data_task import DataTask
 from envs.registry import task_of
+from learner.adapter.base import check_resumed, describe_adapter, publish_base
+from learner.adapter.lora import adapter_parameters
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
@@ -33,16 +37,19 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.preflight import check_settings, template_text
+from learner.preflight import check_settings, checked_eval_sets, template_text
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.rounding import round_frozen
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
 from learner.run import Run
 from learner.stop_flag import StopFlag
-from streamrl.config.rules import largest_max_lag, lookahead
-from streamrl.config.schema import Config
+from streamrl.config.eval_sets import EvalSet
+from streamrl.config.rules import largest_max_lag, lookahead, steps_per_batch
+from streamrl.config.schema import Config, SkipZeroAdvantage
 from streamrl.environment import Task
+from streamrl.messages import Base
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
@@ -72,11 +79,24 @@ def _check_before_loading(config: Config, device: torch.device) -> None:
     torch.manual_seed(config.run.seed)
     if config.env.path is not None:  # actors read it too, perhaps from another working directory
         config.env.path = str(Path(config.env.path).resolve())
+    config.reward.model.path = absolute(config.reward.model.path)
     for key in ("path", "test_path"):
         setattr(config.data, key, absolute(getattr(config.data, key)))
     config.data.chat_template = template_text(config.data.chat_template)  # actors may have no such file
+    config.eval.datasets = {name: _absolute_set(given) for name, given in config.eval.datasets.items()}
     find_models(config, log.info)
     check_settings(config, device)
+
+
+def _absolute_set(given: Any) -> Any:
+    """An entry of `eval.datasets` with files of this machine made absolute, as the run's own are."""
+    if not isinstance(given, Mapping):
+        return absolute(given)
+    made = {key: _absolute_set(value) if key in ("data", "env") else value for key, value in given.items()}
+    made |= {key: absolute(made[key]) for key in ("path", "test_path") if key in made}
+    if "chat_template" in made:
+        made["chat_template"] = template_text(made["chat_template"])
+    return made
 
 
 def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
@@ -85,7 +105,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
-    fit_to_records(config, task)
+    sets = fit_to_records(config, task)
     model_dir = model_directory(config, task, ranks)
     vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)
@@ -107,8 +127,12 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         config.advantage, config.loss, max_lag=largest_max_lag(config),
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights),
         max_new_tokens=answer_limit(config), ranks=ranks, reward_rules=reward_rules,
-        filter_truncated=config.filter.truncated,
+        filter_truncated=config.filter.truncated, leave_out=leaves_out(config, staleness),
+        steps_per_batch=steps_per_batch(config),
     )
+    adapter = describe_adapter(config.policy.lora, model_dir, ranks)
+    if past.checkpoint is not None:
+        check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
     networks = load_networks(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
@@ -124,25 +148,42 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     reader = TrajectoryReader(vocab_size=vocab_size)
     samples = open_samples(
-        config.samples, run_dir, model_dir, seed=config.run.seed, ranks=ranks, reader=reader, resume_step=past.version
+        config.samples, run_dir, model_dir, seed=config.run.seed, ranks=ranks, reader=reader,
+        resume_step=past.version // steps_per_batch(config), steps_per_batch=steps_per_batch(config),
     )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
         ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
         reference=networks.reference, proximal=networks.proximal, loss_weights=loss_weights, staleness=staleness,
-        schedule=make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps),
+        schedule=make_schedule(
+            config.policy.optimizer, config.policy.scheduler,
+            num_steps=config.trainer.num_steps * steps_per_batch(config),
+            lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
+        ),
         objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, lock), stop=stop, lock=lock,
+        adapter=adapter, base=_publish_base(config, networks.policy, ranks, shm) if adapter else None,
         prober=_make_prober(config, networks.policy, model_dir, ranks.device), hub=hub,
         hub_process=hub_process, shm=shm, reader=reader, model_dir=model_dir, samples=samples,
-        saved_version=past.version if past.checkpoint is not None else -1,
+        eval_sets=sets, saved_version=past.version if past.checkpoint is not None else -1,
+        shares_prompts=networks.shares_prompts,
     )
     if rank_zero:
         _finish_rank_zero(run, past)
     return run
 
 
-def fit_to_records(config: Config, task: Task) -> None:
-    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of an evaluation."""
+def leaves_out(config: Config, staleness: StalenessControl) -> bool:
+    """Whether trajectories that cannot change the gradient get no pass, as far as the control allows it."""
+    wish = config.learner.skip_zero_advantage
+    return wish is SkipZeroAdvantage.always or (wish is SkipZeroAdvantage.auto and not staleness.reads_ratios)
+
+
+def fit_to_records(config: Config, task: Task) -> list[EvalSet]:
+    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of an evaluation.
+
+    Returns:
+        the evaluation sets, none asked for more prompts than it has.
+    """
     source = getattr(task, "base", task)  # of a task with tools around it
     if isinstance(source, DataTask):
         log.info("data: %s", source.dataset)
@@ -151,17 +192,29 @@ def fit_to_records(config: Config, task: Task) -> None:
         config.trainer.num_steps = max(1, math.ceil(epochs * num_train / config.rollout.num_prompts_per_step))
         log.info("trainer.num_epochs=%g over %d records: %d steps of %d prompts", epochs, num_train,
                  config.trainer.num_steps, config.rollout.num_prompts_per_step)
+    sets = checked_eval_sets(config)  # first: a set of other records is not cut to the number of the run's own
     config.eval.num_samples = min(config.eval.num_samples, task.num_records("test"))  # no prompt twice
+    return sets
 
 
 def _make_publisher(
     config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, lock: RunLock | None
 ) -> Publisher:
+    trained = adapter_parameters(policy) if config.policy.lora.rank else policy_parameters(policy.model)
     return Publisher(
-        policy_parameters(policy.model), wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
+        trained, wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
         bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, fence=lock.check if lock else None,
         fold=bool(device_transports(config.publish.transports, setting="publish.transports")),
     )
+
+
+def _publish_base(
+    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None
+) -> tuple[Base, str] | None:
+    """What adapters are added to, in the values that actors get; a collective call."""
+    wire = wire_dtype(config.publish.dtype, ranks.device)
+    round_frozen(policy, wire)
+    return publish_base(policy, config, wire_dtype=wire, ranks=ranks, shm=shm)
 
 
 def _make_prober(config: Config, policy: Policy, model_dir: Path, device: torch.device) -> Prober:
@@ -174,7 +227,8 @@ def _make_prober(config: Config, policy: Policy, model_dir: Path, device: torch.
 
 def _restored_controls(config: Config, past: ResumeState) -> tuple[LossWeights, RewardRules, StalenessControl]:
     """Weights of KL, entropy and constraints, reward rules, lead and bound, as the predecessor left them."""
-    loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=past.version)
+    done = past.version // steps_per_batch(config)
+    loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=done)
     if "loss" in past.controls:
         loss_weights.restore(past.controls["loss"])
     reward_rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
@@ -192,7 +246,7 @@ def _finish_rank_zero(run: Run, past: ResumeState) -> None:
     run.hub.wait_until_up()
     dtype = compute_dtype(run.config.policy.dtype, run.ranks.device)
     run.recorder = Recorder(
-        run.config, run.run_dir, run.run_id, resume_step=past.version, wall_s=past.wall_s,
+        run.config, run.run_dir, run.run_id, resume_step=run.step, wall_s=past.wall_s,
         trained_tokens=past.trained_tokens, device=run.ranks.device.type, dtype=str(dtype).removeprefix("torch."),
         counters=run.hub.status.counters,
     )
@@ -203,15 +257,17 @@ def _announce(run: Run) -> None:
     """Log where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
-    log.info("hub listens at %s: start actors with  streamrl actor connect=%s", connect, connect)
+    key = " actors.key=FILE" if run.config.hub.keys else ""
+    log.info("hub listens at %s: start actors with  streamrl actor connect=%s%s", connect, connect, key)
     every = steps_between_checkpoints(run.config)
     if every != run.config.checkpoint.every_steps:
         log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
                  "outbox", every, run.config.checkpoint.every_steps)
     log.info(
-        "run %s (id %s), epoch %d, version %d of %d; B=%d groups x G=%d, eta=%d%s, window=%d: head lag is at most %d",
-        run.run_dir.name, run.run_id, run.learner_epoch, run.version, run.config.trainer.num_steps,
-        rollout.num_prompts_per_step, rollout.num_responses_per_prompt, staleness.eta,
+        "run %s (id %s), epoch %d, step %d of %d; B=%d groups x G=%d%s, eta=%d%s, window=%d: head lag is at most %d",
+        run.run_dir.name, run.run_id, run.learner_epoch, run.step, run.config.trainer.num_steps,
+        rollout.num_prompts_per_step, rollout.num_responses_per_prompt,
+        f", {run.steps_per_batch} optimizer steps a batch" if run.steps_per_batch > 1 else "", staleness.eta,
         " at first" if staleness.adaptive.enabled else "", lookahead(run.config), largest_max_lag(run.config),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from learner.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from learner.mesh import Ranks
+from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
@@ -51,6 +52,13 @@ def find_resume_state(config: Config, run_dir: Path, ranks: Ranks) -> ResumeStat
     extra: Mapping[str, Any] = found.extra
     if extra["run_id"] != run_id:
         raise ConfigError(f"{found.path} belongs to run {extra['run_id']}, {run_dir} to {run_id}: do not mix them")
+    steps, before = steps_per_batch(config), extra.get("steps_per_batch", 1)
+    if steps != before:  # versions would no longer tell how many batches were trained
+        raise ConfigError(
+            f"learner.num_minibatches={config.learner.num_minibatches} x learner.num_epochs="
+            f"{config.learner.num_epochs} are {steps} optimizer steps per batch, and {found.path} was trained with "
+            f"{before}: resume with as many, or start a new run from its exported model."
+        )
     lineage = tuple(Lineage(*row) for row in extra["lineage"])
     log.info("resuming from %s (version %d)", found.path, found.version)
     return ResumeState(run_id, found.version, lineage, extra["wall_s"], int(extra["trained_tokens"]), found)

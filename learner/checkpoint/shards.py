@@ -3,7 +3,7 @@
 A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is gathered,
 and a reader takes from each file just the rows that it needs.
 
-    model/<parameter>              weights
+    model/<parameter>              trained weights
     optim/<state>/<parameter>      moments (sharded as the parameter), step counts and scales (whole)
     frozen/<name>/<parameter>      weights of a copy that is not trained
     rng/cpu, rng/cuda              generator states of the rank that wrote the file, as bytes
@@ -68,15 +68,22 @@ def reshard(module: nn.Module) -> None:
 
 
 def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """(key, tensor) of all weights, persistent buffers and optimizer states; tied weights once."""
+    """(key, tensor) of trained weights, persistent buffers and optimizer states; tied weights once.
+
+    Frozen weights are those of the model that the run started from, and not saved again.
+    """
     persistent = policy.state_dict().keys()
-    for name, parameter in policy.named_parameters():
+    for name, parameter in _trained(policy):
         yield f"model/{name}", parameter.detach()
         for state, value in sorted(optimizer.state.get(parameter, {}).items()):
             yield f"optim/{state}/{name}", _checked_state(state, torch.as_tensor(value), parameter)
     for name, buffer in policy.named_buffers():
         if name in persistent:
             yield f"model/{name}", buffer
+
+
+def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
@@ -170,14 +177,20 @@ def read_training_tensors(
 ) -> None:
     """Fill a module and its optimizer with what `training_tensors` gave, under keys that begin with `prefix`.
 
-    Raises CheckpointError: a tensor is missing or of another shape.
+    Raises CheckpointError: a tensor is missing, of another shape, or of a weight that is not trained here.
     """
     keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
     persistent = module.state_dict().keys()
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            reader.read_into(f"{prefix}model/{name}", buffer)
-    for name, parameter in module.named_parameters():
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    asked = {f"{prefix}model/{name}" for name, _ in (*buffers, *_trained(module))}
+    if unasked := [key for key in reader.keys(f"{prefix}model/") if key not in asked]:
+        raise CheckpointError(
+            f"the checkpoint has {len(unasked)} tensors that are not trained here, as {unasked[0]!r}: it belongs to "
+            "another model"
+        )
+    for name, buffer in buffers:
+        reader.read_into(f"{prefix}model/{name}", buffer)
+    for name, parameter in _trained(module):
         reader.read_into(f"{prefix}model/{name}", parameter.detach())
         states = sorted(key.split("/")[1] for key in keys if key.split("/", 2)[2] == name)
         optimizer.state.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""Staleness control: bounds on lag, step size and publishing, decided once a step from what the step measured.
+"""Staleness control: bounds on lag, step size and publishing, decided once a batch from what the batch measured.
 
     drift by lag, ESS  ->  lead (eta) and bound (max_lag)      rule: ess | goodput | fixed
     this batch's ESS   ->  factor on the learning rate         policy.scheduler.ess_rule
@@ -22,7 +22,7 @@ from learner.objective.lag_policy import LagPolicy
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
 from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
 from streamrl.config.rules import lag_rule, soft_max_lag
-from streamrl.config.schema import AdaptiveRule, Config, EssRule, PublishWhen, StalenessMode
+from streamrl.config.schema import AdaptiveRule, Config, EssRule, OpsmWhen, PublishWhen, StalenessMode
 from streamrl.metrics.meter import Meter
 
 log = logging.getLogger("streamrl.learner")
@@ -46,11 +46,13 @@ class StalenessControl:
         self._adaptive, self._scheduler = config.staleness.adaptive, config.policy.scheduler
         self._needs_m2 = config.loss.zscore_bound is not None
         self._publish_on_drift = config.publish.when is PublishWhen.drift
+        self._opsm_on_drift = config.loss.opsm_delta is not None and config.loss.opsm_when is OpsmWhen.over_budget
         self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
         self._rule = lag_rule(config)
-        self._soft_slack = soft_max_lag(config) - self._eta
-        # The lag bound is steered as a number of at least 1; its distance to eta never changes.
-        self._offset = max(self._soft_slack, 1 - self._adaptive.min_eta)
+        self._steps = self._rule.steps_per_batch
+        self._soft_slack = soft_max_lag(config) - self._steps * self._eta
+        # The lag bound is steered in batches, as a number of at least 1; its distance to eta never changes.
+        self._offset = max(-(-self._soft_slack // self._steps), 1 - self._adaptive.min_eta)
         self._bound = LagBound(float(self._eta + self._offset), self._eta + self._offset)
         self._goodput = GoodputState(self._eta)
         self._breaker = BreakerState()
@@ -74,8 +76,8 @@ class StalenessControl:
 
     @property
     def soft_max_lag(self) -> int:
-        """The lag beyond which tokens are masked or discounted, where the mode does so."""
-        return max(0, self.eta + self._soft_slack)
+        """The lag beyond which tokens are masked or discounted, where the mode does so, at a batch's last step."""
+        return max(0, self._steps * self.eta + self._soft_slack)
 
     @property
     def bounds(self) -> tuple[int, int] | None:
@@ -99,10 +101,11 @@ class StalenessControl:
 
     @property
     def lag_policy(self) -> LagPolicy:
-        """What the next batch's objective goes by."""
+        """The lag policy of the next batch's objective."""
+        soft = max(0, self.soft_max_lag - self._steps + 1)  # the objective uses the lag at the first step
         return LagPolicy(
-            mask_beyond=self.soft_max_lag if self._mode is StalenessMode.mask_old_tokens else None,
-            discount_beyond=self.soft_max_lag if self._mode is StalenessMode.reweight else None,
+            mask_beyond=soft if self._mode is StalenessMode.mask_old_tokens else None,
+            discount_beyond=soft if self._mode is StalenessMode.reweight else None,
             decay=self._decay, drift_exceeded=self.opsm_on, spread_budget=self.spread_budget,
             opsm_scale=CAUTIOUS_OPSM if self.frozen else 1.0,
             m2_by_lag=self.tracker.m2_table(self.max_lag) if self._needs_m2 else (),
@@ -114,6 +117,12 @@ class StalenessControl:
         if not (self._adaptive.enabled and self._adaptive.group_spread):
             return None
         return self.tracker.spread_for(self._adaptive.m2_target)
+
+    @property
+    def reads_ratios(self) -> bool:
+        """Whether something moves by the batch's ratios, ESS or drift; otherwise they are only reported."""
+        by_ess = self._scheduler.ess_rule is not EssRule.none
+        return self._adaptive.enabled or by_ess or self._publish_on_drift or self._opsm_on_drift or self._needs_m2
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ class StalenessControl:
         if asked_for or not self._publish_on_drift or self.tracker.model is None:
             return True
         drift = self.tracker.drift_over(behind)
-        return behind > self.eta // 2 or should_publish(drift, m2_target=self._adaptive.m2_target)
+        return behind > self._steps * (self.eta // 2) or should_publish(drift, m2_target=self._adaptive.m2_target)
 
     def published(self, version: int) -> None:
         self._published = version
@@ -208,7 +217,7 @@ class StalenessControl:
         adaptive = self._adaptive
         if adaptive.rule is AdaptiveRule.ess:
             high = adaptive.max_eta + self._offset
-            wanted = self.tracker.lag_for(adaptive.ess_target) - self._soft_slack + self._offset
+            wanted = (self.tracker.lag_for(adaptive.ess_target) - self._soft_slack) / self._steps + self._offset
             self._bound = step_lag_bound(  # a target beyond the bound reaches it in finite time
                 self._bound, min(wanted, 2.0 * high), low=adaptive.min_eta + self._offset, high=high
             )

@@ -1,17 +1,43 @@
-"""Packed layout: a row of sequences laid end to end, and the right-padded blocks in which attention computes them.
+"""Packed layout: sequences laid end to end, and the padded blocks in which attention computes them.
 
-Blocks hold sequences of similar length, chosen so that each needs less than twice the attention area of its members.
+    sequences     prompt | answer | answer | other prompt and answer          lengths, in packed order
+    parents         -1       0        0               -1                      the sequence that one continues, or -1
 
-Legend: N packed tokens, L block length.
+A sequence that continues another sees all of that one beside itself: answers to one prompt share the prompt's tokens,
+which are packed once. Blocks hold sequences of similar length, chosen so that each needs less than twice the attention
+area of its members.
+
+Legend: N packed tokens, S sequences of a block, L most tokens of one, P most tokens of a sequence that one continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+_MOST_KEPT = 64  # a model has a few mask rules in a pass, times a few blocks
+_NOWHERE = 1 << 30
+"""Position of padding before a sequence's own tokens: later than any query's, so causal rules hide it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continued:
+    """The keys of a block whose sequences continue others: those of the other sequence, then its own."""
+
+    key_sources: Tensor  # int64 [S * (P + L)] the packed token of each key; any token in the padding
+    query_positions: Tensor  # int64 [S, L] from the start of the sequence that is continued
+    key_positions: Tensor  # int64 [S, P + L]; padding is later than every query that is a token
+
+    @property
+    def num_keys(self) -> int:
+        """P + L."""
+        return self.key_positions.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,54 +45,106 @@ class Block:
     """Sequences of similar length, padded to one."""
 
     length: int  # L
-    sources: Tensor  # int64 [sequences * L] the packed token at each place; any token in the padding
+    sources: Tensor  # int64 [S * L] the packed token at each place; any token in the padding
+    continued: Continued | None = None  # None: each sequence sees itself alone
+
+    def to(self, device: torch.device) -> Block:
+        """The same block on `device`."""
+        more = self.continued
+        if more is not None:
+            more = Continued(*(t.to(device) for t in (more.key_sources, more.query_positions, more.key_positions)))
+        return Block(self.length, self.sources.to(device), more)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PackedLayout:
     """How one packed row divides into blocks; made once per micro-batch, used in every layer."""
 
     lengths: tuple[int, ...]  # tokens of each sequence, in packed order
     blocks: tuple[Block, ...]
     block_index: Tensor | None  # int64 [N] place of each packed token in all blocks; None if one block is the row
+    parents: tuple[int, ...] = ()  # of each sequence the one that it continues, or -1; empty if none does
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for this key, so that the layers of a pass share it; masks of earlier passes go."""
+        if key not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
 
     def to(self, device: torch.device) -> PackedLayout:
         """The same layout on `device`."""
-        blocks = tuple(Block(block.length, block.sources.to(device)) for block in self.blocks)
-        return PackedLayout(self.lengths, blocks, None if self.block_index is None else self.block_index.to(device))
+        index = None if self.block_index is None else self.block_index.to(device)
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return PackedLayout(self.lengths, blocks, index, self.parents)
 
 
-def make_layout(lengths: Sequence[int]) -> PackedLayout:
-    """Longest first, a block takes the next sequence while its area stays below twice the need of its members."""
+def make_layout(lengths: Sequence[int], parents: Sequence[int] = ()) -> PackedLayout:
+    """Longest first, a block takes the next sequence while its area stays below twice the need of its members.
+
+    Args:
+        lengths: tokens of each sequence, at least 1.
+        parents: of each sequence the index of the one that it continues, which continues none itself, or -1.
+    """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
+    before = [lengths[parent] if parent >= 0 else 0 for parent in parents] or [0] * len(lengths)
+    alone = [i for i, prefix in enumerate(before) if not prefix]
+    continued = [i for i, prefix in enumerate(before) if prefix]
     block_index = torch.empty(starts[-1], dtype=torch.int64)
     blocks: list[Block] = []
     first_place = 0
-    for members in _group_by_length(lengths):
-        width = lengths[members[0]]
-        begin = torch.tensor([starts[i] for i in members])[:, None]
-        size = torch.tensor([lengths[i] for i in members])[:, None]
-        offsets = torch.arange(width)[None, :]
+    for members in [*_group(alone, lengths, before), *_group(continued, lengths, before)]:
+        width = max(lengths[i] for i in members)
+        begin, size, offsets = _columns(starts, lengths, members, width)
         real = offsets < size
         sources = torch.where(real, begin + offsets, begin).flatten()
         block_index[sources[real.flatten()]] = first_place + real.flatten().nonzero().squeeze(1)
-        blocks.append(Block(width, sources))
+        more = _continued(starts, lengths, parents, members, sources.view(real.shape)) if before[members[0]] else None
+        blocks.append(Block(width, sources, more))
         first_place += sources.numel()
     identity = len(blocks) == 1 and torch.equal(blocks[0].sources, torch.arange(starts[-1]))
-    return PackedLayout(tuple(lengths), tuple(blocks), None if identity else block_index)
+    shares = tuple(parents) if continued else ()
+    return PackedLayout(tuple(lengths), tuple(blocks), None if identity else block_index, shares)
 
 
-def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def _columns(
+    starts: Sequence[int], lengths: Sequence[int], members: Sequence[int], width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Start [S, 1], length [S, 1] and offsets [1, width] of sequences."""
+    begin, size = (torch.tensor([values[i] for i in members])[:, None] for values in (starts, lengths))
+    return begin, size, torch.arange(width)[None, :]
+
+
+def _continued(
+    starts: Sequence[int], lengths: Sequence[int], parents: Sequence[int], members: Sequence[int], own: Tensor
+) -> Continued:
+    """Keys of a block; `own` [S, L] are the packed tokens of the members."""
+    heads = [parents[i] for i in members]
+    begin, size, offsets = _columns(starts, lengths, heads, max(lengths[i] for i in heads))
+    real = offsets < size
+    query_positions = size + torch.arange(own.shape[1])[None, :]
+    return Continued(
+        key_sources=torch.cat([torch.where(real, begin + offsets, begin), own], dim=1).flatten(),
+        query_positions=query_positions,
+        key_positions=torch.cat([torch.where(real, offsets, _NOWHERE), query_positions], dim=1),
+    )
+
+
+def _group(indices: Sequence[int], lengths: Sequence[int], before: Sequence[int]) -> list[list[int]]:
+    """Sequences into blocks: similar in their own length and in that of what they continue."""
     groups: list[list[int]] = []
-    need = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        square = lengths[index] ** 2
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] ** 2 < 2 * (need + square):
+    need = width = keys = 0
+    for index in sorted(indices, key=lambda i: (-before[i], -lengths[i], i)):
+        area = lengths[index] * (before[index] + lengths[index])
+        wide, most = max(width, lengths[index]), max(keys, before[index])
+        if groups and (len(groups[-1]) + 1) * wide * (most + wide) < 2 * (need + area):
             groups[-1].append(index)
-            need += square
+            need, width, keys = need + area, wide, most
         else:
             groups.append([index])
-            need = square
+            need, width, keys = area, lengths[index], before[index]
     return groups

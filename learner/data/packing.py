@@ -1,17 +1,20 @@
 """Trajectories to micro-batches: rows laid end to end, no padding, at most so many tokens at once.
 
-    trajectory = prompt tokens, then response tokens                    T tokens are scored from T - 1 hidden states
-    packed row = trajectory | trajectory | ...                          [N]
+    sequence   = prompt tokens, then response tokens                    T tokens are scored from T - 1 hidden states
+    packed row = sequence | sequence | ...                              [N]
+               = prompt | response | response | ... | sequence          [N] where trajectories share their beginning
     scored     = action tokens only                                     [M], scattered into [S, A] for the algorithms
 
-The algorithms see action tokens side by side: they step over gaps anyway, so observations need no columns.
+The algorithms see action tokens side by side: they step over gaps anyway, so observations need no columns. A trajectory
+is one sequence, or several where its history was rewritten: attention and positions are those of each sequence, and the
+action tokens of all stand in one row of [S, A], in order.
 
 Legend: N packed tokens, S trajectories, M scored tokens, A most action tokens of a trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 
 from learner.data.layout import PackedLayout, make_layout
+from learner.data.shared_prompts import Family, find_families
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from streamrl.errors import ConfigError
+from streamrl.messages import PlanRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +48,7 @@ class MicroBatch:
     turns: Tensor  # int64 [S, A], the turn of each action token, 0 off the mask
     bootstrap_index: Tensor  # int64 [E] packed position of the last token of trajectories that were cut short
     bootstrap_rows: Tensor  # int64 [E] which of the S trajectories they are
+    num_shared: int = 0  # tokens that were not packed, because another trajectory has the same beginning
 
     @property
     def num_tokens(self) -> int:
@@ -65,48 +71,101 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         target = torch.device(device)
-        movable = (f.name for f in fields(self) if f.name != "trajectory_ids")
+        movable = (f.name for f in fields(self) if f.name not in ("trajectory_ids", "num_shared"))
         return replace(self, **{name: getattr(self, name).to(target) for name in movable})
 
 
-def pack(trajectories: Sequence[Trajectory], max_tokens: int, *, bootstrap: bool = False) -> list[MicroBatch]:
+def pack(
+    trajectories: Sequence[Trajectory], max_tokens: int, *, bootstrap: bool = False,
+    places: Iterable[int] | None = None, share: bool = False,
+) -> list[MicroBatch]:
     """Micro-batches of whole trajectories, each at most `max_tokens` tokens; the same input gives the same output.
 
     First fit decreasing: longest first, into the first micro-batch with room, which needs at most 11/9 of the fewest
     possible. Trajectories without action tokens have no loss and are left out.
 
     Args:
-        bootstrap: keep the last token of truncated trajectories, whose state a critic values.
+        bootstrap: keep the last token of trajectories that were cut before their environment was done.
+        places: of the trajectories that are to be packed; None packs all.
+        share: pack the common beginning of trajectories with the same prompt once; they go into one micro-batch, or
+            into several with the beginning repeated if they are too many for one.
     Raises:
         ConfigError: the longest trajectory alone is over the budget.
     """
-    trained = [i for i, row in enumerate(trajectories) if row.mask.any()]
+    chosen = range(len(trajectories)) if places is None else places
+    trained = [i for i in chosen if trajectories[i].mask.any()]
     longest = max((trajectories[i].num_tokens for i in trained), default=0)
     if longest > max_tokens:
         raise ConfigError(
             f"learner.max_tokens_per_device={max_tokens} is below the longest trajectory of {longest} tokens: "
             "raise it, or lower rollout.max_prompt_tokens or the sampling limit of new tokens."
         )
-    bins: list[list[int]] = []
+    tokens = {i: _needed(trajectories[i], bootstrap) for i in trained}
+    families = [Family((i,)) for i in trained]
+    if share:
+        first = {i: sequences[0] for i, sequences in tokens.items()}
+        families = find_families(first, trajectories, max_tokens=max_tokens)
+    bins = _first_fit(families, trajectories, max_tokens)
+    return [_micro_batch(trajectories, tokens, sorted(one, key=lambda f: f.members), bootstrap) for one in bins]
+
+
+def _needed(row: Trajectory, bootstrap: bool) -> list[np.ndarray]:
+    """The tokens of each sequence of the trajectory that a pass needs."""
+    found, actions = [], np.flatnonzero(row.mask)
+    for piece in row.pieces:
+        last = actions[np.searchsorted(actions, piece.end) - 1] - piece.start
+        # The hidden state before an action token predicts it, so whatever comes after the last one is never needed.
+        keep_last = bootstrap and row.bootstraps and piece.end == len(row.token_ids)
+        length = len(piece.prompt_ids) + int(last) + int(keep_last)
+        found.append(np.concatenate([piece.prompt_ids, row.token_ids[piece.start : piece.end]])[:length])
+    return found
+
+
+def _first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_tokens: int) -> list[list[Family]]:
+    def size(family: Family) -> int:
+        return family.num_shared + sum(rows[i].num_tokens - family.num_shared for i in family.members)
+
+    bins: list[list[Family]] = []
     room: list[int] = []
-    for i in sorted(trained, key=lambda i: (-trajectories[i].num_tokens, i)):
-        need = trajectories[i].num_tokens
+    for family in sorted(families, key=lambda family: (-size(family), family.members)):
+        need = size(family)
         which = next((b for b, free in enumerate(room) if free >= need), None)
         if which is None:
             bins.append([])
             room.append(max_tokens)
             which = len(bins) - 1
-        bins[which].append(i)
+        bins[which].append(family)
         room[which] -= need
-    return [_micro_batch(trajectories, sorted(members), bootstrap) for members in bins]
+    return bins
+
+
+def pack_minibatches(
+    trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], max_tokens: int, ranks: Ranks, *,
+    num_minibatches: int = 1, bootstrap: bool = False, places: Iterable[int] | None = None, share: bool = False,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each minibatch, in the order of training, as many on every rank; a collective call.
+
+    Args:
+        plan: says which minibatch each trajectory belongs to.
+        bootstrap, places, share: as for `pack`.
+    """
+    number_of = {(row.group_id, row.index): row.minibatch for row in plan}
+    parts: list[list[int]] = [[] for _ in range(num_minibatches)]
+    for place in range(len(trajectories)) if places is None else places:
+        row = trajectories[place]
+        parts[number_of[row.group_id, row.index]].append(place)
+    return [
+        equalize(pack(trajectories, max_tokens, bootstrap=bootstrap, places=one, share=share), ranks) for one in parts
+    ]
 
 
 def equalize(micro_batches: list[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
     """The same number on every rank, because each pass runs FSDP2's collectives; a collective call itself.
 
-    What is missing is filled with empty ones: one token, nothing scored, zero loss, zero gradients.
+    What is missing is filled with empty ones: one token, nothing scored, zero loss, zero gradients. There is at least
+    one, because an optimizer step with gradients of 0 is not the same as none: moments and weights decay.
     """
-    most = int(ranks.maximum(float(len(micro_batches))))
+    most = max(1, int(ranks.maximum(float(len(micro_batches)))))
     return micro_batches + [empty_micro_batch() for _ in range(most - len(micro_batches))]
 
 
@@ -122,19 +181,65 @@ def empty_micro_batch() -> MicroBatch:
     )
 
 
-def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstrap: bool) -> MicroBatch:
+@dataclass(frozen=True, slots=True)
+class _PackedRow:
+    """The sequences of families, end to end."""
+
+    tokens: np.ndarray  # int64 [N]
+    positions: np.ndarray  # int64 [N] in each sequence of a trajectory
+    layout: PackedLayout
+    where: dict[int, list[np.ndarray]]  # place of a trajectory -> packed position of each token of its sequences
+
+
+def _laid_end_to_end(families: Sequence[Family], tokens: Mapping[int, Sequence[np.ndarray]]) -> _PackedRow:
+    parts: list[tuple[np.ndarray, int, int]] = []  # tokens, position of the first, index of the part it continues
+    where: dict[int, list[np.ndarray]] = {}
+    total = 0
+
+    def add(own: np.ndarray, first: int, head: int) -> np.ndarray:
+        nonlocal total
+        if len(own):  # a response of one token adds nothing to the prompt that predicts it
+            parts.append((own, first, head))
+        total += len(own)
+        return np.arange(total - len(own), total)
+
+    for family in families:
+        shared, head = family.num_shared, len(parts) if family.num_shared else -1
+        common = add(tokens[family.members[0]][0][:shared], 0, -1)
+        for place in family.members:
+            first, *later = tokens[place]
+            own = add(first[shared:], shared, head)
+            where[place] = [np.concatenate([common, own]), *(add(sequence, 0, -1) for sequence in later)]
+    layout = make_layout([len(own) for own, _, _ in parts], [head for _, _, head in parts])
+    positions = [first + np.arange(len(own), dtype=np.int64) for own, first, _ in parts]
+    return _PackedRow(
+        np.concatenate([own for own, _, _ in parts]).astype(np.int64), np.concatenate(positions), layout, where
+    )
+
+
+def _score_positions(row: Trajectory, actions: np.ndarray, where: Sequence[np.ndarray]) -> np.ndarray:
+    """Packed positions from which the action tokens of a trajectory are scored, in their order."""
+    found = []
+    for piece, packed in zip(row.pieces, where, strict=True):
+        mine = actions[(piece.start <= actions) & (actions < piece.end)] - piece.start
+        found.append(packed[len(piece.prompt_ids) + mine - 1])
+    return np.concatenate(found)
+
+
+def _micro_batch(
+    trajectories: Sequence[Trajectory], tokens: Mapping[int, Sequence[np.ndarray]], families: Sequence[Family],
+    bootstrap: bool,
+) -> MicroBatch:
+    packed = _laid_end_to_end(families, tokens)
+    members = sorted(packed.where)
     rows = [trajectories[i] for i in members]
     actions = [np.flatnonzero(row.mask) for row in rows]  # places of action tokens in the response
-    # The hidden state before an action token predicts it, so whatever comes after the last one is never needed.
-    cut = np.array([bootstrap and row.truncated for row in rows])
-    lengths = [len(row.prompt_ids) + int(places[-1]) + int(more)
-               for row, places, more in zip(rows, actions, cut, strict=True)]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    width = max(len(places) for places in actions)
+    cut = np.array([bootstrap and row.bootstraps for row in rows])
     counts = np.array([len(places) for places in actions])
-    mask = np.arange(width)[None, :] < counts[:, None]
-    index = [start + len(row.prompt_ids) + places - 1 for start, row, places in zip(starts, rows, actions, strict=True)]
-    tokens = [np.concatenate([row.prompt_ids, row.token_ids])[:n] for row, n in zip(rows, lengths, strict=True)]
+    mask = np.arange(counts.max())[None, :] < counts[:, None]
+    index = [_score_positions(row, places, packed.where[i])
+             for i, row, places in zip(members, rows, actions, strict=True)]
+    ends = np.array([packed.where[i][-1][-1] for i in members], dtype=np.int64)
 
     def chosen(name: str) -> np.ndarray:
         return np.concatenate([getattr(row, name)[places] for row, places in zip(rows, actions, strict=True)])
@@ -145,15 +250,15 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], bootstr
         return torch.from_numpy(out)
 
     return MicroBatch(
-        trajectory_ids=tuple(members), packing=make_layout(lengths),
-        tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
-        positions=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
+        trajectory_ids=tuple(members), packing=packed.layout, tokens=torch.from_numpy(packed.tokens),
+        positions=torch.from_numpy(packed.positions),
         score_index=torch.from_numpy(np.concatenate(index).astype(np.int64)),
         targets=torch.from_numpy(chosen("token_ids").astype(np.int64)),
         temperatures=torch.from_numpy(np.repeat(np.array([row.temperature for row in rows], dtype=np.float32), counts)),
         flat_index=torch.from_numpy(np.flatnonzero(mask.reshape(-1)).astype(np.int64)),
         mask=torch.from_numpy(mask), behavior_logprobs=spread("logprobs", np.float32),
         versions=spread("versions", np.int64), rewards=spread("rewards", np.float32), turns=spread("turns", np.int64),
-        bootstrap_index=torch.from_numpy((starts + np.array(lengths) - 1)[cut].astype(np.int64)),
+        bootstrap_index=torch.from_numpy(ends[cut]),
         bootstrap_rows=torch.from_numpy(np.flatnonzero(cut).astype(np.int64)),
+        num_shared=sum(len(one) for i in members for one in tokens[i]) - len(packed.tokens),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +16,21 @@ from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One sequence of a trajectory: tokens start..end followed these prompt ids."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One episode as tokens. Arrays have length T, the tokens after the prompt: actions and observations alike."""
+    """One episode as tokens. Arrays have length T, the tokens after the prompt: actions and observations alike.
+
+    Where the history was rewritten, a trajectory consists of several sequences. Each token is computed in its own
+    sequence; rewards, returns, advantages and weights are those of the one trajectory.
+    """
 
     group_id: int
     index: int
@@ -29,18 +45,32 @@ class Trajectory:
     num_turns: int
     scores: Mapping[str, float]
     temperature: float
-    truncated: bool
+    truncated: bool  # cut by a limit of tokens or turns
     actor_id: str = ""
     prompt_index: int = -1  # in its split; -1 if the sender did not say
+    later: tuple[tuple[int, np.ndarray], ...] = ()  # of each sequence after the first: its start in 0 .. T, its prompt
+    judged: bool = False  # the environment was done: nothing follows the last reward, even where an answer was cut
+
+    @property
+    def bootstraps(self) -> bool:
+        """Cut before the environment was done: a critic's value of its end stands for the rewards that are missing."""
+        return self.truncated and not self.judged
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The sequences in order; together they cover 0 .. T."""
+        starts = [0, *(start for start, _ in self.later), len(self.token_ids)]
+        prompts = [self.prompt_ids, *(prompt for _, prompt in self.later)]
+        return [Piece(prompt, *ends) for prompt, ends in zip(prompts, pairwise(starts), strict=True)]
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response together, P + T: what the token budget counts."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        """Prompts and responses of all sequences: what the token budget counts."""
+        return len(self.prompt_ids) + sum(len(prompt) for _, prompt in self.later) + len(self.token_ids)
 
     @property
     def num_action_tokens(self) -> int:
-        return int(self.mask.sum())
+        return int(np.count_nonzero(self.mask))  # several times as fast as a sum of booleans
 
 
 class TrajectoryReader:
@@ -63,93 +93,189 @@ class TrajectoryReader:
         Raises:
             WireError: a frame cannot be decoded, or its contents are impossible (`ContentError`).
         """
-        rows: list[Trajectory] = []
+        sources: list[_Source] = []
         seen: set[tuple[int, int]] = set()
         for place, frame in enumerate(frames):
             group = self._decoder.decode(frame)
             if not isinstance(group, Group):
                 raise ContentError("kind", f"expected a GROUP frame in a batch share, got {type(group).__name__}")
-            for member in group.members:
-                if member.status == MemberStatus.ABORTED:
-                    continue
-                key = (group.group_id, member.index)
+            if version is not None and not group.sampling.temperature > 0:
+                raise ContentError(
+                    "sampling",
+                    f"group {group.group_id} was sampled at temperature {group.sampling.temperature}, which has no "
+                    "log-probs",
+                )
+            origin = origins[place] if origins else _UNKNOWN
+            for source in self._sources(group, origin):
+                key = (group.group_id, source.member.index)
                 if key in seen:
-                    raise ContentError("duplicate", f"member {key[1]} of group {key[0]} is in the batch twice")
+                    raise ContentError("duplicate", f"{source.name} is in the batch twice")
                 seen.add(key)
-                row = self._trajectory(group, member, version, learner_epoch)
-                if origins:
-                    row = replace(row, actor_id=origins[place].actor_id, prompt_index=origins[place].prompt_index)
-                rows.append(row)
-        return rows
+                sources.append(source)
+        return _trajectories(sources, _columns(sources, self._vocab_size, version, learner_epoch))
 
-    def _trajectory(self, group: Group, member: Member, version: int | None, learner_epoch: int | None) -> Trajectory:
-        name = f"group {group.group_id} member {member.index}"
-        prompt_ids = unpack_ids(member.prompt_ids or group.members[0].prompt_ids, vocab_size=self._vocab_size)
-        token_ids = unpack_ids(member.token_ids, vocab_size=self._vocab_size)
-        if not len(prompt_ids):
-            raise ContentError("length", f"{name} has no prompt: nothing predicts its first token")
-        if version is not None and not group.sampling.temperature > 0:
-            raise ContentError(
-                "sampling", f"{name} was sampled at temperature {group.sampling.temperature}, which has no log-probs"
+    def _sources(self, group: Group, origin: GroupOrigin) -> Iterator[_Source]:
+        """The members that are not aborted; those with the same prompt share its array."""
+        prompts: dict[bytes, np.ndarray] = {}
+        for member in group.members:
+            if member.status == MemberStatus.ABORTED:
+                continue
+            raw = member.prompt_ids or group.members[0].prompt_ids
+            if raw not in prompts:
+                prompts[raw] = unpack_ids(raw, vocab_size=self._vocab_size)
+            later = tuple(
+                (one.start, unpack_ids(one.prompt_ids, vocab_size=self._vocab_size)) for one in member.sequences
             )
-        mask = np.zeros(len(token_ids), dtype=bool)
-        for start, end in member.mask:
-            _check_range(name, "mask", start, end, len(token_ids))
-            mask[start:end] = True
-        return Trajectory(
-            group_id=group.group_id, index=member.index, prompt_ids=prompt_ids, token_ids=token_ids, mask=mask,
-            logprobs=unpack_logprobs(member.logprobs, num_tokens=len(token_ids)),
-            versions=_token_versions(name, member, mask, version, learner_epoch),
-            rewards=_token_rewards(name, member, mask), turns=_token_turns(member, mask), reward=member.reward,
-            num_turns=len(member.turns), scores=member.scores, temperature=group.sampling.temperature,
-            truncated=member.status == MemberStatus.TRUNCATED,
-        )
+            source = _Source(group, member, prompts[raw], origin, later)
+            if not raw or not all(len(prompt) for _, prompt in later):
+                raise ContentError("length", f"{source.name}: a sequence has no prompt, nothing predicts its start")
+            yield source
 
 
-def _check_range(name: str, field: str, start: int, end: int, num_tokens: int) -> None:
-    if not 0 <= start < end <= num_tokens:
-        raise ContentError("range", f"{name}: {field} has the range {start}..{end} in {num_tokens} tokens")
+_UNKNOWN = GroupOrigin("", -1)
+
+
+class _Source(NamedTuple):
+    """What a trajectory is made from."""
+
+    group: Group
+    member: Member
+    prompt_ids: np.ndarray
+    origin: GroupOrigin
+    later: tuple[tuple[int, np.ndarray], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"group {self.group.group_id} member {self.member.index}"
+
+
+class _Columns(NamedTuple):
+    """Tokens of many trajectories end to end, [N] each: an array operation costs more than a short trajectory."""
+
+    places: list[int]  # where the tokens of each trajectory begin, and where the last one's end
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    mask: np.ndarray
+    versions: np.ndarray
+    rewards: np.ndarray
+    turns: np.ndarray
+
+
+def _trajectories(sources: Sequence[_Source], columns: _Columns) -> list[Trajectory]:
+    rows = []
+    places = columns.places
+    for (group, member, prompt_ids, origin, later), start, end in zip(sources, places, places[1:], strict=False):
+        rows.append(Trajectory(
+            group_id=group.group_id, index=member.index, prompt_ids=prompt_ids,
+            token_ids=columns.token_ids[start:end], logprobs=columns.logprobs[start:end], mask=columns.mask[start:end],
+            versions=columns.versions[start:end], rewards=columns.rewards[start:end], turns=columns.turns[start:end],
+            reward=member.reward, num_turns=len(member.turns), scores=member.scores,
+            temperature=group.sampling.temperature, truncated=member.cut,
+            judged=member.status == MemberStatus.FINISHED, actor_id=origin.actor_id, prompt_index=origin.prompt_index,
+            later=later,
+        ))
+    return rows
+
+
+def _columns(
+    sources: Sequence[_Source], vocab_size: int | None, version: int | None, learner_epoch: int | None
+) -> _Columns:
+    token_ids, logprobs = _unpacked(sources, vocab_size)
+    places = [0, *accumulate(len(source.member.token_ids) // 4 for source in sources)]
+    mask = np.zeros(len(token_ids), dtype=bool)
+    for source, first, last in zip(sources, places, places[1:], strict=False):
+        _check_ranges(source, "mask", source.member.mask, last - first)
+        for start, end in source.member.mask:
+            mask[first + start : first + end] = True
+        _check_ranges(source, "turns", [(turn.start, turn.end) for turn in source.member.turns], last - first)
+        _check_sequences(source, mask[first:last])
+    return _Columns(
+        places, token_ids, logprobs, mask, _token_versions(sources, places, mask, version, learner_epoch),
+        _token_rewards(sources, places, mask), _token_turns(sources, places, mask),
+    )
+
+
+def _unpacked(sources: Sequence[_Source], vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and log-probs of all, [N] each."""
+    members = [source.member for source in sources]
+    try:
+        if any(len(member.token_ids) % 4 or len(member.logprobs) != len(member.token_ids) for member in members):
+            raise ContentError("length", "token ids and log-probs differ in length")
+        ids = unpack_ids(b"".join([member.token_ids for member in members]), vocab_size=vocab_size)
+        return ids, unpack_logprobs(b"".join([member.logprobs for member in members]))
+    except ContentError:
+        for member in members:  # say it of the one that it is true of
+            unpack_logprobs(member.logprobs, num_tokens=len(unpack_ids(member.token_ids, vocab_size=vocab_size)))
+        raise
+
+
+def _check_ranges(source: _Source, field: str, ranges: Iterable[tuple[int, int]], num_tokens: int) -> None:
+    previous = 0
+    for start, end in ranges:
+        if not previous <= start < end <= num_tokens:
+            raise ContentError(
+                "range",
+                f"{source.name}: {field} has the range {start}..{end} after one up to {previous}, in {num_tokens} "
+                "tokens",
+            )
+        previous = end
+
+
+def _check_sequences(source: _Source, mask: np.ndarray) -> None:
+    starts = [0, *(start for start, _ in source.later), len(mask)] if source.later else []
+    _check_ranges(source, "sequences", list(pairwise(starts)), len(mask))
+    for start, end in pairwise(starts):
+        if not mask[start:end].any():
+            raise ContentError("range", f"{source.name}: the sequence of tokens {start}..{end} has no action token")
 
 
 def _token_versions(
-    name: str, member: Member, mask: np.ndarray, version: int | None, learner_epoch: int | None
+    sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray, version: int | None, learner_epoch: int | None
 ) -> np.ndarray:
     versions = np.full(len(mask), -1, dtype=np.int64)
-    for span in member.versions:
-        start, end = span.start, span.end
-        _check_range(name, "versions", start, end, len(mask))
-        late = version is not None and span.version > version
-        if late or (learner_epoch is not None and span.learner_epoch > learner_epoch):
-            raise ContentError(
-                "version",
-                f"{name}: tokens {start}..{end} are of version {span.learner_epoch}:{span.version}, "
-                f"training is at {version}",
-            )
-        if (versions[start:end][mask[start:end]] >= 0).any():
-            raise ContentError("range", f"{name}: version spans overlap in tokens {start}..{end}")
-        versions[start:end] = span.version
-    if (versions[mask] < 0).any():
-        raise ContentError("range", f"{name}: {int((versions[mask] < 0).sum())} action tokens have no version")
+    for source, first, last in zip(sources, places, places[1:], strict=False):
+        spans = source.member.versions
+        _check_ranges(source, "versions", [(span.start, span.end) for span in spans], last - first)
+        for span in spans:
+            late = version is not None and span.version > version
+            if late or (learner_epoch is not None and span.learner_epoch > learner_epoch):
+                raise ContentError(
+                    "version",
+                    f"{source.name}: tokens {span.start}..{span.end} are of version "
+                    f"{span.learner_epoch}:{span.version}, training is at {version}",
+                )
+            versions[first + span.start : first + span.end] = span.version
+    missing = mask & (versions < 0)
+    if missing.any():
+        source = sources[bisect_right(places, int(missing.argmax())) - 1]
+        raise ContentError("range", f"{source.name} has action tokens without a version")
     versions[~mask] = -1
     return versions
 
 
-def _token_rewards(name: str, member: Member, mask: np.ndarray) -> np.ndarray:
+def _token_rewards(sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray) -> np.ndarray:
     """Turn rewards on the last action token of their turn; what the turns do not account for, on the last of all."""
     rewards = np.zeros(len(mask), dtype=np.float64)
     actions = np.flatnonzero(mask)
-    if not len(actions):
-        return rewards.astype(np.float32)
-    for turn in member.turns:
-        _check_range(name, "turns", turn.start, turn.end, len(mask))
-        last = np.searchsorted(actions, turn.end) - 1
-        rewards[actions[max(last, 0)]] += turn.reward
-    rewards[actions[-1]] += member.reward - rewards.sum()
+    firsts = np.searchsorted(actions, places).tolist()  # action tokens before each trajectory, and in all
+    for source, place, first, last in zip(sources, places, firsts, firsts[1:], strict=False):
+        if first == last:
+            continue  # nothing that could have a reward
+        rest = source.member.reward
+        if len(turns := source.member.turns) > 1:  # the last action of a single one is the last of all
+            befores = np.searchsorted(actions, [place + turn.end for turn in turns])
+            for turn, before in zip(turns, befores, strict=True):
+                rewards[actions[max(before - 1, first)]] += turn.reward
+            rest -= sum(turn.reward for turn in turns)
+        rewards[actions[last - 1]] += rest
     return rewards.astype(np.float32)
 
 
-def _token_turns(member: Member, mask: np.ndarray) -> np.ndarray:
+def _token_turns(sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray) -> np.ndarray:
     """Tokens after the last turn that was recorded belong to it."""
-    ends = np.array([turn.end for turn in member.turns], dtype=np.int64)
-    turns = np.searchsorted(ends, np.arange(len(mask)), side="right")
-    return np.where(mask, np.minimum(turns, max(0, len(ends) - 1)), 0).astype(np.int64)
+    turns = np.zeros(len(mask), dtype=np.int64)
+    for source, first, last in zip(sources, places, places[1:], strict=False):
+        for number, before in enumerate(source.member.turns[:-1], 1):
+            turns[first + before.end : last] = number
+    turns[~mask] = 0
+    return turns

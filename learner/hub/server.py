@@ -29,7 +29,10 @@ from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
 from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
+from streamrl.config.addresses import is_wildcard
 from streamrl.messages import InstallSource
+from streamrl.transport.authentication import Authenticator
+from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.transport import device_transports
 
@@ -58,13 +61,16 @@ class HubServer:
     ) -> None:
         ledger = build_ledger(settings)
         self._zmq = zmq.Context()
+        self._authenticator = Authenticator(self._zmq, KeyDirectory(settings.hub.keys)) if settings.hub.keys else None
         self._actor_socket = hub_router(
             self._zmq, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=UNREAD_PER_ACTOR
         )
+        if self._authenticator is not None:
+            self._authenticator.protect(self._actor_socket)
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
         host = settings.hub.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
-        weights = WeightServer(self._zmq, settings, host)
+        weights = WeightServer(self._zmq, settings, host, self._authenticator)
         self._rank_socket = self._zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._rank_socket.bind(settings.rank_endpoint)
@@ -79,7 +85,8 @@ class HubServer:
         )
         self._stopped = False
         self._warn_at: float | None = None
-        write_hub_json(settings, self.endpoint, weights.endpoint)
+        connect = f"tcp://{host}:{self.endpoint.rpartition(':')[2]}" if is_wildcard(self.endpoint) else self.endpoint
+        write_hub_json(settings, connect, weights.endpoint)
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
         """Serve until the learner's `Shutdown`, or until its process is gone without one."""
@@ -97,9 +104,9 @@ class HubServer:
             now = time.monotonic()
             tick = now >= next_tick
             if self._actor_socket in ready:
-                self._drain(self._actor_socket, self._actors.received, now)
+                self._drain_actors(now)
             if self._rank_socket in ready:
-                self._drain(self._rank_socket, self._ranks.received, now)
+                self._drain_ranks(now)
             if tick:
                 self._actors.tick(now)
                 self.broadcast.tick(now)
@@ -113,6 +120,7 @@ class HubServer:
                 self._ranks.report(now)
                 self._warn_without_actors(now)
                 write_status(self.context, now)
+                self._check_keys(now)
 
     def _warn_without_actors(self, now: float) -> None:
         """Once, unless an actor joins in time."""
@@ -128,14 +136,34 @@ class HubServer:
                 f"streamrl actor connect={self.endpoint}"
             )
 
-    def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[bytes], float], None], now: float) -> None:
+    def _drain_actors(self, now: float) -> None:
         """Handle what is queued, but not so much that the other socket starves."""
         for _ in range(MAX_DRAINED):
+            name = None
             try:
-                routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                if self._authenticator is None:
+                    routing_id, *frames = self._actor_socket.recv_multipart(zmq.NOBLOCK)
+                else:
+                    name, routing_id, frames = self._authenticator.receive(self._actor_socket)
             except zmq.Again:
                 return
-            handle(routing_id, frames, now)
+            self._actors.received(routing_id, frames, now, key_name=name)
+
+    def _drain_ranks(self, now: float) -> None:
+        for _ in range(MAX_DRAINED):
+            try:
+                routing_id, *frames = self._rank_socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._ranks.received(routing_id, frames, now)
+
+    def _check_keys(self, now: float) -> None:
+        """Evict actors whose keys were removed; refused keys are named in the log."""
+        if self._authenticator is None:
+            return
+        self._authenticator.report_refusals(now)
+        if self._authenticator.reload():
+            self._actors.evict_without_key(self._authenticator.names(), now)
 
     def _stop(self, reason: str, *, finished: bool) -> None:
         """Stop every actor and end the loop."""
@@ -150,4 +178,6 @@ class HubServer:
         self.context.weights.socket.close()
         self._actor_socket.close(linger=1000)
         self._rank_socket.close(linger=1000)
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._zmq.term()

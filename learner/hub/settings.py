@@ -11,6 +11,16 @@ from streamrl.config.schema import DataConfig, EnvConfig, FilterConfig, HubConfi
 from streamrl.messages import Limits, Lineage, Sampling
 
 
+class EvalSetSettings(msgspec.Struct, frozen=True):
+    """One of `eval.datasets`: what its records and their environment are, and how answers are drawn."""
+
+    name: str
+    env: EnvConfig
+    data: DataConfig
+    reward: RewardConfig
+    sampling: Sampling
+
+
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the hub process needs before the first version is published."""
 
@@ -35,6 +45,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     sampling: Sampling
     eval_sampling: Sampling
+    eval_sets: tuple[EvalSetSettings, ...]
     ledger: LedgerSettings
     filter: FilterConfig
     trained_scores: tuple[str, ...]
@@ -44,6 +55,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_path: str | None
     device: str
     """Of the learner's rank 0; the broadcaster uses the same."""
+    num_minibatches: int = 1
+    """Equal parts of a batch, each with an optimizer step of its own."""
 
 
 def write_settings(settings: HubSettings, path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 from envs.registry import task_of
+from learner.hub.ledger.evals import EvalSource
 from learner.hub.ledger.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.settings import HubSettings
+from streamrl.environment import Task
 from streamrl.errors import TaskError
 
 log = logging.getLogger("streamrl.hub")
@@ -20,25 +23,37 @@ def build_ledger(settings: HubSettings) -> Ledger:
     """A fresh ledger, or the one that the checkpoint of `settings.version` holds."""
     task = task_of(settings)
 
-    def record(split: str, index: int) -> bytes | None:
-        try:
-            return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
-        except TaskError as error:  # one bad record of a file: its prompt is passed over, the run goes on
-            log.warning("this record is passed over: %s", error)
-            return None
-
     prompts = PromptStream(
-        task.num_records("train"), seed=settings.run_seed, record=lambda index: record("train", index),
+        task.num_records("train"), seed=settings.run_seed, record=lambda index: record_of(task, "train", index),
         shuffle=settings.data.shuffle,
     )
     arguments = dict(
         settings=settings.ledger, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
-        run_seed=settings.run_seed, prompts=prompts, sampling=settings.sampling, eval_sampling=settings.eval_sampling,
-        keep_group=group_filter(settings), eval_record=lambda index: record("test", index),
+        run_seed=settings.run_seed, prompts=prompts, sampling=settings.sampling,
+        eval_sources=eval_sources(settings, task), keep_group=group_filter(settings),
     )
     if settings.restore_path is None:
         return Ledger(version=settings.version, lineage=settings.lineage, **arguments)
     return Ledger.restore(Path(settings.restore_path).read_bytes(), lineage=settings.lineage, **arguments)
+
+
+def record_of(task: Task, split: str, index: int) -> bytes | None:
+    """The record at an index, from the start again after the last one; None for one that cannot be read."""
+    try:
+        return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
+    except TaskError as error:  # one bad record of a file: its prompt is passed over, the run goes on
+        log.warning("this record is passed over: %s", error)
+        return None
+
+
+def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
+    """The run's own held-out records, under "", and every set of `eval.datasets`."""
+    sources = {"": EvalSource(partial(record_of, task, "test"), settings.eval_sampling)}
+    for one in settings.eval_sets:
+        own = (one.env, one.data, one.reward) == (settings.env, settings.data, settings.reward)
+        asked = task if own else task_of(one)
+        sources[one.name] = EvalSource(partial(record_of, asked, "test"), one.sampling)
+    return sources
 
 
 def group_filter(settings: HubSettings) -> GroupFilter:

@@ -18,7 +18,8 @@ import xxhash
 import zmq
 
 from learner.hub.settings import HubSettings
-from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
+from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
+from streamrl.transport.authentication import Authenticator
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkServer, ChunkSocket
 from streamrl.weights.transport import Published, Transport, load_transport
@@ -121,12 +122,15 @@ class WeightHealthTable:
 
 
 class WeightServer:
-    """Serves published versions to every process that has this hub's token."""
+    """Serves published versions to every process that has this hub's token, and a key where keys are asked for."""
 
-    def __init__(self, context: zmq.Context, settings: HubSettings, host: str) -> None:
+    def __init__(
+        self, context: zmq.Context, settings: HubSettings, host: str, authenticator: Authenticator | None = None
+    ) -> None:
         self.pull_token = secrets.token_bytes(16)
         self.layout: Layout | None = None
         self.manifest: Manifest | None = None
+        self.base: Base | None = None
         self.assets = b""
         self.assets_digest = bytes(16)
         self._roots: dict[VersionRef, bytes] = {}
@@ -140,16 +144,19 @@ class WeightServer:
         self._sums: Counter[str] = Counter()
         self._chunks: ChunkServer | None = None
         router = hub_router(context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=64)
+        if authenticator is not None:
+            authenticator.protect(router)
         bind_host = settings.bind.removeprefix("tcp://").rpartition(":")[0]
         bind(router, f"tcp://{bind_host}:{settings.hub.weights_port}", "hub.weights_port")
         port = bound_endpoint(router).rpartition(":")[2]
         self.endpoint = f"tcp://{host}:{port}"
-        self.socket = ChunkSocket(router)
+        self.socket = ChunkSocket(router, authenticator)
 
     def publish(self, message: Publish, now: float) -> None:
         """A new version is complete on disk: serve it; old ones retire."""
         if message.layout is not None:
             self._prepare(message.layout, Path(message.assets_path).read_bytes())
+            self.base = None if message.base is None else self._serve_base(message.base, message.base_path)
         manifest, layout, chunks = message.manifest, self.layout, self._chunks
         assert chunks is not None and layout is not None, "the first Publish carries the layout"
         with self.socket.lock:
@@ -159,9 +166,9 @@ class WeightServer:
         self._roots[manifest.ref] = manifest.root
         while len(self._roots) > NUM_KNOWN_ROOTS:
             self._roots.pop(next(iter(self._roots)))
-        published = Published(manifest, layout, message.path, self.endpoint, chunks.deltas.parent_of(manifest.ref))
-        made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
-        self._offers = [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
+        self._offers = self._make_offers(
+            Published(manifest, layout, message.path, self.endpoint, chunks.deltas.parent_of(manifest.ref))
+        )
 
     def _prepare(self, layout: Layout, assets: bytes) -> None:
         """The first version: what all versions share is known now."""
@@ -172,6 +179,19 @@ class WeightServer:
             max_chunk_bytes=self._settings.limits.chunk_bytes, bytes_per_s=float(options.max_bytes_per_s) or None,
             delta_max_ratio=options.delta_max_ratio,
         )
+
+    def _serve_base(self, base: Base, path: str) -> Base:
+        """Serve what all versions are adapters of, over the transports that reach an actor at any time."""
+        assert self._chunks is not None
+        with self.socket.lock:
+            self._chunks.add_base(base.manifest, path, base.layout)
+        return msgspec.structs.replace(base, offers=tuple(self._make_offers(
+            Published(base.manifest, base.layout, path, self.endpoint)
+        )))
+
+    def _make_offers(self, published: Published) -> list[Offer]:
+        made = [(name, _offer(name, transport, published)) for name, transport in self._transports.items()]
+        return [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
 
     def offers(self) -> tuple[Offer, ...]:
         """Transports of the current version, best first; an actor takes the first that it can verify."""

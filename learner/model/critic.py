@@ -85,7 +85,7 @@ class Critic:
     ) -> CriticResult:
         """Move the values toward their targets; a collective call. Forgets what `look` remembered.
 
-        The schedule is that of `step`, the policy's version.
+        The schedule is that of `step`, the batches trained before.
         """
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
         count, explained = self._before(batches, targets_of)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from learner.data.layout import PackedLayout
 from learner.mesh import Ranks
+from learner.model.attention import decoder_of, packed_states, registered
 from learner.model.critic import Critic
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, decoder_layers, load_policy, shard
@@ -25,6 +26,8 @@ _LARGEST_ACTION_HEAD = 4096
 
 class ValueHead(nn.Module):
     """Two layers on normalized hidden states; the last one starts at 0, so that values begin there and not at noise."""
+
+    shares_prompts = True  # it reads the policy's states
 
     def __init__(self, hidden_size: int, num_outputs: int = 1) -> None:
         super().__init__()
@@ -46,22 +49,22 @@ class ValueHead(nn.Module):
 class CriticModel(nn.Module):
     """A decoder of its own with a value head on it."""
 
-    def __init__(self, decoder: nn.Module, head: ValueHead) -> None:
+    def __init__(self, decoder: nn.Module, head: ValueHead, *, shares_prompts: bool = False) -> None:
+        """`shares_prompts`: as of a `Policy`."""
         super().__init__()
         self.decoder = decoder
         self.head = head
+        self.shares_prompts = shares_prompts
 
     def forward(self, tokens: Tensor, positions: Tensor, packing: PackedLayout, state_index: Tensor) -> Tensor:
         """Values of the states at `state_index` [K] of the packed row [N]; [K, num_outputs]."""
-        hidden = self.decoder(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
-        ).last_hidden_state[0]
+        hidden = packed_states(self.decoder, tokens, positions, packing)
         return self.head(hidden.index_select(0, state_index))
 
 
 def build_critic(
     config: CriticConfig, estimator: str, policy: Policy, model_dir: Path, *, num_steps: int, dtype: torch.dtype,
-    ranks: Ranks,
+    ranks: Ranks, max_tokens: int | None = None,
 ) -> Critic:
     """The critic that the settings describe.
 
@@ -69,6 +72,7 @@ def build_critic(
         estimator: name; one that reads action values (`retrace_q`) makes it a critic of these.
         model_dir: the policy's first checkpoint; a critic model starts there unless critic.model_path is set.
         num_steps: of the run, for the schedule.
+        max_tokens: of the run's longest sequence; see `load_policy`.
     Raises:
         ConfigError: action values over a large vocabulary, or action values without the policy's states.
     """
@@ -85,8 +89,12 @@ def build_critic(
     if config.kind is CriticKind.head:
         module: nn.Module = shard(ValueHead(policy.hidden_size, outputs), [], ranks, torch.float32)
     else:
-        start = load_policy(config.model_path or model_dir)
-        network = CriticModel(start.model.get_decoder(), ValueHead(start.hidden_size, outputs))
+        start = load_policy(
+            config.model_path or model_dir, max_tokens=max_tokens, share_prompts=policy.shares_prompts
+        )
+        start.model.set_attn_implementation(registered(policy.attention))
+        head = ValueHead(start.hidden_size, outputs)
+        network = CriticModel(decoder_of(start.model), head, shares_prompts=start.shares_prompts)
         module = shard(network, decoder_layers(start.model), ranks, dtype)
     return Critic(
         module, make_optimizer(module, config.optimizer, setting="critic.optimizer"),

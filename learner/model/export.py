@@ -5,42 +5,76 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from learner.adapter.lora import adapter_parameters, base_parameters, save_adapter, scale_of
+from learner.adapter.quantize import Dequantized
 from learner.mesh import Ranks
 from learner.model.policy import Policy
+from learner.publish.publisher import policy_parameters
+from streamrl.config.schema import LoraConfig
+from streamrl.weights.adapter import merged
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @torch.no_grad()
-def export_model(policy: Policy, model_dir_source: Path | str, out_dir: Path | str, ranks: Ranks | None = None) -> Path:
+def export_model(
+    policy: Policy, model_dir_source: Path | str, out_dir: Path | str, ranks: Ranks | None = None, *,
+    lora: LoraConfig | None = None,
+) -> Path:
     """Write weights and config of the policy, and every other small file (tokenizer, templates) of its first model.
 
     A collective call: tensors are gathered one at a time and kept in host memory by rank 0, which writes. An existing
     `out_dir` is replaced in one step when the new one is complete.
+
+    Args:
+        lora: of a policy with an adapter, which is merged here and also written on its own, in peft's form, to the
+            folder `adapter` beside `out_dir`.
     """
     out_dir, source = Path(out_dir), Path(model_dir_source)
     ranks = ranks or Ranks()
-    weights = {}
-    for name, parameter in policy.model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if ranks.rank == 0:
-            weights[name] = whole.detach().to("cpu", copy=True)
+    adapter = _gather(adapter_parameters(policy), ranks) if lora is not None else {}
+    weights = _gather(base_parameters(policy) if lora is not None else policy_parameters(policy.model), ranks)
     if ranks.rank == 0:
-        draft = out_dir.with_name(f"{out_dir.name}.tmp-{secrets.token_hex(4)}")
-        draft.mkdir(parents=True)
-        for path in source.iterdir():
-            if path.is_file() and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, draft / path.name)
-        policy.model.save_pretrained(draft, state_dict=weights)
-        old = out_dir.with_name(f"{out_dir.name}.old-{secrets.token_hex(4)}")
-        if out_dir.exists():
-            os.replace(out_dir, old)
-        os.replace(draft, out_dir)
-        shutil.rmtree(old, ignore_errors=True)
+        if lora is not None:
+            whole = {name: weight.float() for name, weight in weights.items()}
+            weights = dict(merged(whole, adapter, scale_of(lora)))
+            with _replacing(out_dir.with_name("adapter")) as draft:
+                save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
+        with _replacing(out_dir) as draft:
+            for path in source.iterdir():
+                if path.is_file() and not path.name.endswith(_WEIGHTS):
+                    shutil.copyfile(path, draft / path.name)
+            policy.model.save_pretrained(draft, state_dict=weights)
     ranks.barrier()
     return out_dir
+
+
+def _gather(parameters: Iterable[tuple[str, Tensor | Dequantized]], ranks: Ranks) -> dict[str, Tensor]:
+    """Whole tensors in host memory, on rank 0; a collective call."""
+    found = {}
+    for name, parameter in parameters:
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor | Dequantized) else parameter
+        if ranks.rank == 0:
+            found[name] = whole.detach().to("cpu", copy=True)
+    return found
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A draft that takes the folder's place when the block ends well."""
+    draft = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    draft.mkdir(parents=True)
+    yield draft
+    old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(draft, folder)
+    shutil.rmtree(old, ignore_errors=True)

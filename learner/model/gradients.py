@@ -22,6 +22,34 @@ class StepResult:
     lr: float
 
 
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What the optimizer steps of one batch did."""
+
+    steps: tuple[StepResult, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """No step changed anything, because no gradients were finite."""
+        return all(step.skipped for step in self.steps)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that changed nothing."""
+        return sum(step.skipped for step in self.steps)
+
+    @property
+    def grad_norm(self) -> float:
+        """Mean global norm of the steps whose gradients were finite; not finite if there is none."""
+        norms = [step.grad_norm for step in self.steps if not step.skipped]
+        return math.fsum(norms) / len(norms) if norms else self.steps[0].grad_norm
+
+    @property
+    def lr(self) -> float:
+        """Of the last step."""
+        return self.steps[-1].lr
+
+
 @torch.no_grad()
 def optimizer_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, *, step: int, max_grad_norm: float,
@@ -30,7 +58,7 @@ def optimizer_step(
     """Clip the global gradient norm, step, and forget the gradients.
 
     Args:
-        step: the version before the update; the scheduled rate depends on nothing else.
+        step: the optimizer step's number, counted from 0; the scheduled rate depends on nothing else.
         lr_scale: factor on the scheduled rate, for steps that trust their batch less.
         max_grad_norm: gradients are scaled down to this norm; 0 or less does not clip.
         frozen: measure and forget the gradients, but change nothing (a critic's warm-up).

@@ -57,10 +57,13 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * left
 
 
-def make_schedule(optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, num_steps: int) -> Schedule:
-    """The schedule that the settings describe, over `num_steps` updates."""
+def make_schedule(
+    optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, num_steps: int, lr_scale: float = 1.0
+) -> Schedule:
+    """The schedule that the settings describe, over `num_steps` updates, with all its rates times `lr_scale`."""
     return Schedule(
-        scheduler.name, optimizer.lr, num_steps, math.ceil(scheduler.warmup_ratio * num_steps), scheduler.min_lr
+        scheduler.name, optimizer.lr * lr_scale, num_steps, math.ceil(scheduler.warmup_ratio * num_steps),
+        scheduler.min_lr * lr_scale,
     )
 
 

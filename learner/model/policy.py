@@ -1,12 +1,13 @@
 """The policy: any causal language model of transformers, scored packed, sharded with FSDP2 over several ranks.
 
 Only the model's attention function and output layer are replaced: hidden states go to `score_tokens`, which holds a
-chunk of logits at a time. `load_policy` checks on a few tokens that this gives the model's own log-probs.
+chunk of logits at a time. `load_policy` checks that this gives the log-probs of eager transformers (`self_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from learner.attention.choice import choose_attention
 from learner.data.layout import PackedLayout, make_layout
 from learner.mesh import Ranks
-from learner.model.attention import ATTENTION
-from learner.model.logprob_head import inspect_tokens, score_tokens
+from learner.model.attention import ATTENTION, decoder_of, packed_states, registered
+from learner.model.scoring.logit_rule import PLAIN, LogitRule
+from learner.model.scoring.logprob_head import inspect_tokens, score_tokens
+from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
+from streamrl.config.eval_sets import longest_sequence
+from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
-_MOST_DIFFERENCE = 1e-3  # of a log-prob, in float32, between packed and plain scoring; measured about 1e-6
+log = logging.getLogger("streamrl.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,16 @@ class Inspected:
 class Policy(nn.Module):
     """A causal language model that scores packed sequences; `policy.model` is the transformers model, names and all."""
 
-    def __init__(self, model: Any, *, chunk_tokens: int = 1024) -> None:
+    def __init__(self, model: Any, *, rule: LogitRule = PLAIN, chunk_tokens: int = 1024) -> None:
+        """`rule`: what the model does to the logits of its output layer."""
         super().__init__()
         self.model = model
+        self.rule = rule
         self.chunk_tokens = chunk_tokens
+        self.shares_prompts = False
+        """Sequences may be packed with their common beginning once (`learner.data.packing.pack(share=True)`)."""
+        self.attention = "sdpa"
+        """The kind of `learner.attention.choice.ATTENTIONS` that it computes with."""
 
     def forward(
         self,
@@ -68,20 +80,18 @@ class Policy(nn.Module):
 
         With `inspect` the answer is an `Inspected`: it is one pass, as FSDP2 gathers weights for `forward` only.
         """
-        hidden = self.model.get_decoder()(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
-        ).last_hidden_state[0]
+        hidden = packed_states(decoder_of(self.model), tokens, positions, packing)
         head = self.output_layer
         read, bias = hidden.index_select(0, score_index), getattr(head, "bias", None)
         logprobs, entropy = score_tokens(
-            read, head.weight, targets, temperatures, bias=bias, chunk_tokens=self.chunk_tokens
+            read, head.weight, targets, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens
         )
         if inspect is None:
             return logprobs, entropy
         squares = everything = None
         if inspect.square_sums or inspect.all_logprobs:
             squares, everything = inspect_tokens(
-                read, head.weight, temperatures, bias=bias, chunk_tokens=self.chunk_tokens,
+                read, head.weight, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens,
                 keep_all=inspect.all_logprobs,
             )
         return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything)
@@ -99,9 +109,21 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
 
+def pass_options(config: Config) -> dict[str, Any]:
+    """How the networks of a run make their passes, as keywords of `load_policy`."""
+    learner = config.learner
+    return {
+        "chunk_tokens": learner.logprob_chunk_tokens, "attention": learner.attention.name,
+        "share_prompts": learner.share_prompts, "compile_with": "inductor" if learner.compile else None,
+        "max_tokens": longest_sequence(config),
+    }
+
+
 def load_policy(
     model_dir: Path | str, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False,
-    chunk_tokens: int = 1024, ranks: Ranks | None = None,
+    chunk_tokens: int = 1024, ranks: Ranks | None = None, max_tokens: int | None = None, attention: str = "sdpa",
+    share_prompts: bool = False, compile_with: str | None = None,
+    adapt: Callable[[Policy], None] | None = None,
 ) -> Policy:
     """A policy from a local checkpoint, ready to train.
 
@@ -113,25 +135,91 @@ def load_policy(
             mixed precision, so `ranks` must have a mesh.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
+        max_tokens: of the run's longest sequence; it decides between the frequencies of a longrope model.
+        attention: "auto" or a kind of `learner.attention.choice.ATTENTIONS`.
+        share_prompts: find out whether a common beginning of sequences may be packed once (`Policy.shares_prompts`).
+        compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
+        adapt: changes its layers, before they are sharded.
     Raises:
-        ConfigError: no such directory, or a model whose packed log-probs would not be its own.
+        ConfigError: no such directory, a model whose packed log-probs would not be its own, or an attention that cannot
+            be computed here.
     """
     ranks = ranks or Ranks()
+    attention = choose_attention(attention, device=ranks.device, dtype=dtype)
     model = _read_model(Path(model_dir))
-    policy = Policy(model, chunk_tokens=chunk_tokens).train()
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # a dropped unit would change the ratio that is being trained on
-    _check_scoring(policy, str(model_dir))
+    # Dropout, skipped layers and noise in routers would change the ratio that is being trained on: actors have none.
+    model.eval()
+    try:
+        rule = prepare(model, score_rows, max_tokens=max_tokens)
+    except NotExact as error:
+        raise ConfigError(f"{model_dir}: the model cannot be trained packed: {error}.") from error
+    policy = Policy(model, rule=rule, chunk_tokens=chunk_tokens)
+    if share_prompts:
+        reason = why_not_shared(model, score_shared, max_tokens=max_tokens)
+        policy.shares_prompts = not reason
+        if reason:
+            log.warning("%s: a prompt is packed again for every answer to it: %s", model_dir, reason)
+    _set_passes(policy, attention, compile_with)
+    if adapt is not None:
+        adapt(policy)
     if gradient_checkpointing:
-        # transformers renamed it in 5.23; both names take the keyword arguments of torch's checkpoint
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        _recompute_layers(model)
     if ranks.fsdp_mesh is None:
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy.to(ranks.device)
     return shard(policy, decoder_layers(policy.model), ranks, dtype)
+
+
+def _set_passes(policy: Policy, attention: str, compile_with: str | None) -> None:
+    """Change kernels after the checks, which are made with sdpa: kernels are compared with it where they run."""
+    policy.attention = attention
+    policy.model.set_attn_implementation(registered(attention, compiled=compile_with is not None))
+    if compile_with is not None:  # before sharding, so that FSDP2's hooks run around compiled layers
+        for layer in decoder_layers(policy.model):
+            layer.compile(backend=compile_with, dynamic=True)
+
+
+def score_rows(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
+    """Log-prob of every token but each row's first, in one packed pass; `learner.model.scoring.self_check.Score`."""
+    return _score(model, rule, rows, num_shared=0)
+
+
+def score_shared(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
+    """The same with what all rows begin with packed once."""
+    shortest = min(len(row) for row in rows)
+    same = torch.stack([row[:shortest] for row in rows]).eq(rows[0][:shortest]).all(0)
+    return _score(model, rule, rows, num_shared=int(same.long().cumprod(0).sum()))
+
+
+def _score(model: Any, rule: LogitRule, rows: Sequence[Tensor], *, num_shared: int) -> Tensor:
+    parts = [rows[0][:num_shared]] * bool(num_shared) + [row[num_shared:] for row in rows]
+    parents = [-1] * bool(num_shared) + [0 if num_shared else -1] * len(rows)
+    positions = [torch.arange(num_shared)] * bool(num_shared) + [torch.arange(num_shared, len(row)) for row in rows]
+    start, index = num_shared, []
+    for row in rows:
+        own = torch.arange(start, start + len(row) - num_shared)
+        index.append(torch.cat([torch.arange(num_shared), own])[:-1])
+        start += len(own)
+    targets = torch.cat([row[1:] for row in rows])
+    scored, _ = Policy(model, rule=rule)(
+        torch.cat(parts), torch.cat(positions), make_layout([len(part) for part in parts], parents),
+        torch.cat(index), targets, torch.ones(len(targets)),
+    )
+    return scored
+
+
+def _recompute_layers(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass."""
+    # transformers renamed it in 5.23; both names take the keyword arguments of torch's checkpoint
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # transformers recomputes in training mode only; its children stay without dropout
+            for name, value in vars(module).items():
+                if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                    setattr(module, name, 0.0)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -161,40 +249,8 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: t
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for layer in layers:
-            fully_shard(layer, mesh=ranks.fsdp_mesh, mp_policy=precision)
-        fully_shard(module, mesh=ranks.fsdp_mesh, mp_policy=precision)
+        # Quantized weights are blocks that no rank could use in part: each has them whole.
+        whole = {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
+        for part in (*layers, module):
+            fully_shard(part, mesh=ranks.fsdp_mesh, mp_policy=precision, ignored_params=whole or None)
     return module.to(ranks.device)
-
-
-@torch.no_grad()
-def _check_scoring(policy: Policy, where: str) -> None:
-    """Score two short rows packed, and each alone with the model's own output layer; they must agree.
-
-    Catches models that scale or cap their logits, mix neighbors through a recurrence, or ignore the packing.
-    """
-    config = policy.model.config.get_text_config()
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if getattr(config, name, None):
-            raise ConfigError(f"{where}: {name}={getattr(config, name)}, but packed scoring has no soft cap.")
-    vocabulary = policy.output_layer.weight.shape[0]
-    rows = [row.remainder(vocabulary) for row in (torch.arange(7), torch.arange(5) * 3 + 1)]
-    lengths = [len(row) for row in rows]
-    positions = [torch.arange(length) for length in lengths]
-    expected = []
-    for row, position in zip(rows, positions, strict=True):
-        logits = policy.model(
-            input_ids=row[None], position_ids=position[None], use_cache=False, packing=make_layout([len(row)])
-        ).logits[0].float()
-        expected.append(logits[:-1].log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1))
-    targets = torch.cat([row[1:] for row in rows])
-    index = torch.cat([positions[0][:-1], positions[1][:-1] + lengths[0]])
-    scored, _ = policy(
-        torch.cat(rows), torch.cat(positions), make_layout(lengths), index, targets, torch.ones(len(targets))
-    )
-    difference = float((scored - torch.cat(expected)).abs().max())
-    if not difference <= _MOST_DIFFERENCE:
-        raise ConfigError(
-            f"{where}: packed log-probs differ from the model's own by {difference:.2g} nats (most allowed "
-            f"{_MOST_DIFFERENCE}): this architecture scales its logits or mixes packed neighbors; it is not supported."
-        )

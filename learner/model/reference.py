@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
 from learner.mesh import Ranks, local_part
-from learner.model.policy import Policy, load_policy
+from learner.model.policy import Policy, load_policy, pass_options
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
@@ -32,6 +32,11 @@ class FrozenPolicy:
     def __init__(self, policy: Policy, *, name: str) -> None:
         self.name = name
         self._policy = policy.requires_grad_(False).eval()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether this model may score sequences whose common beginning is packed once."""
+        return self._policy.shares_prompts
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> Tensor:
@@ -116,7 +121,7 @@ def load_reference(
     """
     path = config.reference.model_path or start
     try:
-        model = load_policy(path, dtype=dtype, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens)
+        model = load_policy(path, dtype=dtype, ranks=ranks, **pass_options(config))
         reference = FrozenPolicy(model, name="reference")
         reference.check_same_vocabulary(policy)
     except ConfigError as error:
@@ -126,7 +131,7 @@ def load_reference(
     return reference
 
 
-def sync_if_due(reference: FrozenPolicy | None, policy: nn.Module, *, every: int, version: int) -> None:
-    """Let the reference follow after every so many optimizer steps; 0 never."""
-    if reference is not None and every and version % every == 0:
+def sync_if_due(reference: FrozenPolicy | None, policy: nn.Module, *, every: int, step: int) -> None:
+    """Let the reference follow after every so many steps; 0 never."""
+    if reference is not None and every and step % every == 0:
         reference.sync(policy)

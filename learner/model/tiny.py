@@ -153,7 +153,7 @@ def _task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool) -> li
             record = task.record("train", size - 1 - i)
         except TaskError:
             continue  # a bad record of a data file: it is counted when it is drawn
-        messages = env.reset(record)
+        messages = env.reset(record) if hasattr(env, "reset") else None  # an interaction loop may have none
         if not isinstance(messages, list | tuple) or len(messages) != 1 or messages[0].role != "user":
             raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
         turns = _target_turns(task, record) if knows_targets else [""]

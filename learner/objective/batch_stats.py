@@ -46,8 +46,10 @@ class BatchStats:
         group_ids: int64 [P]; equal numbers share a baseline.
         num_tokens: int64 [P] action tokens.
         places: int64 [R] of this rank's trajectories among the P.
-        weights: float32 [R] factor of each token loss of the trajectory in the batch's loss.
-        head_lags: int64 [R] largest lag that the hub promised to train, of each trajectory.
+        weights: float32 [R] factor of each token loss of the trajectory in the loss of its minibatch.
+        minibatches: int64 [R] number of the minibatch that each trajectory belongs to.
+        num_minibatches: of the whole batch.
+        head_lags: int64 [R] largest lag that the hub promised to train, of each trajectory, at the first step.
     """
 
     scores: Tensor
@@ -56,6 +58,8 @@ class BatchStats:
     places: Tensor
     weights: Tensor
     head_lags: Tensor
+    minibatches: Tensor
+    num_minibatches: int
 
     def gather(self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks) -> Tensor:
         """What is `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
@@ -86,15 +90,20 @@ def of_plan(
         truncated = torch.tensor([float(row.truncated) for row in trajectories])
         kept = exchange(places, truncated, len(plan), ranks) == 0
     # Fixed here from the whole batch: a mean taken in each micro-batch would depend on how the batch was split.
-    weights = torch.zeros(len(plan))
-    weights[kept] = aggregation_weights(
-        counts[kept], mode=avg_level, group_ids=group_ids[kept], max_tokens=max_new_tokens
-    )
+    weights, minibatches = torch.zeros(len(plan)), torch.tensor([row.minibatch for row in plan])
+    for number in minibatches.unique().tolist():  # each is the mean of an optimizer step of its own
+        chosen = kept & (minibatches == number)
+        weights[chosen] = aggregation_weights(
+            counts[chosen], mode=avg_level, group_ids=group_ids[chosen], max_tokens=max_new_tokens
+        )
     scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
     head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
     if spread_budget is not None:
         group_ids = split_by_lag(group_ids, head_lags, budget=spread_budget)
-    return BatchStats(scores, group_ids, counts, places, weights[places], head_lags[places])
+    return BatchStats(
+        scores, group_ids, counts, places, weights[places], head_lags[places], minibatches[places],
+        num_minibatches=int(minibatches.max()) + 1 if len(plan) else 1,
+    )
 
 
 def exchange(places: Tensor, mine: Tensor, num_rows: int, ranks: Ranks) -> Tensor:

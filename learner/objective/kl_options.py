@@ -95,10 +95,12 @@ def needs_reference(kl: KlConfig, constraint: ConstraintConfig) -> bool:
 
 def check_regularizers(
     kl: KlConfig, reference: ReferenceConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
-    max_lag: int,
+    max_lag: int, steps_per_batch: int = 1,
 ) -> None:
     """Refuse what is unknown, impossible, biased without being asked for, or without effect.
 
+    Args:
+        steps_per_batch: optimizer steps that share an anchor.
     Raises ConfigError: names the setting, the value and the remedy.
     """
     in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint)
@@ -107,7 +109,7 @@ def check_regularizers(
     if not needs_reference(kl, constraint):
         names = ("model_path", "sync_every_steps")
         unused("reference", reference, names, "without kl.mode or constraint.kl_limit")
-    _check_entropy(entropy, loss)
+    _check_entropy(entropy, loss, steps_per_batch)
     _check_constraint(constraint)
 
 
@@ -147,7 +149,7 @@ def _check_kl_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) 
         unused("kl", kl, ["cap"], f"with kl.mode={kl.mode}: it has no truncated weight of its own")
 
 
-def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
+def _check_entropy(entropy: EntropyConfig, loss: LossConfig, steps_per_batch: int) -> None:
     if entropy.adapt is EntropyAdapt.none:
         unused("entropy", entropy, ("target", "step", "low", "high"), "with entropy.adapt=none")
         return
@@ -167,9 +169,10 @@ def _check_entropy(entropy: EntropyConfig, loss: LossConfig) -> None:
         "ppo_clip, or entropy.adapt=coef.",
     )
     need(
-        loss.anchor != "recomputed",
+        loss.anchor != "recomputed" or steps_per_batch > 1,
         f"{what} does nothing with loss.anchor=recomputed: with one optimizer step per batch the policy is its own "
-        "anchor, and no ratio reaches a clip. Use loss.anchor=loglinear or the behavior policy.",
+        "anchor, and no ratio reaches a clip. Set learner.num_minibatches or learner.num_epochs, or use "
+        "loss.anchor=loglinear or the behavior policy.",
     )
     _within("loss.clip_high", loss.clip_high, bounds, "entropy.low", "entropy.high")
 

@@ -1,4 +1,4 @@
-"""How one step treats data for its age; the staleness control gives it to the objective with every batch."""
+"""How one batch treats data for its age; the staleness control gives it to the objective with every batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from streamrl.algorithms import lag_weights
 
 @dataclass(frozen=True, slots=True)
 class LagPolicy:
-    """The rules of one step; the defaults treat all ages alike.
+    """The rules of one batch; the defaults neither mask nor discount by lag. Lags to mask or discount by are those at
+    its first optimizer step, so that no token changes its weight between the steps.
 
     Attributes:
         mask_beyond: tokens of a larger lag are left out of the loss, unless the hub's plan says that their trajectory

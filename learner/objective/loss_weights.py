@@ -2,7 +2,7 @@
 
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
     the objective reads  controls.kl_coef, .entropy_coef, .clip_high, .multipliers     constant within a step
-    after finish()       controls.record(meter); controls.update(meter, version=...)   same totals: same on all ranks
+    after finish()       controls.record(meter); controls.update(meter, num_steps=...) same totals: same on all ranks
     a checkpoint holds   controls.to_plain()                                           numbers only
 
 The rules are pure functions of `streamrl.algorithms`; this class keeps their states between steps.
@@ -30,13 +30,14 @@ class LossWeights:
 
     Args:
         kl, entropy, constraint, loss: settings, checked by `learner.objective.kl_options.check_regularizers`.
-        version: optimizer steps done before the first one here (for a schedule).
+        num_steps: steps done before the first one here (for a schedule).
     """
 
     def __init__(
-        self, kl: KlConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *, version: int = 0
+        self, kl: KlConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
+        num_steps: int = 0,
     ) -> None:
-        self._kl, self._entropy, self._constraint = kl, entropy, constraint
+        self._kl, self._entropy, self._constraint, self._settings = kl, entropy, constraint, loss
         self._kl_options, self._entropy_options = kl_options.controller_options(kl), kl_options.entropy_options(entropy)
         self._method_options = kl_options.method_options(constraint)
         self._limits = kl_options.constraint_limits(constraint)
@@ -44,7 +45,7 @@ class LossWeights:
         self._bonus, self.clip_high = loss.entropy_coef, loss.clip_high
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
         self._duals = {name: ConstraintState() for name in self._limits}
-        self._follow_schedule(version)
+        self._follow_schedule(num_steps)
 
     @property
     def kl_coef(self) -> float:
@@ -72,6 +73,12 @@ class LossWeights:
             return 2.0 * self._method_options["weight"] * max(0.0, error)
         return 0.0 if self._constraint.one_sided and error <= 0.0 else self._duals[name].multiplier
 
+    @property
+    def read_every_token(self) -> bool:
+        """Some term, or what moves its weight, depends on tokens whose advantage is 0."""
+        entropy = self._entropy.adapt is not EntropyAdapt.none or self._settings.entropy_coef > 0.0
+        return entropy or self._kl.mode != "off" or bool(self._limits) or self._settings.behavior_penalty > 0.0
+
     def record(self, meter: Meter) -> None:
         """Log the weights that this step used; call it before `update`."""
         if self._kl.mode != "off":
@@ -83,12 +90,12 @@ class LossWeights:
         for name, multiplier in self.multipliers.items():
             meter.add(f"constraint/{name}", multiplier)
 
-    def update(self, meter: Meter, *, version: int, frozen: bool = False) -> None:
+    def update(self, meter: Meter, *, num_steps: int, frozen: bool = False) -> None:
         """Move all weights by this step's global means; what was not measured moves nothing.
 
         Args:
             meter: of the whole step, the same on every rank; read for kl/value, entropy/mean, policy/num_trajectories.
-            version: optimizer steps done by now.
+            num_steps: steps (batches) done by now.
             frozen: hold the multipliers of constraints: what the data says of them is too stale (low ESS).
         """
         # A skipped step, or one without tokens, measures nothing; a controller fed with 0 would run away.
@@ -110,16 +117,18 @@ class LossWeights:
                 self._duals[name] = rule(
                     dual, measured[name], self._limits[name], sense=SENSES[name], frozen=frozen, **self._method_options
                 )
-        self._follow_schedule(version)
+        self._follow_schedule(num_steps)
 
     @property
     def _kl_moves(self) -> bool:
         """A controller moves the weight of the KL term by what was measured."""
         return self._kl.controller in kl_options.CONTROLLERS and self._kl.mode != "off"
 
-    def _follow_schedule(self, version: int) -> None:
+    def _follow_schedule(self, num_steps: int) -> None:
         if self._kl.controller == "schedule" and self._kl.mode != "off":
-            self._kl_state = KlState(kl_schedule(version, start=kl_options.starting_coef(self._kl), **self._kl_options))
+            self._kl_state = KlState(
+                kl_schedule(num_steps, start=kl_options.starting_coef(self._kl), **self._kl_options)
+            )
 
     def to_plain(self) -> dict[str, Any]:
         """All states as JSON holds them."""

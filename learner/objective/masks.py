@@ -52,7 +52,8 @@ def token_masks(
     Args:
         correction: the entry that `loss` names.
         advantages: [S, A]; some masks spare tokens with a positive one.
-        head_lags: int64 [S], the largest lag that the hub promised to train of each trajectory.
+        head_lags: int64 [S], the largest lag that the hub promised to train of each trajectory, at the batch's first
+            optimizer step.
     """
     # Against the recorded log-probs, whatever the anchor: masks ask how far the data are, not how far the update went.
     ratios, mask = tokens.log_ratios, tokens.mask
@@ -61,7 +62,7 @@ def token_masks(
     if lag_policy.mask_beyond is not None:
         # A group that was leased under a wider bound than today's keeps that.
         oldest = head_lags.clamp(min=lag_policy.mask_beyond)[:, None]
-        removed["lag"] = ~lag_keep(tokens.lags, mask, max_lag=oldest)
+        removed["lag"] = ~lag_keep(tokens.first_lags, mask, max_lag=oldest)
     if loss.veto_low is not None or loss.veto_high is not None:
         removed["veto"] = _vetoed(loss, ratios, mask)
     nothing = torch.zeros_like(mask)  # of a rule that waits for drift: its metric is 0 meanwhile, not absent

@@ -2,12 +2,14 @@
 
     begin(trajectories, plan)      what depends on the whole batch: baselines, scales, row weights, moments
     [scoring pass]                 if `needs` says so: observe(micro_batch, outputs) for each, then close_observation()
+    begin_step(number)             of a batch of several optimizer steps, before each
     loss(micro_batch)              advantages -> masks -> surrogate -> regularizers -> weighted sum
-    finish()                       statistics of the step, summed over ranks
+    finish()                       statistics of the optimizer step, summed over ranks
 
 Every number that needs the whole batch is fixed before the first `loss`, so a split into micro-batches or ranks changes
-nothing. The recorded behavior log-prob is the only denominator of a ratio. The algorithms are pure functions in
-`streamrl.algorithms`; this class chooses between them.
+nothing; all optimizer steps of the batch share it, and the anchor of the ratio with it. The recorded behavior log-prob
+is the only denominator of a ratio. The algorithms are pure functions in `streamrl.algorithms`; this class chooses
+between them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
+from learner.data.selection import places_with_gradient
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from learner.model.critic import Targets
@@ -28,11 +31,19 @@ from learner.objective import batch_stats
 from learner.objective.advantages import Advantages, RowAdvantages, token_advantages
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import TokenMasks, token_masks
-from learner.objective.options import WEIGHTED_BASELINES, anchor_of, check_settings, surrogate_options
+from learner.objective.options import WEIGHTED_BASELINES, anchor_of, check_settings, surrogate_options, vanishes_at_zero
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.objective.statistics import RATIO_CAP, LossTerms, add_plan, add_trajectories, measure, measure_traces
-from learner.objective.token_batch import EWMA, POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
+from learner.objective.statistics import (
+    RATIO_CAP,
+    LossTerms,
+    add_left_out,
+    add_plan,
+    add_trajectories,
+    measure,
+    measure_traces,
+)
+from learner.objective.token_batch import EWMA, FROZEN, POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
 from streamrl.algorithms import aggregate, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.types import ClipBounds, TokenLoss
 from streamrl.config.schema import AdvantageConfig, LossConfig
@@ -51,6 +62,8 @@ class Objective:
         regularizers: KL, entropy and constraints; None is what `loss` alone asks for.
         reward_rules: what a trajectory's reward is made of; None takes the task's.
         filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
+        leave_out: make no pass over trajectories that cannot change the gradient, where no term reads them.
+        steps_per_batch: optimizer steps of one batch.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
     """
@@ -58,9 +71,10 @@ class Objective:
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
         ranks: Ranks, regularizers: Regularizers | None = None, reward_rules: RewardRules | None = None,
-        filter_truncated: bool = False,
+        filter_truncated: bool = False, leave_out: bool = False, steps_per_batch: int = 1,
     ) -> None:
-        check_settings(advantage, loss, max_lag=max_lag)
+        check_settings(advantage, loss, max_lag=max_lag, steps_per_batch=steps_per_batch)
+        self._steps_per_batch = steps_per_batch
         self._advantage, self._loss = advantage, loss
         self._estimator, self._surrogate = find_estimator(advantage.estimator), find_surrogate(loss.surrogate)
         self._correction, self._anchor = find_correction(loss.correction), anchor_of(loss)
@@ -68,6 +82,8 @@ class Objective:
         self._max_new_tokens, self._lag_policy = max_new_tokens, LagPolicy()
         self._regularizers = regularizers or Regularizers.of_loss(loss)
         self._reward_rules, self._filter_truncated = reward_rules, filter_truncated
+        self._leaves_out = leave_out and self._may_leave_out
+        self._left_out: dict[int, Trajectory] = {}
         self._stats: batch_stats.BatchStats | None = None
         self._rows: RowAdvantages | None = None
         self._bounds: ClipBounds | None = None
@@ -76,8 +92,10 @@ class Objective:
         self._advantages: dict[batch_stats.MicroBatchKey, Advantages] = {}
         self._watched: Collection[int] = ()
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._version = 0
+        self._first_version = self._version = 0
         self._meter = Meter()
+        self.places: tuple[int, ...] = ()
+        """Places of this rank's trajectories that are to be packed: those that can change the gradient."""
         self.ranks = ranks
 
     @property
@@ -95,11 +113,23 @@ class Objective:
         of_batch = advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES
         if of_batch or advantage.rho_bar_ess_target is not None or self._surrogate.fit is not None:
             needs.add(POLICY)
+        # What several optimizer steps share must be known of the policy before the first of them.
+        if self._steps_per_batch > 1 and (self._anchor in FROZEN or "policy_logprobs" in self._estimator.inputs):
+            needs.add(POLICY)
         if advantage.baseline == "opob":
             needs.add(SQUARE_NORMS)
         if self._anchor == EWMA:
             needs.add(PROXIMAL)
         return frozenset(needs)
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """The loss of a token without advantage is 0 and nothing else reads it."""
+        # What a scoring pass measures depends on the whole batch. A mask by ratio is not known before the pass.
+        # A normalized correction divides by the mean weight of a micro-batch, and a user's may read all of it.
+        whole = self._correction.normalize or self._correction.function is not None
+        reads = bool(self.needs) or whole or self._regularizers.reads_every_token
+        return not reads and vanishes_at_zero(self._surrogate, self._options)
 
     def reward_rules_state(self) -> dict[str, Any]:
         """What the reward rules remember between steps, for a checkpoint."""
@@ -117,16 +147,18 @@ class Objective:
         Args:
             trajectories: of this rank, in the order that was or will be packed.
             plan: every trajectory of the batch, on any rank.
-            version: optimizer steps done before this one; lags count from it.
-            lag_policy: how old tokens are treated in this step; None treats all alike.
+            version: optimizer steps done before this batch; lags count from it.
+            lag_policy: how old tokens are treated in this batch; None treats all alike.
         Raises:
             ContentError: plan and trajectories disagree.
         """
-        self._version, self._lag_policy = version, lag_policy or LagPolicy()
+        self._first_version = self._version = version
+        self._lag_policy = lag_policy or LagPolicy()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
         self._outputs, self._advantages = {}, {}
         self._watched, self._seen = (), {}
-        # The entropy controller may have moved the upper clip since the last step.
+        self._left_out = {}
+        # The entropy controller may have moved the upper clip since the last batch.
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularizers.controls.clip_high))
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
@@ -141,7 +173,53 @@ class Objective:
             self._stats, self._advantage, self._estimator,
             lambda: batch_stats.return_moments(trajectories, self._advantage, self.ranks),
         )
+        self.places = self._with_gradient(trajectories)
+        left_out = sorted(set(range(len(trajectories))) - set(self.places))
+        self._left_out = {place: trajectories[place] for place in left_out}
+        self.begin_step(0)
         return list(trajectories)
+
+    def _with_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+        """Places of the trajectories that need a pass at the steps of their minibatch."""
+        assert self._stats is not None and self._rows is not None
+        everything = tuple(range(len(trajectories)))
+        known = self._estimator.of_rows or self._estimator.scales_scores
+        return everything if not self._leaves_out else places_with_gradient(
+            trajectories, weights=self._stats.weights, advantages=self._rows.advantages if known else None,
+            oldest_lags=self._oldest_lags, version=self._first_version,
+        )
+
+    @property
+    def _known_advantages(self) -> Tensor:
+        """Of this rank's trajectories, the advantage of all their tokens as far as it needs no pass, else NaN."""
+        assert self._rows is not None, "an advantage before begin()"
+        rows = self._rows.advantages.float()
+        if self._estimator.of_rows:
+            return rows
+        zero = (rows == 0) if self._estimator.scales_scores else torch.zeros_like(rows, dtype=torch.bool)
+        return torch.where(zero, 0.0, math.nan)
+
+    @property
+    def _oldest_lags(self) -> Tensor | None:
+        """Of this rank's trajectories, the lag at the first step beyond which tokens are masked; None masks none."""
+        bound = self._lag_policy.mask_beyond
+        return None if bound is None else self._stats.head_lags.clamp(min=bound)
+
+    def begin_step(self, number: int) -> None:
+        """The batch's optimizer step of this number, counted from 0, follows; `begin` is followed by number 0."""
+        self._version = self._first_version + number
+        if number:
+            self._meter = Meter()
+        assert self._stats is not None, "begin_step() before begin()"
+        minibatch = number % self._stats.num_minibatches
+        mine = (self._stats.minibatches == minibatch).nonzero()[:, 0].tolist()
+        left_out, oldest_lags = [place for place in mine if place in self._left_out], self._oldest_lags
+        add_left_out(
+            self._meter, [self._left_out[place] for place in left_out],
+            num_tokens=int(self._stats.num_tokens[self._stats.places[mine]].sum()), version=self._version,
+            advantages=self._known_advantages[left_out],
+            oldest_lags=None if oldest_lags is None else oldest_lags[left_out] + number,
+        )
 
     # --- the scoring pass ---------------------------------------------------------------------------------------
 
@@ -219,7 +297,7 @@ class Objective:
         surrogate = self._surrogate_losses(tokens, advantages)
         # A correction weighs the policy term alone; regularizers come after, with weights of their own.
         losses = surrogate.losses if masks.weights is None else masks.weights * surrogate.losses
-        lag_weights = self._lag_policy.weights(tokens.lags, tokens.mask)
+        lag_weights = self._lag_policy.weights(tokens.first_lags, tokens.mask)
         if lag_weights is not None:
             losses = losses * lag_weights
         losses = self._regularizers.regularized(losses, tokens)
@@ -227,7 +305,10 @@ class Objective:
 
     def _tokens(self, batch: MicroBatch, policy: Tensor | None, entropy: Tensor | None = None) -> TokenBatch:
         assert policy is not None, "the scoring pass brought no log-probs of the policy"
-        return TokenBatch.of(batch, policy, entropy, self.outputs(batch), version=self._version, anchor=self._anchor)
+        return TokenBatch.of(
+            batch, policy, entropy, self.outputs(batch), version=self._version, first_version=self._first_version,
+            anchor=self._anchor,
+        )
 
     def _advantages_of(self, tokens: TokenBatch) -> Tensor:
         """[S, A], detached, as the surrogate multiplies them: those of the scoring pass, if there was one."""
@@ -263,11 +344,17 @@ class Objective:
     # --- single trajectories ------------------------------------------------------------------------------------
 
     def watch(self, places: Collection[int]) -> None:
-        """Note ratios and advantages of the trajectories at these places, until the next `begin`."""
+        """Note ratios and advantages of the trajectories at these places, as they are first trained on."""
         self._watched = places
+        none = torch.zeros(0)
+        known = {place: self._known_advantages[place] for place in places if place in self._left_out}
+        self._seen = {
+            place: (none, advantage.expand(self._left_out[place].num_action_tokens))
+            for place, advantage in known.items() if not advantage.isnan()
+        }
 
     def watched(self, place: int, num_tokens: int) -> tuple[list[float], list[float]]:
-        """Ratios pi/mu and advantages of the trajectory's action tokens; empty if it was not in the loss."""
+        """Ratios pi/mu and advantages of the trajectory's action tokens; no ratios if it got no pass."""
         if place not in self._seen:
             return [], []
         log_ratios, advantages = self._seen[place]
@@ -275,13 +362,17 @@ class Objective:
 
     def _watch(self, tokens: TokenBatch, terms: LossTerms) -> None:
         for row, place in enumerate(tokens.micro.trajectory_ids):
-            if place in self._watched:  # copied where they are: fetching them here would wait for the device
+            if place in self._watched and place not in self._seen:
+                # Copied where they are: fetching them here would wait for the device.
                 self._seen[place] = tokens.log_ratios[row].detach().clone(), terms.advantages[row].detach().clone()
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
     def finish(self) -> Meter:
-        """Statistics of the step over all ranks, on every rank; a collective call."""
+        """Statistics of the optimizer step over all ranks, on every rank; a collective call.
+
+        What is measured once a batch is among those of its first step.
+        """
         # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()
         for totals in self.ranks.gather(self._meter.totals_for_ranks()):
@@ -290,7 +381,10 @@ class Objective:
 
     def _measure(self, tokens: TokenBatch, terms: LossTerms) -> None:
         advantage, estimator = self._advantage, self._estimator
+        micro = tokens.micro
+        whole = micro.num_tokens + micro.num_shared
         self._meter.add("policy/num_microbatches", 1.0)
+        self._meter.add("policy/shared_fraction", micro.num_shared / whole, whole)
         self._regularizers.measure(self._meter, tokens, terms.masks.keep)
         measure(self._meter, tokens, terms, version=self._version, cap=self._loss.cap or RATIO_CAP)
         if {"lam", "c_bar"} <= estimator.knobs and not estimator.of_segments:  # a trace from token to token

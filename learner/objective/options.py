@@ -6,8 +6,10 @@ what a function reads (`streamrl.algorithms.surrogates.registry`); nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
@@ -42,9 +44,31 @@ def brings_no_ratio(loss: LossConfig) -> bool:
     return not find_surrogate(loss.surrogate).applies_ratio and find_correction(loss.correction).weight == "none"
 
 
-def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int) -> None:
+def vanishes_at_zero(surrogate: Surrogate, options: Mapping[str, Any]) -> bool:
+    """Whether a token without advantage has no loss and no gradient, whatever its ratio: found out by trying.
+
+    False for a surrogate whose bounds follow the batch: it must see every token.
+    """
+    if surrogate.fit is not None:
+        return False
+    log_ratios = torch.tensor([[-20.0, -3.0, -0.4, -0.05, 0.0, 0.05, 0.4, 3.0, 20.0]])
+    behavior = torch.full_like(log_ratios, -1.5)
+    policy = (behavior + log_ratios).requires_grad_()
+    proximal = behavior + 0.5 * log_ratios
+    found = surrogate({
+        "policy_logprobs": policy, "behavior_logprobs": behavior, "proximal_logprobs": proximal,
+        "anchor_logprobs": proximal, "advantages": torch.zeros_like(behavior), "bounds": None,
+        "mask": torch.ones_like(behavior, dtype=torch.bool), "lags": torch.arange(log_ratios.numel())[None],
+    }, **options).losses
+    (slopes,) = torch.autograd.grad(found.sum(), policy, allow_unused=True) if found.requires_grad else (None,)
+    return not bool(found.any()) and (slopes is None or not bool(slopes.any()))
+
+
+def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int, steps_per_batch: int = 1) -> None:
     """Refuse what is unknown, impossible, or without effect.
 
+    Args:
+        steps_per_batch: optimizer steps on the same advantages.
     Raises ConfigError: names the setting, the value and the remedy.
     """
     in_range(advantage=advantage, loss=loss)
@@ -62,6 +86,14 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     except ValueError as error:
         raise ConfigError(f"advantage.estimator and loss.surrogate: {error}") from error
     _check_estimator(advantage, estimator)
+    own_ratio = advantage.rho_bar_pg is not None or estimator.weighs
+    need(
+        steps_per_batch == 1 or not own_ratio,
+        f"advantage.estimator={advantage.estimator!r} with advantage.rho_bar_pg={advantage.rho_bar_pg} puts the ratio "
+        f"pi/mu into the advantages, which {steps_per_batch} optimizer steps share: all but the first would have a "
+        "wrong one. Use a surrogate that carries the ratio (loss.surrogate=ppo_clip, advantage.rho_bar_pg=null), or "
+        "learner.num_minibatches=1 learner.num_epochs=1.",
+    )
     _check_baseline(advantage, estimator)
     _check_correction(loss, surrogate)
     _check_masks(loss)

@@ -55,6 +55,11 @@ class Regularizers:
         return frozenset({REFERENCE, POLICY} if self.shapes_rewards else {REFERENCE})
 
     @property
+    def reads_every_token(self) -> bool:
+        """Some term, or what moves its weight, depends on tokens whose advantage is 0."""
+        return bool(self.needs) or self.controls.read_every_token
+
+    @property
     def shapes_rewards(self) -> bool:
         """The KL comes off scores and rewards before they are trained on."""
         return self._kl.mode == "reward_k1"

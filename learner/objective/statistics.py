@@ -6,6 +6,7 @@ the same result. All scalars of one micro-batch go to the host in a single copy.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from learner.data.selection import versions_of
 from learner.data.trajectories import Trajectory
 from learner.objective.masks import TokenMasks
 from learner.objective.token_batch import TokenBatch
@@ -51,7 +53,9 @@ def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int,
             case moments:
                 meter.add_moments(key, *moments)
     removed = terms.masks.removed
-    _add_lags(meter, tokens, tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask, version)
+    fresh = tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask
+    add_lags(meter, tokens.micro.versions, fresh, version)
+    _add_drift_by_lag(meter, tokens, fresh)
 
 
 def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[Tensor, ...]]:
@@ -95,21 +99,26 @@ def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[T
     return sums
 
 
-def _add_lags(meter: Meter, tokens: TokenBatch, fresh: Tensor, version: int) -> None:
-    """Histograms and means of the lag, and the drift by lag, over the tokens that their lag does not exclude."""
+def _add_drift_by_lag(meter: Meter, tokens: TokenBatch, fresh: Tensor) -> None:
     lags = tokens.lags[fresh]
-    if not lags.numel():
-        return
     squares = torch.bincount(lags, weights=tokens.log_ratios[fresh].double().square()).tolist()
-    counts = torch.bincount(lags).tolist()
-    for lag, (count, square) in enumerate(zip(counts, squares, strict=True)):
+    for lag, (count, square) in enumerate(zip(torch.bincount(lags).tolist(), squares, strict=True)):
+        if count:
+            meter.add_at("drift/m2_by_lag", lag, square / count, count)
+
+
+def add_lags(meter: Meter, versions: Tensor, fresh: Tensor, version: int) -> None:
+    """Histograms and means of the lag over the tokens that their lag does not exclude; int64 and bool [S, A]."""
+    counts = torch.bincount((version - versions)[fresh]).tolist()
+    if not counts:
+        return
+    for lag, count in enumerate(counts):
         if count:
             meter.add("lag/token", lag, count)
             meter.add("lag/token_mean", lag, count)
-            meter.add_at("drift/m2_by_lag", lag, square / count, count)
     meter.add("lag/token_max", len(counts) - 1)
     rows = fresh.any(1)
-    summary = lag_summary(tokens.micro.versions, version, fresh)
+    summary = lag_summary(versions, version, fresh)
     heads, tails = summary.head[rows].tolist(), summary.tail[rows].tolist()
     meter.add_histogram("lag/head", Counter(heads))
     meter.add("lag/head_max", max(heads))
@@ -156,13 +165,46 @@ def add_trajectories(meter: Meter, trajectories: Sequence[Trajectory]) -> None:
     """What only the rank that holds a trajectory knows of it."""
     truncated = _mean([row.truncated for row in trajectories])
     turns = _mean([row.num_turns for row in trajectories])
+    sequences = 1.0 + _mean([len(row.later) for row in trajectories])
     means = {"length/truncated_fraction": truncated, "rollout/length_clip_ratio/train": truncated}
-    meter.add_all({**means, "rollout/num_turns/train": turns}, weight=len(trajectories))
+    means |= {"rollout/num_turns/train": turns, "rollout/sequences_per_trajectory": sequences}
+    meter.add_all(means, weight=len(trajectories))
     for row in trajectories:
         for name, value in row.scores.items():
             key = "score/trained" if name == "score" else member("reward", name)
             if key == "score/trained" or key not in METRICS:  # a part named "mean" must not pose as the mean
                 meter.add(key, value)
+
+
+def add_left_out(
+    meter: Meter, left_out: Sequence[Trajectory], *, num_tokens: int, version: int, advantages: Tensor,
+    oldest_lags: Tensor | None,
+) -> None:
+    """What is known without a pass of the trajectories that get none; the mean loss counts them as 0.
+
+    Ratios, drift, ESS and entropy are then those of the other trajectories.
+
+    Args:
+        left_out: L trajectories.
+        advantages: [L] of every token of each; NaN where only a pass would tell, which leaves it out of the statistics.
+        num_tokens: action tokens of all trajectories of this rank.
+        oldest_lags: int64 [L] tokens of a larger lag are masked; None masks none.
+    """
+    num_left_out = sum(row.num_action_tokens for row in left_out)
+    meter.add("policy/left_out_fraction", num_left_out / max(1, num_tokens), num_tokens)
+    if not num_left_out:
+        return
+    meter.add("policy/loss", 0.0, num_left_out)
+    for row, advantage in zip(left_out, advantages.tolist(), strict=True):
+        if count := 0 if math.isnan(advantage) else row.num_action_tokens:
+            meter.add("advantage/mean", advantage, count)
+            meter.add_moments("advantage/std", count, count * advantage, count * advantage**2)
+    versions, mask = versions_of(left_out)
+    if oldest_lags is not None:
+        fresh = mask & (version - versions <= oldest_lags[:, None])
+        meter.add("keep/lag", float((mask & ~fresh).sum()) / num_left_out, num_left_out)
+        mask = fresh
+    add_lags(meter, versions, mask, version)
 
 
 def _mean(values: Sequence[float]) -> float:

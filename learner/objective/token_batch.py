@@ -1,8 +1,8 @@
 """The tokens of one micro-batch as every stage of the loss reads them.
 
 A ratio is taken against the recorded behavior log-prob, or against a proximal policy between it and the current one:
-`recomputed` (the policy before this update), `loglinear` (on the line from one to the other), `ewma` (a moving average
-of the policy's weights).
+`recomputed` (the policy before this batch), `loglinear` (on the line from one to the other), `ewma` (a moving average
+of the policy's weights). All of them stay as they are for all optimizer steps of a batch.
 
 Legend: S trajectories of the micro-batch, A most action tokens of one.
 """
@@ -17,6 +17,8 @@ from learner.data.packing import MicroBatch
 from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
 
 EWMA = "ewma"
+FROZEN = ("recomputed", "loglinear")
+"""Anchors made of the policy before the batch: a batch of several optimizer steps needs its scoring pass for them."""
 POLICY, VALUES, REFERENCE, PROXIMAL, SQUARE_NORMS = "policy", "values", "reference", "proximal", "square_norms"
 """What a scoring pass can be asked for."""
 
@@ -44,7 +46,8 @@ class TokenBatch:
         policy: log-probs of the current policy; differentiable in the loss, detached in the scoring pass.
         entropy: of the policy's distribution at each token; None in the scoring pass.
         log_ratios: log pi - log mu, clamped, detached.
-        lags: int64, optimizer steps since the token was sampled.
+        lags: int64, optimizer steps since the token was sampled, at this one.
+        first_lags: the same at the first optimizer step of the batch.
         proximal: log-probs of the proximal policy, detached; None where the anchor is the behavior policy.
         outputs: what the scoring pass measured.
     """
@@ -55,25 +58,35 @@ class TokenBatch:
     entropy: Tensor | None
     log_ratios: Tensor
     lags: Tensor
+    first_lags: Tensor
     proximal: Tensor | None
     outputs: PassOutputs
 
     @classmethod
     def of(
         cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
-        anchor: str,
+        first_version: int, anchor: str,
     ) -> TokenBatch:
-        """What depends on the policy; lags count from `version`, and ratios are taken against the policy `anchor`."""
+        """What depends on the policy; lags count from `version`, and ratios are taken against the policy `anchor`.
+
+        Args:
+            first_version: at the first optimizer step of the batch. From the second one on, anchors come out of the
+                scoring pass.
+        """
         behavior, mask = micro.behavior_logprobs, micro.mask
-        lags = token_lags(micro.versions, version, mask)
+        first = token_lags(micro.versions, first_version, mask)
+        lags = first if version == first_version else token_lags(micro.versions, version, mask)
+        # Without a scoring pass there is one optimizer step, and the current log-probs are those before the batch.
+        assert outputs.policy is not None or version == first_version or anchor not in FROZEN, "an anchor has moved"
+        before = policy.detach() if outputs.policy is None else outputs.policy
         proximal = None
         if anchor == "loglinear":
-            proximal = loglinear_proximal(behavior, policy.detach(), lags, mask)
-        elif anchor == "recomputed":  # without a scoring pass the current log-probs are those before the update
-            proximal = policy.detach() if outputs.policy is None else outputs.policy
+            proximal = loglinear_proximal(behavior, before, first, mask)
+        elif anchor == "recomputed":
+            proximal = before
         elif anchor == EWMA:
             proximal = outputs.proximal
-        return cls(micro, mask, policy, entropy, log_ratios(behavior, policy, mask), lags, proximal, outputs)
+        return cls(micro, mask, policy, entropy, log_ratios(behavior, policy, mask), lags, first, proximal, outputs)
 
     @property
     def behavior(self) -> Tensor:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from streamrl.errors import WeightsError
@@ -53,7 +52,8 @@ class Publisher:
 
     Args:
         parameters: (checkpoint name, parameter), the same on all ranks; see `policy_parameters`. A parameter that
-            appears twice is tied: its first name travels.
+            appears twice is tied: its first name travels. One with a method `full_tensor` (a DTensor, or a quantized
+            weight) is made whole by it.
         wire_dtype: dtype of every tensor in the document.
         bucket_bytes: size of the units that are digested and moved.
         shm: owner of the documents' directory; rank 0 alone has it.
@@ -61,12 +61,13 @@ class Publisher:
         slot_wait_s: longest that rank 0 waits for room, which is local work on this machine; then the version is
             skipped. The other ranks are in their first gather meanwhile, so it must be far below their time-out.
         fold: also digest every tensor where it lies, for transports from GPU to GPU (digest_kind 1).
+        for_good: what is published stays available until the learner ends.
     """
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.Tensor]], *, wire_dtype: torch.dtype, bucket_bytes: int,
         shm: ShmPublisher | None, rank: int = 0, fence: Callable[[], None] | None = None,
-        slot_wait_s: float = 15.0, fold: bool = False,
+        slot_wait_s: float = 15.0, fold: bool = False, for_good: bool = False,
     ) -> None:
         if rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
@@ -76,7 +77,7 @@ class Publisher:
         self._parameters = list(first_names.values())
         self._wire_dtype, self._rank, self._shm = wire_dtype, rank, shm
         self._fence, self._fold = fence or (lambda: None), fold
-        self._slot_wait_s = slot_wait_s
+        self._slot_wait_s, self._for_good = slot_wait_s, for_good
         self._last_tried: VersionRef | None = None
         self._last_staged: VersionRef | None = None
         dtype = str(wire_dtype).removeprefix("torch.")
@@ -95,7 +96,8 @@ class Publisher:
         draft = None
         if self._shm is not None and self._rank == 0:
             fold = DocumentFold(self.layout, self._parameters[0][1].device) if self._fold else None
-            draft = _Draft(self._shm, ref, self.layout, self._slot_wait_s, fold)
+            begin = partial(self._shm.begin, wait_s=self._slot_wait_s, for_good=self._for_good)
+            draft = _Draft(begin, ref, self.layout, fold)
         with torch.no_grad():
             for _, parameter in self._parameters:
                 self._gather_one(parameter, draft)
@@ -109,7 +111,7 @@ class Publisher:
 
     def _gather_one(self, parameter: torch.Tensor, draft: _Draft | None) -> None:
         """Its own function, so that the gathered tensor is freed before the next one is gathered."""
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         if draft is not None:
             draft.append(whole, self._wire_dtype)
 
@@ -118,14 +120,14 @@ class _Draft:
     """The document of one publish; the first failure is kept for `finish`, and later tensors are passed over."""
 
     def __init__(
-        self, shm: ShmPublisher, ref: VersionRef, layout: Layout, slot_wait_s: float, fold: DocumentFold | None
+        self, begin: Callable[..., DocumentWriter], ref: VersionRef, layout: Layout, fold: DocumentFold | None
     ) -> None:
         self._ref, self._layout, self._fold = ref, layout, fold
         self._failure: Exception | None = None
         self._writer: DocumentWriter | None = None
         try:
-            self._writer = shm.begin(ref, layout, wait_s=slot_wait_s)
-        except Exception as error:  # whatever it is: the other ranks are on their way into the first gather
+            self._writer = begin(ref, layout)
+        except Exception as error:  # whatever it is: the other ranks are entering the first gather
             self._failure = error
 
     def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:

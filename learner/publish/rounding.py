@@ -22,15 +22,16 @@ from learner.mesh import local_part
 def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_dtype: torch.dtype) -> Iterator[None]:
     """Inside, `module` holds the values that a document of `wire_dtype` holds; afterwards its own, to the bit.
 
-    Costs a second copy of this rank's float32 shards meanwhile; nothing at all where `wire_dtype` holds every value
-    that takes part in the computation (float32 in float32, bfloat16 in bfloat16 or float32).
+    Frozen weights were rounded for good, by `round_frozen`. Costs a second copy of this rank's trained float32 shards
+    meanwhile; nothing at all where `wire_dtype` holds every value that takes part in the computation (float32 in
+    float32, bfloat16 in bfloat16 or float32).
     """
     if torch.promote_types(compute_dtype, wire_dtype) == wire_dtype:
         yield
         return
     reshard(module)
     with torch.no_grad():
-        shards = [local_part(parameter.detach()) for parameter in module.parameters()]
+        shards = [local_part(parameter.detach()) for parameter in module.parameters() if parameter.requires_grad]
         exact = [shard.clone() for shard in shards]
         for shard in shards:
             shard.copy_(shard.to(wire_dtype))
@@ -41,3 +42,13 @@ def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_d
         with torch.no_grad():
             for shard, before in zip(shards, exact, strict=True):
                 shard.copy_(before)
+
+
+@torch.no_grad()
+def round_frozen(module: nn.Module, wire_dtype: torch.dtype) -> None:
+    """Give frozen weights the values that a document of `wire_dtype` holds: no update is ever lost by it."""
+    reshard(module)
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            shard = local_part(parameter.detach())
+            shard.copy_(shard.to(wire_dtype))

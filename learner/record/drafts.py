@@ -46,6 +46,7 @@ class Draft(msgspec.Struct, array_like=True):
     runs: list[tuple[int, int, bool, float]]  # start, end, whether the model said it, its reward; together 0 .. T
     versions: list[int]  # [T], -1 off the mask
     ratios: list[float | None]  # [T], or empty
+    later: list[tuple[int, list[int]]]  # of each sequence after the first: where it starts, its prompt
 
     def decoded(self, tokenizer: object, num_detailed_tokens: int) -> Sample:
         """The sample with its texts; `tokenizer` is one of transformers."""
@@ -55,10 +56,12 @@ class Draft(msgspec.Struct, array_like=True):
                 ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
 
-        turns = [
-            Turn("assistant" if said else "environment", decode(self.token_ids[start:end]), reward)
-            for start, end, said, reward in self.runs
-        ]
+        prompts = dict(self.later)
+        turns = []
+        for start, end, said, reward in self.runs:
+            if start in prompts:
+                turns.append(Turn("context", decode(prompts[start], special=True)))
+            turns.append(Turn("assistant" if said else "environment", decode(self.token_ids[start:end]), reward))
         said = [turn.content for turn in turns if turn.role == "assistant"]
         tokens = None
         if num_detailed_tokens:
@@ -66,6 +69,7 @@ class Draft(msgspec.Struct, array_like=True):
             tokens = SampleTokens(
                 ids, token_texts(lambda part: decode(part, special=True), ids),
                 (self.ratios or [None] * len(ids))[: len(ids)], self.versions[: len(ids)],
+                [start for start, _ in self.later if start < len(ids)],
             )
         return msgspec.structs.replace(
             self.sample, prompt=decode(self.prompt_ids, special=True), answer="\n".join(said),
@@ -75,7 +79,7 @@ class Draft(msgspec.Struct, array_like=True):
 
 def draft(
     row: Trajectory, *, kind: str, step: int, version: int, fate: str, ratios: Sequence[float] = (),
-    advantage: float | None = None,
+    advantage: float | None = None, dataset: str = "",
 ) -> Draft:
     """A trajectory as it is kept.
 
@@ -96,18 +100,21 @@ def draft(
         lag=0 if kind == "eval" else max(0, version - oldest), prompt="", answer="", reward=row.reward,
         score=float(row.scores.get("score", row.reward)), num_tokens=row.num_action_tokens,
         group=row.group_id & ~EVAL_BIT, member=row.index, record=row.prompt_index, fate=fate, actor=row.actor_id,
-        truncated=row.truncated, advantage=advantage,
+        truncated=row.truncated, advantage=advantage, dataset=dataset,
         parts={name: float(part) for name, part in row.scores.items() if name != "score"},
     )
-    return Draft(sample, row.prompt_ids.tolist(), ids.tolist(), _runs(row), row.versions.tolist(), per_token)
+    later = [(start, prompt.tolist()) for start, prompt in row.later]
+    return Draft(sample, row.prompt_ids.tolist(), ids.tolist(), _runs(row), row.versions.tolist(), per_token, later)
 
 
 def _runs(row: Trajectory) -> list[tuple[int, int, bool, float]]:
-    """Turns and what stands between them: where the mask or the turn changes."""
+    """Turns and what stands between them: where the mask, the turn or the sequence changes."""
     if not len(row.mask):
         return []
     kinds = np.where(row.mask, row.turns, -1)
-    starts = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1])).tolist()
+    changes = np.append(True, kinds[1:] != kinds[:-1])
+    changes[[start for start, _ in row.later]] = True
+    starts = np.flatnonzero(changes).tolist()
     return [
         (start, end, bool(row.mask[start]), float(row.rewards[start:end].sum()))
         for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True)

@@ -19,11 +19,11 @@ from learner.record.hub_counts import HubCounts
 from learner.record.pareto import ParetoArchive
 from streamrl.config.load import to_plain, to_yaml
 from streamrl.config.rules import largest_max_lag, tracker_names
-from streamrl.config.schema import Config, ObjectivesConfig
+from streamrl.config.schema import Config, EvalConfig, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
-from streamrl.metrics.eval_scores import average, pass_at
+from streamrl.metrics.eval_scores import Estimate, estimates
 from streamrl.metrics.meter import Meter
-from streamrl.metrics.names import member
+from streamrl.metrics.names import member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
@@ -73,31 +73,36 @@ class Recorder:
         """Seconds since the run began, resumed parts included."""
         return self._wall_before + time.monotonic() - self._began
 
-    def evaluated(self, result: EvalResult) -> None:
-        """Goes into the next row."""
-        log.info("evaluation of version %d: %.3f over %d prompts", result.version, result.score, result.num_prompts)
-        if self._archive is not None:
+    def evaluated(self, result: EvalResult, settings: EvalConfig) -> None:
+        """Goes into the next row, and into the file of evaluations; `settings` are those of its set."""
+        name = f" on {result.dataset}" if result.dataset else ""
+        if result.num_unanswered:
+            log.warning(
+                "evaluation of version %d%s: %d answers were not waited for, newer versions had waited for "
+                "eval.pin_s=%g; raise it, or ask fewer prompts", result.version, name, result.num_unanswered,
+                settings.pin_s,
+            )
+        if not result.num_prompts:
+            return
+        log.info(
+            "evaluation of version %d%s: %.3f over %d prompts", result.version, name, result.score, result.num_prompts
+        )
+        if self._archive is not None and not result.dataset:
             self._waiting.update(self._archive.add(result.version, {"reward": result.reward, **result.scores}))
-        self._waiting.update({
-            "eval/score": result.score, "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
-            "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
-            "eval/version": float(result.version), **self._eval_scores(result),
-        })
+        found = estimates(
+            result.prompt_scores, result.prompt_answers, num_responses=settings.num_responses,
+            solved=settings.solved_score,
+        )
+        version = of_set("eval/version", result.dataset)
+        if self._waiting.get(version, -1.0) < result.version:  # two may have ended since the last row
+            self._waiting.update(eval_keys(result, found, settings.num_responses))
         with (self._run_dir / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode({
-                "version": result.version, "score": result.score, "scores": result.prompt_scores,
-                "named": result.scores,
+                "dataset": result.dataset, "version": result.version, "score": result.score,
+                "estimates": {name: [one.value, one.stderr, one.num_prompts] for name, one in found.items()},
+                "scores": result.prompt_scores, "named": result.scores, "sampled_by": result.versions,
+                "num_unanswered": result.num_unanswered,
             }) + b"\n")
-
-    def _eval_scores(self, result: EvalResult) -> dict[str, float]:
-        found = {member("eval_parts", name): value for name, value in result.scores.items() if name != "score"}
-        found["eval/score_stderr"] = average(result.prompt_scores).stderr
-        settings = self._config.eval
-        if settings.num_responses > 1:
-            scores, most = result.prompt_scores, settings.num_responses
-            found["eval/pass_at_1"] = pass_at(1, scores, settings.solved_score).value
-            found["eval/pass_at_k"] = pass_at(most, scores, settings.solved_score).value
-        return found
 
     def step(self, step: int, meter: Meter, status: HubStatus, *, version: int, epoch: int) -> None:
         """Flush one step's row."""
@@ -150,7 +155,7 @@ class Recorder:
         summary = summarize(
             read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
-            seed=self._config.run.seed, steps=version, wall_s=self.wall_s,
+            seed=self._config.run.seed, steps=step, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,
             stopped=stopped, failed=failed, tracked=tuple(self._sinks.places()),
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
@@ -159,6 +164,23 @@ class Recorder:
         self._sinks.close()
         log.info("report: %s", write_report(self._run_dir))
         return summary
+
+
+def eval_keys(result: EvalResult, found: Mapping[str, Estimate], num_responses: int) -> dict[str, float]:
+    """An evaluation under the names of its metrics; `found` are its estimates, as avg@4 and pass@4."""
+    keys = {
+        "eval/score": result.score, "eval/score_stderr": found[f"avg@{num_responses}"].stderr,
+        "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
+        "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
+        "eval/version": float(result.version),
+    }
+    if num_responses > 1:
+        for key, name in (("pass_at_1", "pass@1"), ("pass_at_k", f"pass@{num_responses}"),
+                          ("maj_at_k", f"maj@{num_responses}")):
+            keys |= {f"eval/{key}": found[name].value, f"eval/{key}_stderr": found[name].stderr}
+    prefix = f"{result.dataset}." if result.dataset else ""
+    parts = {member("eval_parts", prefix + name): value for name, value in result.scores.items() if name != "score"}
+    return {of_set(key, result.dataset): value for key, value in keys.items()} | parts
 
 
 def hub_keys(status: HubStatus) -> dict[str, float]:

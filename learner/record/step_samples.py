@@ -88,8 +88,9 @@ class StepSamples:
 
     def __init__(
         self, settings: SamplesConfig, *, seed: int, ranks: Ranks, reader: TrajectoryReader,
-        writer: SampleWriter | None = None,
+        writer: SampleWriter | None = None, steps_per_batch: int = 1,
     ) -> None:
+        self._steps_per_batch = steps_per_batch  # optimizer steps, which versions count, of one step
         self._settings, self._seed, self._ranks, self._reader = settings, seed, ranks, reader
         self._writer = writer
         self._chosen: dict[int, Trajectory] = {}
@@ -149,8 +150,11 @@ class StepSamples:
     def evaluated(self, result: EvalResult) -> None:
         """Keep the transcripts that came with a result."""
         if self._writer is not None and result.kept:
+            step = result.version // self._steps_per_batch
             self._writer.put([
-                draft(row, kind="eval", step=result.version, version=result.version, fate="eval")
+                draft(
+                    row, kind="eval", step=step, version=result.version, fate="eval", dataset=result.dataset
+                )
                 for row in self._read(result.kept, f"transcripts of the evaluation of version {result.version}")
             ])
 
@@ -174,11 +178,13 @@ class StepSamples:
 
 def open_samples(
     settings: SamplesConfig, run_dir: Path, model_dir: Path, *, seed: int, ranks: Ranks, reader: TrajectoryReader,
-    resume_step: int,
+    resume_step: int, steps_per_batch: int = 1,
 ) -> StepSamples:
     """Samples of this rank; rank 0 opens the file."""
     writer = None
     if ranks.rank == 0 and (settings.num_per_step or settings.num_per_eval):
         file = SampleFile(run_dir, max_bytes=settings.max_bytes, resume_step=resume_step)
         writer = SampleWriter(file, model_dir, num_detailed_tokens=settings.num_detailed_tokens)
-    return StepSamples(settings, seed=seed, ranks=ranks, reader=reader, writer=writer)
+    return StepSamples(
+        settings, seed=seed, ranks=ranks, reader=reader, writer=writer, steps_per_batch=steps_per_batch
+    )

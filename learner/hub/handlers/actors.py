@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import msgspec
 
@@ -29,13 +30,16 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, protocol_of
+from streamrl.transport.keys import may_be
 
 log = logging.getLogger("streamrl.hub")
 
 ACK_FLUSH_S = 0.02
 REANNOUNCE_S = 10.0
 LEASES_PER_MESSAGE = 64
-EXIT_CODES = {StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.WRONG_RUN: 6}
+EXIT_CODES = {
+    StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
+}
 
 
 class ActorHandler:
@@ -50,8 +54,16 @@ class ActorHandler:
 
     # --- incoming ---------------------------------------------------------------------------------------------------
 
-    def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
+    def received(self, routing_id: bytes, frames: list[bytes], now: float, *, key_name: str | None = None) -> None:
+        """One message of an actor.
+
+        Args:
+            key_name: of the key that its connection was made with, "" if that was removed; None without keys.
+        """
         actor = self._hub.connections.by_route.get(routing_id)
+        if key_name == "":
+            self._send(routing_id, _stop(StopReason.AUTH, "the key of this actor was removed from the hub's list"))
+            return
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")
@@ -66,6 +78,12 @@ class ActorHandler:
                 self._stop_other_protocol(routing_id, frames[0])
             return
         if isinstance(message, Hello):
+            if key_name is not None and not may_be(message.actor_id, key_name):
+                self._send(routing_id, _stop(StopReason.AUTH, (
+                    f"the key of {key_name} does not allow the name {message.actor_id}: leave actors.actor_id out, or "
+                    f"choose {key_name} or {key_name}-..."
+                )))
+                return
             self._hello(routing_id, message, now)
         elif actor is None:
             self._send(routing_id, _stop(StopReason.NO_LINK, "send HELLO first", rejoin=True))
@@ -136,6 +154,7 @@ class ActorHandler:
             offers=self._broadcast.offers(actor), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
             assets_digest=weights.assets_digest, settled_upto=result.settled_upto, settled=tuple(result.settled),
             durable_upto=result.durable_upto, durable=tuple(result.durable), held=tuple(result.held),
+            base=weights.base,
         ))
 
     def _refusal(self, hello: Hello) -> Stop | None:
@@ -293,8 +312,17 @@ class ActorHandler:
             self._hub.counters["num_evictions_for_strikes"] += 1
             self._evict(actor, f"three strikes, the last: {detail}", now)
 
-    def _evict(self, actor: Connection, detail: str, now: float) -> None:
-        self._send(actor.routing_id, _stop(StopReason.EVICTED, detail, rejoin=True))
+    def evict_without_key(self, names: Collection[str], now: float) -> None:
+        """End the connections of actors that no allowed key may call so."""
+        for actor in self._hub.connections.all():
+            if not any(may_be(actor.actor_id, name) for name in names):
+                log.warning("%s is evicted: its key was removed", actor.actor_id)
+                self._evict(actor, "its key was removed from the hub's list", now, StopReason.AUTH)
+
+    def _evict(
+        self, actor: Connection, detail: str, now: float, reason: StopReason = StopReason.EVICTED
+    ) -> None:
+        self._send(actor.routing_id, _stop(reason, detail, rejoin=reason == StopReason.EVICTED))
         self._hub.ledger.evict(actor.actor_id, now)
         self._hub.loads.left(actor.actor_id)
         self._hub.hung_calls.left(actor.actor_id)

@@ -32,42 +32,50 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder
 
 
-def plan_batch(groups: Sequence[HeldGroup], num_ranks: int) -> list[PlanRow]:
+def plan_batch(groups: Sequence[HeldGroup], num_ranks: int, num_minibatches: int = 1) -> list[PlanRow]:
     """Spread whole groups over data-parallel ranks so that tokens are balanced; one row per member, in batch order.
 
-    The largest group goes first, each to the rank with the fewest tokens so far (Graham's LPT rule: at most 4/3 of the
-    best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a function of its
-    arguments.
+    Minibatches are equal parts of the batch in its order, whatever the number of ranks: the oldest groups are trained
+    first. In each the largest group goes first, to the rank with the fewest tokens so far (Graham's LPT rule: at
+    most 4/3 of the best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a
+    function of its arguments.
 
     Raises:
         ValueError: fewer groups than ranks; a rank without a group could not take part in the step.
     """
-    if not 1 <= num_ranks <= len(groups):
+    size, rest = divmod(len(groups), num_minibatches)
+    if rest or not 1 <= num_ranks <= size:
+        parts = f"{num_minibatches} equal minibatches and " if num_minibatches > 1 else ""
         raise ValueError(
-            f"a batch of {len(groups)} groups cannot be split over {num_ranks} ranks: use at least one group per rank"
+            f"a batch of {len(groups)} groups cannot be split over {parts}{num_ranks} ranks: use at least one group "
+            "per rank"
         )
-    load = [(0, 0)] * num_ranks  # (tokens, groups) of each rank
     rank_of: dict[int, int] = {}
-    for group in sorted(groups, key=lambda one: (-one.num_tokens, one.group_id)):
-        rank = min(range(num_ranks), key=lambda one: (*load[one], one))
-        rank_of[group.group_id] = rank
-        load[rank] = (load[rank][0] + group.num_tokens, load[rank][1] + 1)
+    for start in range(0, len(groups), size):
+        load = [(0, 0)] * num_ranks  # (tokens, groups) of each rank
+        for group in sorted(groups[start : start + size], key=lambda one: (-one.num_tokens, one.group_id)):
+            rank = min(range(num_ranks), key=lambda one: (*load[one], one))
+            rank_of[group.group_id] = rank
+            load[rank] = (load[rank][0] + group.num_tokens, load[rank][1] + 1)
     return [
         PlanRow(
             group_id=group.group_id, index=member.index, rank=rank_of[group.group_id], num_tokens=member.num_tokens,
             num_action_tokens=member.num_action_tokens, reward=member.reward, head_lag=member.head_lag,
+            minibatch=place // size,
         )
-        for group in groups for member in group.members
+        for place, group in enumerate(groups) for member in group.members
     ]
 
 
-def share_batch(groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int]) -> list[BatchShare]:
+def share_batch(
+    groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int], num_minibatches: int = 1
+) -> list[BatchShare]:
     """Every rank's share of a batch; ranks of one data-parallel rank get the same groups.
 
     Args:
         dp_ranks: the data-parallel rank of every rank.
     """
-    rows = tuple(plan_batch(groups, max(dp_ranks) + 1))
+    rows = tuple(plan_batch(groups, max(dp_ranks) + 1, num_minibatches))
     dp_rank_of = {row.group_id: row.rank for row in rows}
     shares = [
         [group for group in groups if dp_rank_of.get(group.group_id) == dp_rank] for dp_rank in range(max(dp_ranks) + 1)
@@ -115,7 +123,8 @@ class RankHandler:
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
                 ledger.evals.request(
-                    message.eval_id, message.version, message.num_prompts, message.keep, message.num_responses
+                    message.eval_id, message.version, message.num_prompts, message.keep, message.num_responses,
+                    message.dataset,
                 )
                 self._evals.add(message.eval_id)
             case SnapshotRequest():
@@ -155,7 +164,10 @@ class RankHandler:
         groups = self._hub.ledger.cut_batch(self._version)
         if groups is None:
             return
-        self._shares = dict(enumerate(share_batch(groups, self._version, self._hub.settings.dp_ranks)))
+        settings = self._hub.settings
+        self._shares = dict(enumerate(
+            share_batch(groups, self._version, settings.dp_ranks, settings.num_minibatches)
+        ))
         self._shares[0] = msgspec.structs.replace(
             self._shares[0], stats=self._counters(), passed_over=self._hub.ledger.passed_over.take()
         )
@@ -165,7 +177,8 @@ class RankHandler:
         if run is not None and run.done:
             self._evals.discard(eval_id)
             result = run.result()
-            failure = "" if result.num_prompts else self._hub.failures.last or "see the logs of the actors"
+            failed = not result.num_prompts and not result.num_unanswered
+            failure = (self._hub.failures.last or "see the logs of the actors") if failed else ""
             self._send(0, msgspec.structs.replace(result, failure=failure))
 
     def report(self, now: float) -> None:

@@ -177,10 +177,11 @@ class Acceptance(LedgerPart):
             self.lifecycle.expire_stale(record)
         origin = GroupOrigin(actor.actor_id, record.prompt_index)
         self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
+        last = self.lag.rule.last_step(version)
         raise _Refused(
             RejectReason.STALE,
-            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {version - oldest} > "
-            f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {version})",
+            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {last - oldest} > "
+            f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {last})",
         )
 
     def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
@@ -250,11 +251,16 @@ class Acceptance(LedgerPart):
             raise _Refused(RejectReason.DUPLICATE, f"{name} has its score")
         self._check_versions(group, summaries)
         current = record.is_with(actor.actor_id, group.attempt)
-        if scored:
+        if scored and not self.evals.run_of(record).counts(scored[0]):
+            self.counts["num_eval_discarded"] += 1
+            if current:
+                self.actors.release(group.group_id, now, failed=False)  # no fault of the prompt: it is asked again
+        elif scored:
             if record.lease is not None:
                 self.actors.detach(record, revoke=not current)
             self.counts["num_eval_groups"] += 1
-            self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq))
+            self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq),
+                              group.answers[0] if group.answers else "")
         elif current:
             self.actors.release(group.group_id, now, failed=_is_failure(group))
         return True

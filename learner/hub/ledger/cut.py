@@ -25,14 +25,14 @@ class BatchCutter(LedgerPart):
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Exactly B groups to be trained at this version, in dispatch order, or None if they must be waited for.
+        """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
 
         Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
         may be cut ahead while another is in training; `version` is then the version that one will lead to. Raises
         ValueError: `version` is not the learner's, nor that of the next batch ahead.
         """
         current = self.versions.current
-        newest = self.in_flight[-1][0] + 1 if self.in_flight else current
+        newest = self.in_flight[-1][0] + self.lag.rule.steps_per_batch if self.in_flight else current
         if not current <= version <= newest:
             raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
         # L2 again: what was fresh on arrival has aged while it was held.
@@ -54,11 +54,14 @@ class BatchCutter(LedgerPart):
         return held
 
     def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
-        current = self.versions.current
+        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined.
+
+        A batch counts all its optimizer steps, also those of them that were not finite; it is skipped if all were.
+        """
+        current, num_steps = self.versions.current, self.lag.rule.steps_per_batch
         if not self.in_flight:
             raise ValueError(f"trained({version_after}): no batch was cut")
-        if version_after != current + (not skipped):
+        if version_after != current + (0 if skipped else num_steps):
             raise ValueError(f"trained({version_after}, skipped={skipped}) at version {current}")
         _, batch = self.in_flight.popleft()
         for record in batch:
@@ -70,7 +73,7 @@ class BatchCutter(LedgerPart):
                 self.counts["num_groups_trained"] += 1
                 self.groups.settle(record, GroupState.TRAINED, reason)
         if not skipped:
-            self.versions.advance()
+            self.versions.advance(num_steps)
 
     def consumable(self) -> Iterator[GroupRecord]:
         """Held groups in dispatch order, as far as the window allows."""
@@ -90,7 +93,7 @@ class BatchCutter(LedgerPart):
     def _num_violations(self, group: HeldGroup) -> int:
         """Members with a token older than their group's bound, read from the frames themselves."""
         # On purpose this shares no code with acceptance or `lag_rule`: it is the proof that L2 works, and must stay 0.
-        oldest = group.version - group.max_lag
+        oldest = group.version + self.settings.lag.steps_per_batch - 1 - group.max_lag  # at the batch's last step
         num = 0
         for frame in group.frames:
             message = _GROUPS.decode(frame)

@@ -1,63 +1,110 @@
 """Evaluation groups: one member each, outside capacity and age, never trained on, forgotten with the learner.
 
 A group's number holds `EVAL_BIT`, the evaluation's id and the place of its answer, so a checkpoint need not store it.
+
+With a pin every answer is made by one version: that of the actor which gets the first lease. Only actors that have it
+get leases, and they keep it until these are done. If no actor has it any more, as when the last one died, the
+evaluation starts again with another version; if a newer version has waited for `keep_s`, it ends with the answers that
+are there. All sets that ask for the same version share one pin.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import nan
 
 from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
-from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, MemberStatus
+from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, Sampling
 from streamrl.messages.validate import MemberSummary
 
-MAX_FINISHED = 8  # ended evaluations whose result can still be asked for
+MAX_FINISHED = 64  # ended evaluations whose result can still be asked for
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSource:
+    """A set of evaluation prompts: the record at an index as JSON, None for a bad one, and how answers are drawn."""
+
+    record: Callable[[int], bytes | None]
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class Pin:
+    """The version that answers the evaluations of one request; None until the first lease."""
+
+    version: int | None = None
+    overdue_at: float | None = None  # set when a newer version is first seen to wait for them
 
 
 @dataclass(slots=True)
 class EvalRun:
     eval_id: int
-    version: int
+    version: int  # that was asked for
     records: list[GroupRecord]  # HELD with their score, DROPPED after too many failures
     waiting: list[GroupRecord]  # to lease, last one first
     keep: frozenset[int] = frozenset()  # prompts whose transcripts go into the result
     num_responses: int = 1
+    dataset: str = ""
+    pin: Pin | None = None
+    answers: dict[int, str] = field(default_factory=dict)  # group id -> final answer
+    num_unanswered: int = 0
 
     @property
     def done(self) -> bool:
         return all(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
 
+    @property
+    def pinned_to(self) -> int | None:
+        """The version that alone may answer; None without a pin, and before the first lease."""
+        return self.pin.version if self.pin is not None else None
+
+    def may_ask(self, version: int) -> bool:
+        """Whether an actor with this version may answer what waits."""
+        if self.pinned_to is not None:
+            return version == self.pinned_to
+        return version >= self.version
+
+    def counts(self, summary: MemberSummary) -> bool:
+        """Whether an answer is one of the pinned version from its first to its last token."""
+        return self.pin is None or all(span.version == self.pin.version for span in summary.spans)
+
     def progress(self) -> str:
         """How far it is, as words for a person."""
         num = sum(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
-        return f"evaluation of version {self.version}: {num} of {len(self.records)} prompts are scored"
+        name = f" on {self.dataset}" if self.dataset else ""
+        return f"evaluation of version {self.version}{name}: {num} of {len(self.records)} prompts are scored"
 
     def result(self) -> EvalResult:
         """Means over all answers, NaN without any; of a named score over those that have it."""
-        answers = [
-            [one for record in self.records[start : start + self.num_responses] for one in record.members.values()]
+        answered = [
+            [record for record in self.records[start : start + self.num_responses] if record.members]
             for start in range(0, len(self.records), self.num_responses)
         ]
         scored = [record.members[0] for record in self.records if record.members]
         names = sorted({name for one in scored for name in one.scores})
+        versions = [span.version for one in scored for span in one.spans]
         return EvalResult(
-            self.eval_id, self.version, num_prompts=sum(map(bool, answers)),
-            score=_mean([one.scores.get("score", one.reward) for one in scored]),
-            reward=_mean([one.reward for one in scored]),
+            self.eval_id, self.version if self.pinned_to is None else self.pinned_to,
+            num_prompts=sum(map(bool, answered)),
+            score=_mean([_score(one) for one in scored]), reward=_mean([one.reward for one in scored]),
             mean_tokens=_mean([one.num_action_tokens for one in scored]),
-            truncated_fraction=_mean([one.status == MemberStatus.TRUNCATED for one in scored]),
+            truncated_fraction=_mean([one.cut for one in scored]),
             scores={name: _mean([one.scores[name] for one in scored if name in one.scores]) for name in names},
-            prompt_scores=tuple(
-                tuple(one.scores.get("score", one.reward) for one in members) for members in answers
-            ),
+            prompt_scores=tuple(tuple(_score(one.members[0]) for one in some) for some in answered),
             kept=tuple(
                 KeptGroup(frame, origin) for record in self.records
                 for frame, origin in zip(record.frames, record.origins, strict=True)
             ),
+            dataset=self.dataset, num_unanswered=self.num_unanswered,
+            prompt_answers=tuple(tuple(self.answers.get(one.group_id, "") for one in some) for some in answered),
+            versions=(min(versions), max(versions)) if versions else None,
         )
+
+
+def _score(summary: MemberSummary) -> float:
+    return summary.scores.get("score", summary.reward)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -65,16 +112,21 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class EvalTable:
-    """Evaluations under way, oldest first, and the last few that ended."""
+    """Open evaluations, oldest first, and the last few that ended.
 
-    def __init__(self, max_attempts: int) -> None:
-        self._max_attempts = max_attempts
+    Args:
+        keep_s: longest time for which an evaluation may delay the install of a newer version; 0 pins no version.
+    """
+
+    def __init__(self, max_attempts: int, keep_s: float = 0.0) -> None:
+        self._max_attempts, self.keep_s = max_attempts, keep_s
         self._runs: OrderedDict[int, EvalRun] = OrderedDict()
 
     def request(
-        self, eval_id: int, version: int, num_prompts: int, keep: Collection[int] = (), num_responses: int = 1
+        self, eval_id: int, version: int, num_prompts: int, keep: Collection[int] = (), num_responses: int = 1,
+        dataset: str = "",
     ) -> None:
-        """Score evaluation prompts 0 .. num_prompts - 1 with at least this version, `num_responses` times each.
+        """Score prompts 0 .. num_prompts - 1 of a set with at least this version, `num_responses` times each.
 
         Of the prompts in `keep` the first answer is kept with its tokens.
 
@@ -88,7 +140,11 @@ class EvalTable:
             GroupRecord(EVAL_BIT | eval_id << 32 | place, place // num_responses, place % num_responses)
             for place in range(num_prompts * num_responses)
         ]
-        self._runs[eval_id] = EvalRun(eval_id, version, records, records[::-1], frozenset(keep), num_responses)
+        shared = next((run.pin for run in self._runs.values() if run.version == version and not run.done), None)
+        self._runs[eval_id] = EvalRun(
+            eval_id, version, records, records[::-1], frozenset(keep), num_responses, dataset,
+            (shared or Pin()) if self.keep_s else None,
+        )
         finished = [key for key, run in self._runs.items() if run.done]
         for key in finished[: max(0, len(finished) - MAX_FINISHED)]:
             del self._runs[key]
@@ -98,16 +154,29 @@ class EvalTable:
 
     def next_for(self, version: int) -> EvalRun | None:
         """The oldest evaluation with something to lease that weights of this version may score."""
-        return next((run for run in self._runs.values() if run.waiting and run.version <= version), None)
+        return next((run for run in self._runs.values() if run.waiting and run.may_ask(version)), None)
+
+    def take(self, run: EvalRun, version: int) -> GroupRecord:
+        """The next prompt, for an actor with this version; the first one pins the evaluation to it."""
+        if run.pin is not None and run.pin.version is None:
+            run.pin.version = version
+        return run.waiting.pop()
+
+    def num_waiting_with(self, run: EvalRun) -> int:
+        """Prompts that wait for the same version as this evaluation."""
+        return sum(len(one.waiting) for one in self._runs.values() if one is run or one.pin is run.pin is not None)
 
     def record(self, group_id: int) -> GroupRecord | None:
         run, index = self._runs.get((group_id & ~EVAL_BIT) >> 32), group_id & 0xFFFFFFFF
         return run.records[index] if run is not None and index < len(run.records) else None
 
-    def finish(self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery) -> None:
+    def finish(
+        self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery, answer: str = ""
+    ) -> None:
         """The prompt has its score, whichever actor held the lease."""
         record.members[0], record.lease, record.state = summary, None, GroupState.HELD
-        run = self._run_of(record)
+        run = self.run_of(record)
+        run.answers[record.group_id] = answer
         if record.prompt_index in run.keep and record.pass_index == 0:
             record.frames, record.deliveries = [bytes(frame)], [delivery]
         if record in run.waiting:
@@ -119,8 +188,47 @@ class EvalTable:
         record.num_failures += failed
         if record.num_failures >= self._max_attempts:
             record.state = GroupState.DROPPED
-        else:
-            self._run_of(record).waiting.append(record)
+        elif record.state is GroupState.READY:
+            self.run_of(record).waiting.append(record)
 
-    def _run_of(self, record: GroupRecord) -> EvalRun:
+    def run_of(self, record: GroupRecord) -> EvalRun:
         return self._runs[(record.group_id & ~EVAL_BIT) >> 32]
+
+    # --- pins -------------------------------------------------------------------------------------------------------
+
+    def _pinned(self) -> Iterator[EvalRun]:
+        return (run for run in self._runs.values() if run.pinned_to is not None and not run.done)
+
+    def lost(self, installed: Collection[int]) -> list[EvalRun]:
+        """Evaluations whose version none of these actors has any more; `start_again` follows."""
+        return [run for run in self._pinned() if run.pinned_to not in installed]
+
+    def start_again(self, run: EvalRun) -> None:
+        """Forget the answers, and take the version of the next actor. No lease of it may be open."""
+        for record in run.records:
+            if record.state is not GroupState.DROPPED:
+                record.state = GroupState.READY
+                record.members, record.frames, record.deliveries = {}, [], []
+        run.answers.clear()
+        run.waiting = [record for record in reversed(run.records) if record.state is GroupState.READY]
+        assert run.pin is not None
+        run.pin.version = run.pin.overdue_at = None
+
+    def overdue(self, newest: int, now: float) -> list[EvalRun]:
+        """Evaluations that have kept actors from the newest version for `keep_s`; `give_up` follows."""
+        found = []
+        for run in self._pinned():
+            assert run.pin is not None and run.pin.version is not None
+            if newest > run.pin.version and run.pin.overdue_at is None:
+                run.pin.overdue_at = now + self.keep_s
+            if run.pin.overdue_at is not None and now >= run.pin.overdue_at:
+                found.append(run)
+        return found
+
+    def give_up(self, run: EvalRun) -> None:
+        """End it with the answers that are there. No lease of it may be open."""
+        for record in run.records:
+            if record.state is GroupState.READY:
+                record.state = GroupState.DROPPED
+                run.num_unanswered += 1
+        run.waiting.clear()

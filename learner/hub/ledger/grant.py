@@ -7,11 +7,11 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from learner.hub.ledger.actors import Actor, LedgerPart
-from learner.hub.ledger.evals import EvalRun
+from learner.hub.ledger.evals import EvalRun, EvalSource
 from learner.hub.ledger.groups import GroupRecord, GroupState
 from learner.hub.ledger.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
@@ -25,8 +25,7 @@ class Grants(LedgerPart):
 
     run_seed: int
     sampling: Sampling
-    eval_sampling: Sampling
-    eval_record: Callable[[int], bytes | None] | None
+    eval_sources: Mapping[str, EvalSource]
     num_grants: int = 0
 
     def order(self) -> list[str]:
@@ -114,20 +113,23 @@ class Grants(LedgerPart):
         return leases
 
     def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
-        record = run.waiting.pop()
+        assert actor.installed is not None
+        record, source = self.evals.take(run, actor.installed.version), self.eval_sources[run.dataset]
         place = record.group_id & 0xFFFFFFFF  # of prompt and answer
         lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
         actor.eval.leases[record.group_id] = lease
         actor.eval.free -= 1
         self.counts["num_eval_leases"] += 1
         # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
-        asked_for = self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
+        pinned = run.pin is not None
+        asked_for = None if pinned else self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
         return Lease(
             group_id=record.group_id, attempt=lease.attempt, prompt_index=record.prompt_index,
             pass_index=record.pass_index, members=(0,),
-            prompt=self.eval_record(record.prompt_index) if self.eval_record is not None else None,
+            prompt=source.record(record.prompt_index),
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
-            min_version=asked_for or actor.installed, sampling=self.eval_sampling,
-            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL,
+            min_version=asked_for or actor.installed, sampling=source.sampling,
+            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
+            keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )

@@ -11,7 +11,7 @@ seconds, and every answer is a value. Its promises:
 
     every prompt drawn ends exactly once, trained or dropped with a reason, and is live until then
     no (group, member) is trained twice in one surviving history, whatever is re-sent, reissued or restored
-    no trained token is older than max_lag at the cut, and with the default max_lag the cut has nothing to throw away
+    no token is older than max_lag at a step that trains it; with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
 It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and of a part for each long verb (`grant`,
@@ -21,7 +21,7 @@ It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -30,7 +30,7 @@ from learner.hub.ledger.accept import Acceptance
 from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.dedup import DedupTable
-from learner.hub.ledger.evals import EvalTable
+from learner.hub.ledger.evals import EvalRun, EvalSource, EvalTable
 from learner.hub.ledger.filters import GroupFilter
 from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.groups import GroupState, GroupTable, SettledSinceCheckpoint
@@ -48,7 +48,8 @@ _ALWAYS = (
     "num_groups_filtered", "num_groups_dropped", "num_groups_partial", "num_groups_overdue", "num_groups_quarantined",
     "num_lag_violations", "num_members_accepted", "num_members_aborted", "num_tokens_accepted", "num_tokens_stale",
     "num_tokens_discarded", "num_repeats", "num_evictions", "num_leases_expired", "num_leases_lost",
-    "num_eval_leases", "num_eval_groups", "num_actor_restarts", "num_installs", "num_install_failures", "lost_on_crash",
+    "num_eval_leases", "num_eval_groups", "num_eval_discarded", "num_evals_started_again", "num_actor_restarts",
+    "num_installs", "num_install_failures", "lost_on_crash",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
@@ -58,18 +59,19 @@ class Ledger:
 
     def __init__(
         self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
-        sampling: Sampling, eval_sampling: Sampling, keep_group: GroupFilter = lambda group: None,
-        eval_record: Callable[[int], bytes | None] | None = None, version: int = 0, lineage: Sequence[Lineage] = (),
+        sampling: Sampling, eval_sources: Mapping[str, EvalSource] | None = None,
+        keep_group: GroupFilter = lambda group: None, version: int = 0, lineage: Sequence[Lineage] = (),
     ) -> None:
         self.settings = settings
         self.run_id = run_id
         self.prompts = prompts
         self.counts: Counter[str] = Counter()
         self.versions = Versions(learner_epoch, version, lineage)
-        self.groups = GroupTable(num_trained=version * settings.lag.groups_per_batch)
+        num_batches = version // settings.lag.steps_per_batch
+        self.groups = GroupTable(num_trained=num_batches * settings.lag.groups_per_batch)
         prompts.cursor = self.groups.next_id
         self.dedup = DedupTable(settings.dedupe_window)
-        self.evals = EvalTable(settings.max_attempts)
+        self.evals = EvalTable(settings.max_attempts, settings.eval_keep_s)
         self.lag = LagBounds(settings, self.groups, self.versions)
         self.passed_over = PassedOver(settings.num_passed_over, run_seed)
         self.lifecycle = GroupLifecycle(
@@ -82,7 +84,7 @@ class Ledger:
         )
         # The long verbs are their parts' own methods.
         self.hello, self.accept = Handshake(*tables).hello, Acceptance(*tables).accept
-        grants = Grants(*tables, run_seed, sampling, eval_sampling, eval_record)
+        grants = Grants(*tables, run_seed, sampling, eval_sources or {})
         self.grant_order, self.grant = grants.order, grants.grant
         self.cutter = BatchCutter(*tables)
         self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
@@ -99,9 +101,26 @@ class Ledger:
         self.actors.expire_leases(now)
         if self.settings.group_deadline_s > 0:
             self._expire_groups(now)
+        self._check_pins(now)
         effects += self.actors.take_revocations()
         self.check()
         return effects
+
+    def _check_pins(self, now: float) -> None:
+        """No evaluation waits for a version that no actor has, or keeps actors from a newer one for too long."""
+        # A dead actor has left the table by now, and its leases are with the others that have the version.
+        for run in self.evals.lost({one.installed.version for one in self.actors.all() if one.installed is not None}):
+            self._end_leases(run, now)
+            self.counts["num_evals_started_again"] += 1
+            self.evals.start_again(run)
+        for run in self.evals.overdue(self.versions.newest_published, now):
+            self._end_leases(run, now)
+            self.evals.give_up(run)
+
+    def _end_leases(self, run: EvalRun, now: float) -> None:
+        for record in run.records:
+            if record.lease is not None:
+                self.actors.release(record.group_id, now, failed=False, revoke=True)
 
     def _expire_groups(self, now: float) -> None:
         """Incomplete groups that are overdue: their lease ends, and `group_policy` says what follows."""

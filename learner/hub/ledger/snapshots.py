@@ -25,7 +25,7 @@ class LedgerSnapshot(Struct, array_like=True):
     run_id: str
     learner_epoch: int
     version: int
-    num_batches: int  # equal to `version`; it stays because fields are read by position
+    num_batches: int  # equal to `version`, whatever its name says; it stays because fields are read by position
     lineage: tuple[Lineage, ...]
     next_id: int
     done_below: int

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from learner.hub.ledger.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
 from learner.hub.ledger.settings import LedgerSettings
-from streamrl.lag_rule import oldest_trainable
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 
@@ -19,7 +18,7 @@ class Versions:
 
     Args:
         learner_epoch: of this start.
-        version: optimizer steps done, one for each batch.
+        version: optimizer steps done.
         lineage: earlier epochs, already cut to `version`.
     """
 
@@ -29,6 +28,7 @@ class Versions:
         self._past = {entry.learner_epoch: entry for entry in lineage[-(MAX_LINEAGE - 1) :]}
         self._first = version
         self._last = version  # published or trained, whichever is later
+        self.newest_published = version
 
     @property
     def ref(self) -> VersionRef:
@@ -54,11 +54,11 @@ class Versions:
         """A version was announced: its tokens are accepted even before its batch is reported as trained."""
         if ref.learner_epoch != self.learner_epoch or ref.version < self._last:
             raise ValueError(f"published {ref} after {self.learner_epoch}:{self._last}: versions only go up")
-        self._last = ref.version
+        self._last = self.newest_published = ref.version
 
-    def advance(self) -> None:
-        """A batch was trained."""
-        self.current += 1
+    def advance(self, num_steps: int = 1) -> None:
+        """A batch was trained, in so many optimizer steps."""
+        self.current += num_steps
         self._last = max(self._last, self.current)
 
     def first_known(self, oldest: int) -> VersionRef:
@@ -134,11 +134,11 @@ class LagBounds:
             return VersionRef(0, 0)  # the young end of a sequence is of use, however old its beginning
         version = self._versions.current
         widest = max([self.rule.max_lag, *(bound for bound, until in self._lowered if until >= version)])
-        return self._versions.first_known(max(0, oldest_trainable(version, widest)))
+        return self._versions.first_known(max(0, self.rule.oldest_trainable(version, widest)))
 
     def is_stale(self, record: GroupRecord, version: int, summary: MemberSummary | None = None) -> bool:
         """L2: a token of the group, or of one member, is too old to train; with masking, every token of a member."""
-        oldest = oldest_trainable(version, self.of(record))
+        oldest = self.rule.oldest_trainable(version, self.of(record))
         for one in record.members.values() if summary is None else (summary,):
             fresh = [span.version >= oldest for span in one.spans]
             if not (any(fresh) if self._masks_old_tokens else fresh and all(fresh)):
@@ -149,7 +149,7 @@ class LagBounds:
         """A complete group as it would be trained at this version, or now."""
         version = self._versions.current if version is None else version
         bound = self.of(record)
-        oldest = oldest_trainable(version, bound) if self._masks_old_tokens else -1
+        oldest = self.rule.oldest_trainable(version, bound) if self._masks_old_tokens else -1
         members = tuple(
             HeldMember(
                 index, one.num_tokens, one.num_action_tokens, one.reward, one.scores,

@@ -168,12 +168,14 @@ class Estimator(Entry):
 
     Attributes:
         weighs: the advantages hold the token's own ratio pi/mu.
+        scales_scores: every advantage is the trajectory's centered score times a factor: without the one, without both.
         whitens: over the whole batch; with a baseline it whitens the centered scores instead of calling the function.
     """
 
     INPUTS = ESTIMATOR_INPUTS
 
     weighs: bool = False
+    scales_scores: bool = False
     whitens: bool = False
 
     @property
@@ -202,7 +204,7 @@ ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType({
     "reinforce_pp": Estimator(reinforce_pp_advantages, whitens=True),
     "vtrace": Estimator(vtrace),
     "vtrace_segments": Estimator(vtrace_segments),
-    "vtrace_critic_free": Estimator(vtrace_critic_free),
+    "vtrace_critic_free": Estimator(vtrace_critic_free, scales_scores=True),
     "retrace_v": Estimator(retrace_v),
     "retrace_q": Estimator(retrace_q),
     "gae": Estimator(gae),

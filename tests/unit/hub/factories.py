@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 import hypothesis
 
 from learner.hub.ledger.accept import AcceptResult
+from learner.hub.ledger.evals import EvalSource
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
 from learner.hub.ledger.prompts import PromptStream
@@ -54,7 +55,7 @@ def prompts() -> PromptStream:
 def ledger_arguments(**changes: object) -> dict[str, object]:
     values = dict(
         run_id="run", learner_epoch=1, run_seed=5, prompts=prompts(), sampling=Sampling(),
-        eval_sampling=Sampling(temperature=0.0), eval_record=lambda index: b'{"test": %d}' % index,
+        eval_sources={"": EvalSource(lambda index: b'{"test": %d}' % index, Sampling(temperature=0.0))},
     )
     return {**values, **changes}
 
@@ -143,6 +144,7 @@ class FakeActor:
     def group(
         self, lease: Lease, *, versions: Sequence[tuple[int, int]] | None = None, members: Sequence[int] | None = None,
         aborted: Sequence[int] = (), rewards: Sequence[float] = (), outcome: int = Outcome.COMPLETE, reason: int = 0,
+        answers: tuple[str, ...] = (),
     ) -> Group:
         """The next GROUP, put into the outbox; by default everything leased, sampled from the installed version."""
         spans = versions or [(self.ref.learner_epoch, self.ref.version)]
@@ -157,7 +159,7 @@ class FakeActor:
                 )
                 for at, i in enumerate(chosen)
             ),
-            stats={},
+            stats={}, answers=answers,
         )
         self.next_seq += 1
         self.outbox[message.seq] = message
@@ -200,7 +202,7 @@ def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
     """Cut a batch and train on it at once; the group ids."""
     batch = ledger.cut_batch(ledger.version)
     assert batch is not None, ledger.why_waiting(0.0)
-    ledger.trained(ledger.version + (not skipped), skipped, "")
+    ledger.trained(ledger.version + (0 if skipped else ledger.lag.rule.steps_per_batch), skipped, "")
     if not skipped:
         ledger.versions.published(VersionRef(ledger.versions.learner_epoch, ledger.version))
     return [group.group_id for group in batch]

@@ -5,7 +5,7 @@ The world keeps its own books, from what it sees on the outside, and compares.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
@@ -22,6 +22,7 @@ SHAPES = ("aborted", "partial", "env_error", "drain", "stale", "too_long", "whol
 FAULTS = (
     "lose_link", "lose_leases", "silence", "evict", "leave", "die", "restart", "zombie", "resend", "freeze",
     "checkpoint", "checkpoint", "crash", "cut", "skip", "publish_first", "late", "late", "stuck", "bounds", "bounds",
+    "publish_inside", "publish_inside",
 )
 
 
@@ -85,7 +86,7 @@ class World:
         self.met: set[int] = set()  # incarnations that said HELLO in this history; a crash forgets the later ones
         self.fenced: set[int] = set()  # those of them that were superseded
         self.head_lags: list[int] = []
-        self.num_lags_at_the_bound = 0
+        self.num_lags_at_the_bound = self.num_published_inside = 0
         self.promised: dict[int, int] = {}  # group -> largest bound that was in force at one of its grants
         self.tight = False  # a bound was below what admission allows, so groups may outlive it
         self._took_bounds(settings.lag.eta, settings.lag.max_lag)
@@ -253,7 +254,7 @@ class World:
     def fault(self, fault: str, name: str, pick: int) -> None:
         """What goes wrong, or happens in an awkward order."""
         actor = self.actors.get(name)
-        if fault in ("freeze", "crash", "cut"):
+        if fault in ("freeze", "crash", "cut", "publish_inside"):
             getattr(self, fault)()
         elif fault == "checkpoint":
             self.freeze()
@@ -319,8 +320,8 @@ class World:
         if not self.cut():
             return
         version = self.ledger.version
-        after = VersionRef(self.ledger.versions.learner_epoch, version + 1)
-        if skipped:
+        after = VersionRef(self.ledger.versions.learner_epoch, version + self.settings.lag.steps_per_batch)
+        if skipped and self.published.version <= version:  # what is published of a batch comes from a finite step
             self.ledger.trained(version, True, "not finite")
         else:
             if publish_first:
@@ -334,10 +335,18 @@ class World:
                 self.trained_from[message.incarnation, message.seq] = version
         self.batch = None
 
+    def publish_inside(self) -> None:
+        """One more optimizer step of the batch that was cut is done, and published, and others follow."""
+        inside = VersionRef(self.ledger.versions.learner_epoch, max(self.published.version, self.ledger.version) + 1)
+        if self.cut() and inside.version < self.ledger.version + self.settings.lag.steps_per_batch:
+            self._publish(inside)
+            self.num_published_inside += 1
+
     def _publish_if_due(self) -> None:
         now = self.ledger.versions.ref
         behind = now.version - self.published.version
-        if now != self.published and not (self.publishes_late and behind <= self.eta // 2):
+        late = self.settings.lag.steps_per_batch * (self.eta // 2)
+        if behind > 0 and not (self.publishes_late and behind <= late):
             self._publish(now)
 
     def _publish(self, ref: VersionRef) -> None:
@@ -348,7 +357,8 @@ class World:
     def set_bounds(self, eta: int) -> None:
         """The controller moves the lead; max_lag keeps its distance to what admission allows."""
         slack = self.settings.lag.max_lag - derived_bound(self.settings.lag)
-        max_lag = max(eta, derived_bound(self.settings.lag, eta) + slack)
+        least = replace(self.settings.lag, eta=eta, window=0).bound
+        max_lag = max(least, derived_bound(self.settings.lag, eta) + slack)
         self.ledger.lag.set_bounds(eta, max_lag)
         self._took_bounds(eta, max_lag)
         self._publish_if_due()
@@ -411,7 +421,10 @@ class World:
                 seen.append(member.index)
                 refs = {VersionRef(span.learner_epoch, span.version) for span in member.versions}
                 assert refs <= self.valid, f"group {group.group_id} has tokens of {refs - self.valid}: not this history"
-                lags = [group.version - span.version for span in member.versions]
+                newest = max(span.version for span in member.versions)
+                assert newest <= group.version, f"group {group.group_id} has tokens of its own batch's steps"
+                last = group.version + self.settings.lag.steps_per_batch - 1  # of the batch's optimizer steps
+                lags = [last - span.version for span in member.versions]
                 if self.settings.mode == "mask_old_tokens":
                     lags = [lag for lag in lags if lag <= bound]
                 assert lags and min(lags) >= 0, f"group {group.group_id} member {member.index} has nothing to train"
@@ -477,7 +490,7 @@ class World:
         """How often each occasion for a promise came up."""
         return {
             **self.ledger.counters(), "num_restarts": self.num_restarts, "num_durable": len(self.durable),
-            "num_lags_at_the_bound": self.num_lags_at_the_bound,
+            "num_lags_at_the_bound": self.num_lags_at_the_bound, "num_published_inside": self.num_published_inside,
         }
 
     def _check_accepted(self, trained: list[tuple[int, int]]) -> None:

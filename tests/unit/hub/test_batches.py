@@ -198,6 +198,18 @@ def test_the_fullest_rank_has_at_most_a_third_more_than_the_best_of_all_plans(to
 def test_more_ranks_than_groups_is_an_error():
     with pytest.raises(ValueError, match="1 groups cannot be split over 2 ranks"):
         plan_batch([held(0)], 2)
+    with pytest.raises(ValueError, match="3 groups cannot be split over 2 equal minibatches"):
+        plan_batch([held(0), held(1), held(2)], 1, 2)
+
+
+def test_minibatches_are_the_same_for_any_number_of_ranks_and_each_rank_has_a_part_of_every_one():
+    groups = [held(number, tokens=tokens) for number, tokens in enumerate((9, 1, 1, 8, 2, 2, 2, 7))]
+    alone, two = plan_batch(groups, 1, 2), plan_batch(groups, 2, 2)
+
+    assert [row.minibatch for row in alone] == [row.minibatch for row in two]
+    assert {(row.group_id, row.minibatch) for row in two} == {(number, number // 4) for number in range(8)}
+    assert {(row.rank, row.minibatch) for row in two} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert [row.rank for row in plan_batch(groups, 2)] != [row.rank for row in two]  # balanced inside each
 
 
 # --- filters --------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_an_evaluation_without_a_score_names_the_cause(tmp_path, model_dir):
         manifest = hub.publish(0, model_dir)
         hub.link.evaluate(0, 0, 2)
         fail_everything(hub, hub.connect(), manifest, 2, Purpose.EVAL)
-        hub.link.wait_for_eval(0)
+        hub.link.wait_for_evals()
 
     (result,) = hub.link.evals
     assert (result.num_prompts, result.failure) == (0, CAUSE)

@@ -1,4 +1,4 @@
-"""The bound eta + ceil(W / B): met with equality by the ledger, broken by every shortcut.
+"""The bound S (eta + ceil(W / B)) + S - 1: met with equality by the ledger, broken by every shortcut.
 
 `max_lag` is out of the way at first, so that the hard check cannot hide what admission and consumption let through.
 Then the lead moves under way, and the bound that counts is the one at a group's grant.
@@ -17,7 +17,10 @@ from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
 from tests.unit.hub.simulator import World, derived_bound
 
-CASES = [(1, 0, 0), (2, 0, 2), (1, 1, 0), (2, 1, 1), (2, 1, 2), (3, 2, 3), (2, 2, 5)]
+CASES = [
+    (1, 0, 0, 1), (2, 0, 2, 1), (1, 1, 0, 1), (2, 1, 1, 1), (2, 1, 2, 1), (3, 2, 3, 1), (2, 2, 5, 1),
+    (2, 0, 0, 4), (2, 1, 2, 4), (3, 2, 3, 2),
+]
 
 
 class GrantsByTheLearnersVersion(Ledger):
@@ -27,6 +30,15 @@ class GrantsByTheLearnersVersion(Ledger):
         super().__init__(*args, **options)
         honest = self.lag.may_grant
         self.lag.may_grant = lambda rank, installed: honest(rank, self.version)
+
+
+class ForgetsTheStepsOfABatch(Ledger):
+    """Wrong: takes each batch for one optimizer step when it grants, but trains it in several."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        rule = self.lag.rule
+        self.lag.may_grant = lambda rank, installed: rank // rule.groups_per_batch - installed <= rule.eta * 4
 
 
 class ConsumesInOrderOfCompletion(Ledger):
@@ -48,10 +60,12 @@ class ForgetsThePromise(Ledger):
         self.lag.of = lambda record: self.lag.rule.max_lag
 
 
-def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int) -> tuple[int, int]:
+def worst_lag(kind: type[Ledger], case: tuple[int, int, int, int], *, num_walks: int) -> tuple[int, int]:
     """Largest head lag of any trained token, and the bound. One actor is lazy about weights, one about old groups."""
-    groups_per_batch, eta, window = case
-    chosen = settings(groups_per_batch=groups_per_batch, group_size=1, eta=eta, window=window, max_lag=1000)
+    groups_per_batch, eta, window, steps = case
+    chosen = settings(
+        groups_per_batch=groups_per_batch, group_size=1, eta=eta, window=window, max_lag=1000, steps_per_batch=steps
+    )
     worst, num_trained = 0, 0
     for number in range(num_walks):
         rng = Random(f"{case}/{number}")
@@ -66,45 +80,55 @@ def worst_lag(kind: type[Ledger], case: tuple[int, int, int], *, num_walks: int)
             world.move(name, move, -1 if rng.random() < 0.8 else 0)
             if rng.random() < 0.02:
                 world.fault("restart", "lazy", 0)
+            if rng.random() < 0.1:
+                world.publish_inside()
         worst = max(worst, *world.head_lags, 0)
         num_trained += len(world.head_lags)
     assert num_trained > 20 * num_walks, f"only {num_trained} groups were trained in {num_walks} walks"
     return worst, derived_bound(chosen.lag)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{}".format(*case))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{} S{}".format(*case))
 def test_no_trained_token_is_older_than_the_bound(case):
     worst, bound = worst_lag(Ledger, case, num_walks=20)
 
     assert worst <= bound
 
 
-def test_the_bound_is_not_loose():
-    worst, bound = worst_lag(Ledger, (2, 1, 2), num_walks=40)
+@pytest.mark.parametrize(("steps", "expected"), [(1, 2), (3, 8)])
+def test_the_bound_is_not_loose(steps, expected):
+    worst, bound = worst_lag(Ledger, (2, 1, 2, steps), num_walks=40)
 
-    assert worst == bound == 2
+    assert worst == bound == expected
 
 
-@pytest.mark.parametrize("wrong", [GrantsByTheLearnersVersion, ConsumesInOrderOfCompletion])
-def test_a_shortcut_breaks_the_bound(wrong):
-    worst, bound = worst_lag(wrong, (2, 1, 2), num_walks=20)
+@pytest.mark.parametrize(
+    ("wrong", "steps"),
+    [(GrantsByTheLearnersVersion, 1), (ConsumesInOrderOfCompletion, 1), (ForgetsTheStepsOfABatch, 2)],
+)
+def test_a_shortcut_breaks_the_bound(wrong, steps):
+    worst, bound = worst_lag(wrong, (2, 1, 2, steps), num_walks=20)
 
     assert worst > bound, f"{wrong.__name__} kept the bound of {bound}: this test has lost its teeth"
 
 
-def test_strictly_synchronous_training_has_no_lag_at_all():
-    for window in (0, 1, 4):
-        worst, _ = worst_lag(Ledger, (2, 0, window), num_walks=10)
-        assert worst == 0
+def test_strictly_synchronous_training_has_no_lag_but_the_steps_of_its_own_batch():
+    for window, steps in ((0, 1), (1, 1), (4, 1), (0, 4), (4, 2)):
+        worst, _ = worst_lag(Ledger, (2, 0, window, steps), num_walks=10)
+        assert worst == steps - 1
 
 
-def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_walks: int) -> tuple[int, int, int]:
+def walk_with_a_moving_lead(
+    kind: type[Ledger], mode: str, *, window: int, num_walks: int, steps: int = 1
+) -> tuple[int, int, int]:
     """Groups thrown away for their age, groups trained beyond today's bound, and how often the lead was moved.
 
     `World` itself compares every trained group with the bound that was in force at its grant.
     """
     num_stale = num_beyond = num_moves = 0
-    chosen = settings(groups_per_batch=2, group_size=1, eta=1, window=window, mode=mode)
+    chosen = settings(
+        groups_per_batch=2, group_size=1, eta=1, window=window, mode=mode, max_lag=99, steps_per_batch=steps
+    )
     chosen = replace(chosen, lag=replace(chosen.lag, max_lag=derived_bound(chosen.lag)))
     for number in range(num_walks):
         rng = Random(f"moving/{number}")
@@ -119,16 +143,19 @@ def walk_with_a_moving_lead(kind: type[Ledger], mode: str, *, window: int, num_w
             elif name == "brisk" or rng.random() < 0.2:
                 world.move(name, rng.choice(["ask", "finish", "finish", "install", "train"]), -1)
             if world.batch is None and world.cut():
-                num_beyond += sum(one.head_lag > world.max_lag for group in world.batch for one in group.members)
+                last = steps - 1
+                num_beyond += sum(one.head_lag + last > world.max_lag for group in world.batch for one in group.members)
             world.check()
         num_stale += int(world.ledger.counters()["num_groups_stale"])
         world.behave(num_batches=2)
     return num_stale, num_beyond, num_moves
 
 
-@pytest.mark.parametrize(("mode", "window"), [("drop", 2), ("reweight", 2), ("wait", 0)])
-def test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant(mode, window):
-    num_stale, num_beyond, num_moves = walk_with_a_moving_lead(Ledger, mode, window=window, num_walks=20)
+@pytest.mark.parametrize(
+    ("mode", "window", "steps"), [("drop", 2, 1), ("reweight", 2, 1), ("wait", 0, 1), ("drop", 2, 3)]
+)
+def test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant(mode, window, steps):
+    num_stale, num_beyond, num_moves = walk_with_a_moving_lead(Ledger, mode, window=window, num_walks=20, steps=steps)
 
     assert num_stale == 0
     assert num_beyond > 20 and num_moves > 200, "no lead was lowered while older groups were out"

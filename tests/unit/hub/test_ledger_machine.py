@@ -29,10 +29,12 @@ def ledger_settings(draw: st.DrawFn):
     eta = draw(st.sampled_from([0, 1, 2]))
     window = draw(st.sampled_from([0, 1, groups_per_batch, 2 * groups_per_batch]))
     waits = window == 0 and draw(st.booleans())
-    default = eta + -(-window // groups_per_batch)
+    steps = draw(st.sampled_from([1, 1, 2, 4]))
+    default = steps * (eta + -(-window // groups_per_batch) + 1) - 1
     return settings(
         groups_per_batch=groups_per_batch, group_size=draw(st.sampled_from([1, 2, 3])), eta=eta, window=window,
-        max_lag=draw(st.sampled_from([default, default, eta])), max_attempts=draw(st.sampled_from([2, 3])),
+        steps_per_batch=steps, max_lag=draw(st.sampled_from([default, default, steps * (eta + 1) - 1])),
+        max_attempts=draw(st.sampled_from([2, 3])),
         on_stale=draw(st.sampled_from(["reissue", "drop"])),
         mode="wait" if waits else draw(st.sampled_from(["drop", "drop", "mask_old_tokens", "reweight"])),
         group_policy=draw(st.sampled_from(["reissue_missing", "reissue_missing", "reissue_whole", "accept_partial"])),
@@ -105,10 +107,11 @@ def random_settings(rng: Random, tight: bool) -> LedgerSettings:
     """The same choices as `ledger_settings`, from a plain generator; `tight` invites groups to outlive max_lag."""
     groups_per_batch, eta = rng.choice([1, 2, 3]), rng.choice([1, 1, 2] if tight else [0, 1, 2])
     window = 2 * groups_per_batch if tight else rng.choice([0, 1, groups_per_batch, 2 * groups_per_batch])
-    default = eta + -(-window // groups_per_batch)
+    steps = rng.choice([1, 1, 2, 4])
+    default, least = steps * (eta + -(-window // groups_per_batch) + 1) - 1, steps * (eta + 1) - 1
     return settings(
         groups_per_batch=groups_per_batch, group_size=rng.choice([1, 2, 3]), eta=eta, window=window,
-        max_lag=eta if tight else rng.choice([default, default, eta]),
+        steps_per_batch=steps, max_lag=least if tight else rng.choice([default, default, least]),
         max_attempts=rng.choice([2, 3]),
         on_stale=rng.choice(["reissue", "drop"]),
         mode=rng.choice(["drop", "drop", "mask_old_tokens", "reweight", *(["wait"] * 4 if window == 0 else [])]),

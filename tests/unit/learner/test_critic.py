@@ -88,14 +88,14 @@ def test_the_number_of_micro_batches_changes_nothing(checkpoints):
 
 
 def test_only_truncated_trajectories_have_a_value_after_their_end(checkpoints):
-    rows = [replace(row, truncated=i % 2 == 0) for i, row in enumerate(batch(3, 4))]
+    rows = [replace(row, truncated=i % 2 == 0, judged=i % 4 == 0) for i, row in enumerate(batch(3, 4))]
     scene = Scene(checkpoints["qwen3-tied"], rows=rows)
     scene.fit()
     scene.look()
 
     for micro in scene.micros:
         ends = scene.objective.outputs(micro).bootstrap
-        assert [bool(end != 0) for end in ends] == [rows[i].truncated for i in micro.trajectory_ids]
+        assert [bool(end != 0) for end in ends] == [i % 4 == 2 for i in micro.trajectory_ids]
 
 
 def moved(checkpoint, config, rounds=1):

@@ -8,7 +8,7 @@ import pytest
 
 import configs
 from learner.dry_run import run_dry
-from learner.hub_client.settings import answer_limit, response_limit
+from learner.hub_client.settings import answer_limit, limits, response_limit
 from streamrl.algorithms import ESTIMATORS, SURROGATES
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -54,6 +54,12 @@ def test_answers_are_measured_by_what_training_may_sample_and_not_by_what_is_adm
     assert answer_limit(two) == 128 and response_limit(two) >= 1024
 
 
+def test_a_long_evaluation_does_not_make_the_hub_wait_longer_for_stuck_training_leases():
+    given = limits(config_of("eval.datasets={long: {sampling: {max_new_tokens: 32768}}}",
+                             "rollout.train.sampling.max_new_tokens=1024"), 64)
+    assert (given.progress_deadline_s, given.eval_progress_deadline_s) == (512.0, 16384.0)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -68,7 +74,10 @@ def test_answers_are_measured_by_what_training_may_sample_and_not_by_what_is_adm
         (("advantage.weight_cap=5",), "advantage.weight_cap=5.0 does nothing"),
         (("advantage.segment_tokens=7",), "advantage.segment_tokens=7 does nothing"),
         (("loss.veto_low=null", "loss.veto_high=null", "loss.veto_stat=mean"), "loss.veto_stat=mean does nothing"),
-        (("algorithm=areal", "entropy.adapt=clip_high", "entropy.target=0.2"), "the policy is its own anchor"),
+        (
+            ("algorithm=areal", "learner.num_minibatches=1", "entropy.adapt=clip_high", "entropy.target=0.2"),
+            "the policy is its own anchor",
+        ),
     ],
 )
 def test_what_would_fail_or_do_nothing_in_training_is_refused_at_the_start(words, message):

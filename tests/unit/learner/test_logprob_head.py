@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.model.logprob_head import score_tokens
+from learner.model.scoring.logit_rule import LogitRule, measure_logit_rule
+from learner.model.scoring.logprob_head import inspect_tokens, score_tokens
 
 M, H, V = 11, 6, 17
 
@@ -50,6 +51,42 @@ def test_gradcheck_in_float64_for_each_output(outputs):
         return tuple(both[i] for i in outputs)
 
     assert torch.autograd.gradcheck(score, (hidden, weight, bias))
+
+
+RULES = {"scaled": LogitRule(0.0625), "capped": LogitRule(1.0, 3.0), "scaled and capped": LogitRule(2.5, 4.0)}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_scaled_and_capped_logits_give_the_values_and_gradients_of_log_softmax(kind):
+    hidden, weight, bias, targets, temperatures = inputs()
+    rule = RULES[kind]
+    ours = score_tokens(hidden, weight, targets, temperatures, bias=bias, rule=rule, chunk_tokens=4)
+    squares, _ = inspect_tokens(hidden, weight, temperatures, bias=bias, rule=rule, chunk_tokens=4)
+
+    logits = rule.scale * (hidden @ weight.T + bias)
+    logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
+    log_p = (logits / temperatures[:, None]).log_softmax(-1)
+    theirs = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(squares, (2 * log_p).exp().sum(-1), atol=1e-12, rtol=1e-12)
+    up = torch.randn(2, M, dtype=torch.float64)
+    got = torch.autograd.grad((ours[0] * up[0] + ours[1] * up[1]).sum(), (hidden, weight, bias))
+    expected = torch.autograd.grad((theirs[0] * up[0] + theirs[1] * up[1]).sum(), (hidden, weight, bias))
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_rule_is_read_off_logits_and_no_other_function_passes_for_one(kind):
+    hidden, weight, bias, _, _ = inputs(torch.float32)
+    head = torch.nn.Linear(H, V)
+    head.weight.data, head.bias.data = weight.detach(), bias.detach()
+    rule, raw = RULES[kind], head(hidden).detach()
+
+    measured = measure_logit_rule([hidden.detach()], [rule(raw.clone())], head, cap=rule.cap)
+
+    assert measured.scale == pytest.approx(rule.scale, rel=1e-6) and measured.cap == rule.cap
+    with pytest.raises(ValueError, match="neither a multiple"):
+        measure_logit_rule([hidden.detach()], [raw.abs().sqrt()], head, cap=None)
 
 
 def test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made():

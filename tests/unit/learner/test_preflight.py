@@ -70,7 +70,22 @@ MISTAKES = {
         [QUICKSTART, "rollout.train.sampling.max_new_tokens=9000"], "raise the budget or lower the lengths",
     ),
     "bound below the lead": ([QUICKSTART, "staleness.eta=4", "staleness.max_lag=2"], "raise max_lag or lower eta"),
-    "open hub": ([QUICKSTART, "hub.bind=tcp://0.0.0.0:5601"], "bring remote actors in through an encrypted tunnel"),
+    "minibatches that leave a rest": ([QUICKSTART, "learner.num_minibatches=3"], "does not divide rollout.num_prompts"),
+    "minibatches with fewer groups than ranks": (
+        [QUICKSTART, "learner.num_minibatches=16", "launch.num_learner_ranks=2"], "every rank needs one of each",
+    ),
+    "versions inside a batch that has none": (
+        [QUICKSTART, "publish.when=every_optimizer_step"], "set learner.num_minibatches or learner.num_epochs",
+    ),
+    "a bound below the steps of one batch": (
+        [QUICKSTART, "staleness.max_lag=2", "learner.num_epochs=4"], "whose last one trains at lag 11",
+    ),
+    "a ratio in advantages that several steps share": (
+        [QUICKSTART, "algorithm=impala", "learner.num_epochs=2"], "which 2 optimizer steps share",
+    ),
+    "open hub": ([QUICKSTART, "hub.bind=tcp://0.0.0.0:5601"], "make keys with `streamrl keys new keys`"),
+    "every interface": ([QUICKSTART, "hub.bind=tcp://0.0.0.0:5601", "hub.keys=k"], "add hub.advertise=NAME"),
+    "no keys": ([QUICKSTART, "hub.keys=no-such-folder"], "run `streamrl keys new no-such-folder`"),
     "bad address": ([QUICKSTART, "hub.bind=tcp://127.0.0.1:x"], "must look like tcp://127.0.0.1:5601"),
     "port in use": ([QUICKSTART, "hub.bind=tcp://127.0.0.1:{port}"], "choose another port (0: any free)"),
     "bad run name": ([QUICKSTART, "run.name=my run"], "run.name"),
@@ -96,6 +111,15 @@ MISTAKES = {
     "an environment without its number of records": ([QUICKSTART, "env.path=calc.py"], "Calc lacks num_records"),
     "prompts too long for the tiny model": ([QUICKSTART, "env.path=long.py"], "Set rollout.max_prompt_tokens=640"),
     "a reward that raises": ([QUICKSTART, "env.path=broken.py"], "ZeroDivisionError"),
+    # evaluation sets
+    "unknown key of a set": ([QUICKSTART, "eval.datasets.hard.fil=x.jsonl"], "Unknown key `eval.datasets.hard.fil`"),
+    "a set twice": ([QUICKSTART, "eval.datasets={a: x.jsonl, a: y.jsonl}"], "names a twice"),
+    "a set without its file": (
+        [QUICKSTART, "eval.datasets.hard={path: no.jsonl, reward: {type: exact}}"], "eval.datasets.hard: data.path=no",
+    ),
+    "a set without a reward": (
+        [QUICKSTART, "eval.datasets.hard=data.jsonl"], "eval.datasets.hard: data.path=data.jsonl holds questions, but",
+    ),
     # models
     "no model": ([], "policy.model_path is not set: give a local checkpoint directory"),
     "a folder without a model": (["policy.model_path=empty"], "policy.model_path=empty holds no config.json: give"),

@@ -1,14 +1,95 @@
-"""What a row of metrics holds of the hub's counters."""
+"""What a row of metrics holds of the hub's counters, and of evaluations."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 
-from learner.record.recorder import hub_keys
-from streamrl.messages import HubStatus
+import pytest
+
+from learner.record.recorder import EVALUATIONS, Recorder, hub_keys
+from streamrl.config.load import load_config
+from streamrl.config.schema import EvalConfig
+from streamrl.messages import EvalResult, HubStatus
+from streamrl.metrics.run_record import read_metrics
 
 
 def test_counters_get_their_names_and_sums_that_only_make_means_stay_out():
     row = hub_keys(HubStatus(3, {"num_actors": 2.0, "mean_pause_s": 0.5, "arrived_reward": 9.0, "odd": math.nan}, ()))
 
     assert row == {"hub/num_actors": 2.0, "time/install_pause_s": 0.5}
+
+
+TWICE = EvalConfig(num_responses=2)
+
+
+def result(dataset: str = "", version: int = 4, **changes) -> EvalResult:
+    """Two prompts with two answers each; the first is right once."""
+    values = dict(
+        eval_id=1, version=version, num_prompts=2, score=0.25, reward=0.5, mean_tokens=3.0, truncated_fraction=0.0,
+        scores={"score": 0.25, "format": 1.0}, prompt_scores=((1.0, 0.0), (0.0, 0.0)), dataset=dataset,
+        prompt_answers=(("4", "5"), ("6", "6")), versions=(version, version),
+    )
+    return EvalResult(**{**values, **changes})
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A recorder, and what it has written: the last row, and the lines of the evaluations."""
+    recorder = Recorder(
+        load_config(["experiment=quickstart"]), tmp_path, "r", resume_step=None, wall_s=0.0, trained_tokens=0,
+        device="cpu", dtype="float32",
+    )
+
+    def written():
+        recorder.write(4, {})
+        file = tmp_path / EVALUATIONS
+        lines = file.read_text().splitlines() if file.exists() else []
+        return read_metrics(tmp_path / "metrics.jsonl")[-1], [json.loads(line) for line in lines]
+
+    return recorder, written
+
+
+def test_each_set_has_keys_and_a_line_of_its_own_with_the_estimates_of_its_answers(recorded):
+    recorder, written = recorded
+    recorder.evaluated(result(), TWICE)
+    recorder.evaluated(result("hard", score=0.75, reward=0.75), TWICE)
+    row, lines = written()
+
+    assert (row["eval/score"], row["eval/hard/score"]) == (0.25, 0.75)
+    assert (row["eval_parts/format"], row["eval_parts/hard.format"]) == (1.0, 1.0)
+    for prefix in ("eval", "eval/hard"):
+        found = [row[f"{prefix}/{key}"] for key in ("pass_at_1", "pass_at_k", "maj_at_k", "version")]
+        assert found == [0.25, 0.5, 0.25, 4.0]
+        errors = [row[f"{prefix}/{key}_stderr"] for key in ("score", "pass_at_1", "pass_at_k", "maj_at_k")]
+        assert errors == pytest.approx([0.25, 0.25, 0.5, 0.25])
+    assert [(line["dataset"], line["version"], line["sampled_by"]) for line in lines] == [
+        ("", 4, [4, 4]), ("hard", 4, [4, 4])
+    ]
+    assert lines[1]["estimates"]["maj@2"] == [0.25, 0.25, 2]
+
+
+def test_one_answer_to_each_prompt_has_no_pass_at_k(recorded):
+    recorder, written = recorded
+    recorder.evaluated(result(prompt_scores=((1.0,), (0.0,)), prompt_answers=(("4",), ("6",))), EvalConfig())
+    row, lines = written()
+    assert not any("pass_at" in key or "maj_at" in key for key in row)
+    assert list(lines[0]["estimates"]) == ["avg@1"]
+
+
+def test_the_row_has_the_newer_of_two_evaluations_whichever_ended_first(recorded):
+    recorder, written = recorded
+    recorder.evaluated(result(version=8, score=0.9), TWICE)
+    recorder.evaluated(result(version=4, score=0.1), TWICE)
+    row, lines = written()
+    assert (row["eval/version"], row["eval/score"], len(lines)) == (8.0, 0.9, 2)
+
+
+def test_an_evaluation_that_was_not_waited_for_says_so_and_without_an_answer_has_no_row(recorded, caplog):
+    recorder, written = recorded
+    with caplog.at_level(logging.WARNING, "streamrl.learner"):
+        recorder.evaluated(result(num_prompts=0, num_unanswered=4, score=math.nan), TWICE)
+    row, lines = written()
+    assert "4 answers were not waited for" in caplog.text and "eval.pin_s=1800" in caplog.text
+    assert "eval/score" not in row and lines == []

@@ -206,3 +206,14 @@ def test_a_trajectory_without_action_tokens_can_be_drafted(tokenizer):
     one = draft(nothing, kind="train", step=6, version=5, fate="stale").decoded(tokenizer, 10)
 
     assert isinstance(one, Sample) and (one.answer, one.version, one.num_tokens) == ("", 5, 0)
+
+
+def test_a_rewritten_history_stands_where_it_was_read(tokenizer):
+    (row,) = batch(1, 1, num_prompt=2, num_actions=4, with_gap=False)
+    row = replace(row, later=((1, np.array([5, 6], np.int32)), (3, np.array([7], np.int32))))
+
+    one = draft(row, kind="train", step=6, version=5, fate="trained").decoded(tokenizer, 3)
+
+    assert [turn.role for turn in one.messages] == ["assistant", "context", "assistant", "context", "assistant"]
+    assert [one.messages[place].content for place in (1, 3)] == [tokenizer.decode([5, 6]), tokenizer.decode([7])]
+    assert one.tokens.starts == [1]  # the third is beyond the tokens that were kept one by one

@@ -52,9 +52,12 @@ def test_turn_rewards_stand_on_the_last_action_of_their_turn_and_the_rest_on_the
 
 
 def test_aborted_members_are_left_out_and_truncated_ones_are_marked():
-    rows = read(frame(member(0), member(1, status=2), member(2, status=1)))
+    rows = read(frame(member(0), member(1, status=2), member(2, status=1), member(3, finish="length")))
 
-    assert [(row.index, row.truncated) for row in rows] == [(0, False), (2, True)]
+    # The last one was cut and judged: it is counted as cut, but nothing follows its reward.
+    assert [(row.index, row.truncated, row.bootstraps) for row in rows] == [
+        (0, False, False), (2, True, True), (3, True, False)
+    ]
 
 
 def test_an_empty_prompt_means_the_prompt_of_the_first_member():
@@ -105,3 +108,30 @@ def test_a_damaged_frame_and_a_frame_of_another_kind_are_refused():
         read(bytes(broken))
     with pytest.raises(ContentError, match="GROUP"):
         read(bytes(encode(Bye(last_seq=0, note=""))))
+
+
+def test_trajectories_are_read_the_same_alone_and_among_others():
+    frames = [
+        frame(member(0), member(1, prompt_ids=b"", mask=(), versions=(), turns=(), logprobs=pack_logprobs([0.0] * 7)),
+              group_id=1),
+        frame(member(3, token_ids=pack_ids([9]), logprobs=pack_logprobs([-1.5]), mask=((0, 1),),
+                     versions=(Span(1, 4, 0, 1),), turns=(Turn(0, 1, 2.0),), reward=2.0), group_id=2),
+        frame(member(0, prompt_ids=pack_ids([8])), member(2, status=2), group_id=5, temperature=0.5),
+    ]
+    fields = ("prompt_ids", "token_ids", "logprobs", "mask", "versions", "rewards", "turns")
+
+    together = read(*frames)
+    alone = [row for one in frames for row in read(one)]
+
+    assert [(row.group_id, row.index) for row in together] == [(1, 0), (1, 1), (2, 3), (5, 0)]
+    for row, same in zip(together, alone, strict=True):
+        assert all(np.array_equal(getattr(row, name), getattr(same, name)) for name in fields)
+        assert (row.reward, row.temperature, row.num_tokens) == (same.reward, same.temperature, same.num_tokens)
+
+
+def test_the_trajectory_that_is_impossible_is_named_among_sound_ones():
+    with pytest.raises(ContentError, match="group 2 member 1") as caught:
+        read(frame(member(0), group_id=1), frame(member(1, versions=(Span(1, 6, 0, 3),)), group_id=2), frame(member(2)))
+    assert caught.value.check == "range"
+    with pytest.raises(ContentError, match="the first is token 2's"):
+        read(frame(member(0)), frame(member(1, logprobs=pack_logprobs([-1, -2, float("nan"), 0, 0, -4, -5]))))

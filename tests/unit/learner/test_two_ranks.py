@@ -60,16 +60,40 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     tiny_checkpoint(folder / "model", "qwen3", tied=True)
     (folder / "model" / "tokenizer_config.json").write_text("{}")
-    for name in ("one", "one/muon", "two", "two/muon", "two/resumed", "one-resumed"):
+    folders = ("one", "one/lora", "one/muon", "one/minibatches", "two", "two/lora", "two/lora-resumed", "two/muon",
+               "two/minibatches", "two/resumed", "one-resumed")
+    for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
+    two_ranks.train(folder, folder / "one" / "lora", Ranks(), two_ranks.LORA)
     two_ranks.muon(folder, folder / "one" / "muon", Ranks())
+    two_ranks.minibatches(folder, folder / "one" / "minibatches", Ranks())
     launch(2, folder, folder / "two", folder / "one" / "run")
     return folder
 
 
 def test_two_ranks_have_the_loss_gradients_statistics_and_weights_of_one_process(work):
     assert_same(work / "one", work / "two")
+
+
+def test_minibatches_and_epochs_do_the_same_over_two_ranks(work):
+    assert_same(work / "one" / "minibatches", work / "two" / "minibatches")
+    _, numbers = result(work / "two" / "minibatches")
+    assert numbers["stats"]["policy/clip_fraction"] > 0.1
+
+
+def test_two_ranks_train_an_adapter_as_one_process_does_and_resume_it(work):
+    assert_same(work / "one" / "lora", work / "two" / "lora")
+    assert_same_weights(work / "two" / "lora-resumed", work / "one" / "lora")
+    trained, _ = result(work / "two" / "lora")
+    assert {name.split(".")[-3] for name in trained if name.startswith("grads/")} == {"lora_A", "lora_B"}
+    one, two = (load_file(work / name / "lora" / "adapter" / "adapter_model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and len(one) == 2 * 2 * 7
+    for name, factor in one.items():
+        torch.testing.assert_close(factor, two[name], atol=1e-5, rtol=1e-4, msg=name)
+    files = list((work / "two" / "lora" / "run").glob("ckpt-*/rank-*.safetensors"))
+    saved = [key for file in files for key in load_file(file) if not key.startswith("rng/")]
+    assert saved and all(".lora_" in key for key in saved), "a checkpoint holds the adapter and its moments alone"
 
 
 def test_an_optimizer_of_whole_matrices_does_the_same_over_two_ranks(work):

@@ -1,8 +1,10 @@
 """What one learner does in the two-rank tests; under torchrun, or called in the test's own process for one rank.
 
-    train(work, folder)     three optimizer steps, a checkpoint before the last, the result, the exported model
+    train(work, folder)     three optimizer steps, a checkpoint before the last, the result, the exported model; also
+                            with an adapter
     resume(work, folder)    from a checkpoint, the last step; the result
     muon(work, folder)      two steps with another optimizer, the result
+    minibatches(...)        a batch of four optimizer steps, the result
     fail(work, folder)      rank 1 cannot write its shard
 """
 
@@ -11,15 +13,19 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from learner.adapter.frozen import FrozenAdapter
+from learner.adapter.lora import add_adapter
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.data.packing import equalize, pack
-from learner.loop import forward_backward
+from learner.data.packing import equalize, pack, pack_minibatches
+from learner.loop import forward_backward, update
 from learner.mesh import Ranks
 from learner.model.export import export_model
 from learner.model.gradients import optimizer_step
@@ -35,10 +41,12 @@ from streamrl.config.schema import (
     ConstraintConfig,
     EntropyConfig,
     KlConfig,
+    LoraConfig,
     LossConfig,
     OptimizerConfig,
 )
 from streamrl.errors import CheckpointError
+from tests.fakes.lone_run import FakeRun
 from tests.unit.learner.learner_factories import batch, plan_of
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
@@ -46,6 +54,7 @@ LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.
 KL = KlConfig(mode="reward_k1", coef=0.5, controller="doubling")
 CONSTRAINT = ConstraintConfig(kl_limit=1e-6, options={"lr": 100})
 SYNC_EVERY = 2
+LORA = LoraConfig(rank=3, alpha=12.0)  # a rank that two ranks cannot share evenly
 
 
 @dataclass
@@ -71,11 +80,11 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     micro_batches = equalize(pack(mine, 40), ranks)
     score_batch(policy, micro_batches, objective, reference=kit.reference)
     loss = sum(forward_backward(policy, micro, objective) for micro in micro_batches)
-    gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
+    gradients = {name: whole(p.grad) for name, p in policy.named_parameters() if p.requires_grad}
     result = optimizer_step(policy, kit.optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
     meter = objective.finish()
-    kit.controls.update(meter, version=step + 1)
-    sync_if_due(kit.reference, policy, every=SYNC_EVERY, version=step + 1)
+    kit.controls.update(meter, num_steps=step + 1)
+    sync_if_due(kit.reference, policy, every=SYNC_EVERY, step=step + 1)
     return ranks.all_reduce([loss])[0], result.grad_norm, gradients, meter.flush(step)
 
 
@@ -91,16 +100,22 @@ def write(folder: Path, policy, ranks: Ranks, first: tuple) -> None:
         (folder / "result.json").write_text(json.dumps({"loss": loss, "norm": norm, "stats": stats}))
 
 
-def start(work: Path, ranks: Ranks, name: str = "adamw") -> Kit:
+def start(work: Path, ranks: Ranks, name: str = "adamw", lora: LoraConfig | None = None) -> Kit:
     # Two ranks also recompute activations: the results must not know.
-    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.mesh.world > 1)
+    policy = load_policy(
+        work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.mesh.world > 1,
+        adapt=None if lora is None else partial(add_adapter, config=lora, seed=7),
+    )
     optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
-    reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
+    if lora is not None:
+        reference: FrozenPolicy = FrozenAdapter(policy, name="reference", off=True)
+    else:
+        reference = FrozenPolicy(load_policy(work / "model", ranks=ranks), name="reference")
     return Kit(policy, optimizer, reference, LossWeights(KL, EntropyConfig(), CONSTRAINT, LOSS))
 
 
-def train(work: Path, folder: Path, ranks: Ranks) -> None:
-    kit = start(work, ranks)
+def train(work: Path, folder: Path, ranks: Ranks, lora: LoraConfig | None = None) -> None:
+    kit = start(work, ranks, lora=lora)
     first = train_step(kit, ranks, step=0)
     train_step(kit, ranks, step=1)
     save_checkpoint(
@@ -109,11 +124,11 @@ def train(work: Path, folder: Path, ranks: Ranks) -> None:
     )
     train_step(kit, ranks, step=2)
     write(folder, kit.policy, ranks, first)
-    export_model(kit.policy, work / "model", folder / "exported", ranks)
+    export_model(kit.policy, work / "model", folder / "exported", ranks, lora=lora)
 
 
-def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path) -> None:
-    kit = start(work, ranks)
+def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path, lora: LoraConfig | None = None) -> None:
+    kit = start(work, ranks, lora=lora)
     found = find_checkpoint(run, ranks)
     found.restore(kit.policy, kit.optimizer, ranks)
     assert kit.reference.restore(found.shards())
@@ -128,6 +143,22 @@ def muon(work: Path, folder: Path, ranks: Ranks) -> None:
     first = train_step(kit, ranks, step=0)
     train_step(kit, ranks, step=1)
     write(folder, kit.policy, ranks, first)
+
+
+def minibatches(work: Path, folder: Path, ranks: Ranks) -> None:
+    """Two minibatches and two epochs with a frozen anchor; one rank has more of a minibatch than the other."""
+    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
+    loss = LossConfig(surrogate="decoupled_ppo", anchor="recomputed", dual_clip=None)
+    objective = Objective(AdvantageConfig(scale="std"), loss, max_new_tokens=16, max_lag=9, ranks=ranks,
+                          steps_per_batch=4)  # fmt: skip
+    rows = batch(6, 3, seed=4)
+    plan = [replace(row, minibatch=row.group_id // 3) for row in plan_of(rows, world=ranks.mesh.dp_size)]
+    mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
+    run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)), SCHEDULE, objective, num_epochs=2,
+                  version=0, ranks=ranks)  # fmt: skip
+    mine = objective.begin(mine, plan, version=5)
+    meter, result = update(run, pack_minibatches(mine, plan, 40, ranks, num_minibatches=2))
+    write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
 
 
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -155,7 +186,10 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     ranks = Ranks.start("cpu", timeout_s=60)
     train(work, folder, ranks)
     resume(work, folder / "resumed", ranks, run=other_run)
+    train(work, folder / "lora", ranks, LORA)
+    resume(work, folder / "lora-resumed", ranks, run=other_run.parent / "lora" / "run", lora=LORA)
     muon(work, folder / "muon", ranks)
+    minibatches(work, folder / "minibatches", ranks)
     fail(work, folder, ranks)
     ranks.close()
 

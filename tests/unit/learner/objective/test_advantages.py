@@ -44,7 +44,7 @@ def advantages_of(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, dri
     made.begin(rows, plan_of(rows), version=VERSION)
     micros = pack(rows, max_tokens, bootstrap=made.has_critic)
     for micro in micros:
-        cut = torch.tensor([rows[i].truncated for i in micro.trajectory_ids])
+        cut = torch.tensor([rows[i].bootstraps for i in micro.trajectory_ids])
         made.observe(micro, PassOutputs(
             policy=spread(micro, policy), values=spread(micro, values),
             bootstrap=torch.where(cut, torch.tensor([float(ends[i]) for i in micro.trajectory_ids]), 0.0),
@@ -124,6 +124,32 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
     for i, row in enumerate(rows):
         end = float(ends[i]) if i == 0 else 0.0
         assert float(found[i][0][-1]) == pytest.approx(float(row.rewards[row.mask][-1]) + end - values[i][-1], abs=1e-5)
+
+
+def test_an_answer_that_was_cut_and_judged_has_the_advantage_of_a_wrong_one():
+    """With V = 0.25 everywhere: right +0.75, wrong -0.25, cut and wrong -0.25, cut before any judgment 0."""
+    cases = [(1.0, False, True), (0.0, False, True), (0.0, True, True), (0.0, True, False)]
+    rows = [
+        replace(row, rewards=np.where(np.arange(len(row.mask)) == len(row.mask) - 1, reward, 0.0).astype(np.float32),
+                reward=reward, truncated=cut, judged=judged)
+        for row, (reward, cut, judged) in zip(batch(1, 4), cases, strict=True)
+    ]
+    made = Objective(
+        AdvantageConfig(estimator="gae", baseline="none", lam=1.0), PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks()
+    )
+    made.begin(rows, plan_of(rows), version=VERSION)
+    (micro,) = pack(rows, 10_000, bootstrap=True)
+    constant = torch.where(micro.mask, 0.25, 0.0)
+    ends = torch.tensor([0.25 if rows[i].bootstraps else 0.0 for i in micro.trajectory_ids])
+    made.observe(micro, PassOutputs(policy=torch.zeros_like(constant), values=constant, bootstrap=ends))
+    made.close_observation()
+
+    advantages = made._estimated(made._tokens(micro, torch.zeros_like(constant))).advantages
+    found = {i: advantages[place][micro.mask[place]] for place, i in enumerate(micro.trajectory_ids)}
+
+    assert len(micro.bootstrap_index) == 1
+    for i, expected in enumerate([0.75, -0.25, -0.25, 0.0]):
+        torch.testing.assert_close(found[i], torch.full_like(found[i], expected))
 
 
 def test_a_group_baseline_centers_the_rewards_that_a_critic_sees_and_is_paid_once():

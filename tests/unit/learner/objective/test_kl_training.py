@@ -82,7 +82,7 @@ def train(
     config = from_plain(BASE, words)
     policy = load_policy(model_dir)
     rows = sampled_rows(policy)
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, version=first)
+    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=first)
     reference = None
     if needs_reference(config.kl, config.constraint):
         reference = load_reference(config, reference_of or model_dir, policy, ALONE)
@@ -103,8 +103,8 @@ def train(
         optimizer_step(policy, optimizer, Schedule("constant", lr, 100), step=step, max_grad_norm=1.0, ranks=ALONE)
         meter = objective.finish()
         controls.record(meter)
-        controls.update(meter, version=step + 1)
-        sync_if_due(reference, policy, every=config.reference.sync_every_steps, version=step + 1)
+        controls.update(meter, num_steps=step + 1)
+        sync_if_due(reference, policy, every=config.reference.sync_every_steps, step=step + 1)
         made.metrics.append({key: value for key, value in meter.flush(step).items() if not isinstance(value, dict)})
     return made
 

@@ -39,8 +39,8 @@ def seen(*, kl: float | None = None, entropy: float | None = None, num_trajector
 
 
 def run(made: LossWeights, *values: float, of: str = "kl", first: int = 1, **options) -> LossWeights:
-    for version, value in enumerate(values, start=first):
-        made.update(seen(**{of: value}), version=version, **options)
+    for step, value in enumerate(values, start=first):
+        made.update(seen(**{of: value}), num_steps=step, **options)
     return made
 
 
@@ -85,12 +85,12 @@ def test_a_weight_that_is_not_set_starts_small_if_constant_and_at_a_fifth_under_
     assert starts == [0.001, 0.2]
 
 
-def test_a_schedule_follows_the_version_whatever_is_measured():
+def test_a_schedule_follows_the_steps_whatever_is_measured():
     made = controls(kl_config("schedule", kind="linear", num_steps=10))
 
     assert made.kl_coef == 0.2
     assert [run(made, 9.0, first=v).kl_coef for v in (1, 5, 9)] == pytest.approx([0.18, 0.1, 0.02])
-    assert controls(kl_config("schedule", kind="linear", num_steps=10), version=5).kl_coef == pytest.approx(0.1)
+    assert controls(kl_config("schedule", kind="linear", num_steps=10), num_steps=5).kl_coef == pytest.approx(0.1)
 
 
 def test_a_step_that_measured_nothing_moves_nothing():
@@ -99,7 +99,7 @@ def test_a_step_that_measured_nothing_moves_nothing():
     )
     run(made, 0.5)
     before = made.to_plain()
-    made.update(Meter(), version=2)
+    made.update(Meter(), num_steps=2)
 
     assert made.to_plain() == before
 
@@ -133,9 +133,9 @@ def test_a_multiplier_grows_while_its_constraint_is_violated_and_shrinks_after()
     made = controls(constraint=ConstraintConfig(kl_limit=0.1, entropy_min=1.0, options={"lr": 0.5}))
 
     assert made.multipliers == {"kl": 0.0, "entropy": 0.0}
-    made.update(seen(kl=0.3, entropy=0.4), version=1)
+    made.update(seen(kl=0.3, entropy=0.4), num_steps=1)
     assert made.multipliers == pytest.approx({"kl": 0.1, "entropy": 0.3})
-    made.update(seen(kl=0.0, entropy=1.2), version=2)
+    made.update(seen(kl=0.0, entropy=1.2), num_steps=2)
     assert made.multipliers == pytest.approx({"kl": 0.05, "entropy": 0.2})
     assert recorded(made) == pytest.approx({"step": 0, "constraint/kl": 0.05, "constraint/entropy": 0.2})
 
@@ -190,8 +190,8 @@ def test_after_a_restart_the_weights_go_on_as_if_nothing_had_happened():
     first = controls(**EVERYTHING)
     for step, (kl, entropy) in enumerate([(0.3, 0.5), (0.2, 1.1), (0.4, 0.7), (0.05, 0.9)], start=1):
         measured = seen(kl=kl, entropy=entropy)
-        whole.update(measured, version=step)
-        (first if step < 3 else second).update(measured, version=step)
+        whole.update(measured, num_steps=step)
+        (first if step < 3 else second).update(measured, num_steps=step)
         if step == 2:
             second.restore(json.loads(json.dumps(first.to_plain())))
 

@@ -12,7 +12,7 @@ import torch
 
 from learner.data.packing import pack
 from learner.mesh import Ranks
-from learner.model.gradients import StepResult
+from learner.model.gradients import BatchResult, StepResult
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy
@@ -36,7 +36,7 @@ GOOD, BAD = torch.ones(2, 3), -torch.ones(2, 3)
 
 
 def kept(loss, advantages=GOOD, **lag_policy):
-    tokens = SimpleNamespace(log_ratios=LOG_RATIOS, lags=LAGS, mask=MASK)
+    tokens = SimpleNamespace(log_ratios=LOG_RATIOS, lags=LAGS, first_lags=LAGS, mask=MASK)
     head_lags = torch.zeros(2, dtype=torch.int64)
     return token_masks(loss, find_correction(loss.correction), LagPolicy(**lag_policy), tokens, advantages, head_lags)
 
@@ -251,12 +251,13 @@ def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoi
         for p in policy.parameters():
             p.add_(1.0)
     run = SimpleNamespace(
-        version=0, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
+        version=0, step=1, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
         proximal=FrozenPolicy(average, name="ewma"),
         config=Config(loss=LossConfig(ewma_decay=decay)),
     )
-    Run.advance(run, None, StepResult(grad_norm=1.0, skipped=False, lr=1e-3))
+    step = StepResult(grad_norm=1.0, skipped=False, lr=1e-3)
+    Run.advance(run, SimpleNamespace(version=0), BatchResult((step, step)))
 
-    assert run.version == 1
+    assert run.version == 2  # two optimizer steps; the average moves once
     gap = next(policy.parameters()) - next(average.parameters())
     assert float(gap.detach().mean()) == pytest.approx(decay, abs=1e-5)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from learner.model.scoring.logit_rule import PLAIN, LogitRule
+
 
 def score_tokens(
     hidden: Tensor,  # [M, H]
@@ -22,28 +24,29 @@ def score_tokens(
     temperatures: Tensor,  # [M], > 0
     *,
     bias: Tensor | None = None,  # [V]
+    rule: LogitRule = PLAIN,
     chunk_tokens: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`; [M] each, nats.
+    """Log-prob of `targets` and entropy under `softmax(rule(hidden @ weight.T + bias) / temperature)`; [M] each, nats.
 
     Computed and accumulated in float32 (float64 for float64 inputs). Differentiable in hidden, weight and bias.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1 (learner.logprob_chunk_tokens)")
-    return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, chunk_tokens)
+    return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, rule, chunk_tokens)
 
 
 @torch.no_grad()
 def inspect_tokens(
-    hidden: Tensor, weight: Tensor, temperatures: Tensor, *, bias: Tensor | None = None, chunk_tokens: int = 1024,
-    keep_all: bool = False,
+    hidden: Tensor, weight: Tensor, temperatures: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN,
+    chunk_tokens: int = 1024, keep_all: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of squared probabilities of each token's distribution [M]; with `keep_all` also its log-probs [M, V]."""
     inverse = temperatures.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
     squares = torch.empty_like(inverse)
     kept: list[Tensor] = []
     for part in _parts(len(inverse), chunk_tokens):
-        log_p = _logits(hidden[part], weight, bias, inverse[part]).log_softmax(-1)
+        log_p = _logits(hidden[part], weight, bias, rule, inverse[part]).log_softmax(-1)
         squares[part] = (2.0 * log_p).exp().sum(-1)
         if keep_all:
             kept.append(log_p)
@@ -57,14 +60,15 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor,
+        rule: LogitRule, chunk: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         inverse = temperatures.to(wide).reciprocal()
         logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _parts(len(targets), chunk):
-            logits = _logits(hidden[part], weight, bias, inverse[part])
+            logits = _logits(hidden[part], weight, bias, rule, inverse[part])
             highest = logits.amax(-1, keepdim=True)
             powers = (logits - highest).exp_()
             total = powers.sum(-1)
@@ -73,7 +77,7 @@ class _ScoreTokens(torch.autograd.Function):
             # H = logsumexp(z) - sum p z
             entropy[part] = log_sums[part] - torch.linalg.vecdot(powers, logits) / total
         ctx.save_for_backward(hidden, weight, bias, targets, inverse, log_sums, entropy)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.rule = chunk, rule
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -88,10 +92,12 @@ class _ScoreTokens(torch.autograd.Function):
         to_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wants_bias else None
         chosen = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
         for part in _parts(len(targets), ctx.chunk):
-            log_p = _logits(hidden[part], weight, bias, inverse[part]).sub_(log_sums[part, None])
+            log_p = _logits(hidden[part], weight, bias, ctx.rule, inverse[part])
+            logits = None if ctx.rule.cap is None else log_p / inverse[part, None]
+            log_p = log_p.sub_(log_sums[part, None])
             spread = None if to_entropy is None else to_entropy[part]
             down = _to_logits(log_p, targets[part], chosen[part], entropy[part], spread)
-            down.mul_(inverse[part, None])
+            down = ctx.rule.pull_back_(down.mul_(inverse[part, None]), logits)
             if to_hidden is not None:
                 to_hidden[part] = down.to(weight.dtype) @ weight
             if to_weight is not None:
@@ -100,7 +106,7 @@ class _ScoreTokens(torch.autograd.Function):
                 to_bias.add_(down.sum(0))
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
-        return to_hidden, to_weight, to_bias, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None
 
 
 def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, to_entropy: Tensor | None) -> Tensor:
@@ -113,7 +119,7 @@ def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, 
     return down.scatter_add_(-1, targets[:, None], chosen[:, None].to(down.dtype))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, inverse: Tensor) -> Tensor:
     """Tempered logits in at least float32; half-precision products are summed in float32, never rounded to half."""
     if hidden.dtype == inverse.dtype:
         logits = hidden @ weight.T
@@ -123,7 +129,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor
         logits = hidden.to(inverse.dtype) @ weight.to(inverse.dtype).T
     if bias is not None:
         logits = logits.add_(bias)
-    return logits.mul_(inverse[:, None])
+    return rule(logits).mul_(inverse[:, None])
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

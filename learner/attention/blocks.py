@@ -1,0 +1,54 @@
+"""Attention of a packed row in padded blocks: exact for every mask rule, on any device and in any type.
+
+The packed tokens are gathered into the blocks of their layout, [sequences, length] with padding on the right, one call
+of attention each, and gathered back. The keys of a sequence that continues another are those of that one, then its own.
+
+Legend: N packed tokens, H query heads, K key/value heads, D head size, S sequences of a block, L block length, P most
+tokens that a sequence of the block continues.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.data.layout import Block, PackedLayout
+from streamrl.architectures.attend import attend
+from streamrl.architectures.masks import MaskRule
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, packing: PackedLayout, rule: MaskRule, **options: Any
+) -> Tensor:
+    """[N, H, D] of query [N, H, D], key and value [N, K, D]; `options` are those of `attend`."""
+    gathers = packing.block_index is not None
+    outputs = []
+    for block in packing.blocks:
+        more = block.continued
+        of_queries = block.sources if gathers else None
+        of_keys = of_queries if more is None else more.key_sources
+        outputs.append(attend(
+            _padded(query, of_queries, block.length),
+            *(_padded(t, of_keys, block.length if more is None else more.num_keys) for t in (key, value)),
+            mask=_mask(block, packing, rule), **options,
+        ).transpose(1, 2).flatten(0, 1))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined if packing.block_index is None else joined.index_select(0, packing.block_index)
+
+
+def _padded(tokens: Tensor, sources: Tensor | None, length: int) -> Tensor:
+    """[S, heads, length, D] of packed tokens [N, heads, D]."""
+    return (tokens if sources is None else tokens.index_select(0, sources)).unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _mask(block: Block, packing: PackedLayout, rule: MaskRule) -> Tensor | None:
+    """bool [S, 1, L, P + L] or [L, L], True where a query sees a key; None is plain causal."""
+    more = block.continued
+    if more is None:
+        return None if rule.is_causal(block.length) else rule.square(block.length, block.sources.device)
+    # No real query can look at padding, because a rule hides later positions.
+    return packing.kept((rule, block), lambda: rule.visible(
+        more.query_positions[:, None, :, None], more.key_positions[:, None, None, :]
+    ))

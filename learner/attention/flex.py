@@ -1,0 +1,63 @@
+"""Attention of a packed row by FlexAttention: one call a layer, with a block mask that skips what no token sees.
+
+Legend: N packed tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.attention.blocks import attend_in_blocks
+from learner.data.layout import PackedLayout
+from streamrl.architectures.masks import MaskRule
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, packing: PackedLayout, rule: MaskRule, *,
+    scaling: float | None = None, softcap: float | None = None, **extras: Any,
+) -> Tensor:
+    """[N, H, D] of query [N, H, D], key and value [N, K, D]; `extras` are those of `attend`."""
+    if extras:
+        return attend_in_blocks(query, key, value, packing, rule, scaling=scaling, softcap=softcap, **extras)
+
+    def capped(score: Tensor, *_places: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    function, compiled = _function(query.is_cuda), query.is_cuda
+    found = function(
+        *(t.transpose(0, 1)[None] for t in (query, key, value)), score_mod=None if softcap is None else capped,
+        block_mask=packing.kept(("flex", rule), lambda: _block_mask(packing, rule, query.device, compiled)),
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found[0].transpose(0, 1)
+
+
+@cache
+def _function(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention  # imports the compiler, which takes a second
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+def _block_mask(packing: PackedLayout, rule: MaskRule, device: torch.device, compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths, parents = packing.lengths, packing.parents or (-1,) * len(packing.lengths)
+    sizes, starts = torch.tensor(lengths), torch.tensor([0, *accumulate(lengths)][:-1])
+    before = torch.tensor([lengths[parent] if parent >= 0 else 0 for parent in parents])
+    sequence = torch.arange(len(lengths)).repeat_interleave(sizes)
+    continued = torch.tensor(parents).repeat_interleave(sizes)
+    position = torch.arange(sum(lengths)) + (before - starts).repeat_interleave(sizes)
+    sequence, continued, position = (table.to(device) for table in (sequence, continued, position))
+
+    def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (sequence[query] == sequence[key]) | (continued[query] == sequence[key])
+        return near & rule.visible(position[query], position[key])
+
+    size = len(sequence)
+    return create_block_mask(seen, None, None, size, size, device=str(device), _compile=compiled)

@@ -1,0 +1,106 @@
+"""Attention of a packed row by kernels for sequences of different length: nothing is padded and no mask is made.
+
+    varlen              PyTorch's own (torch.nn.attention.varlen)      flash_attention_2    package flash-attn
+                                                                       flash_attention_3    package flash_attn_interface
+
+A kernel aligns a sequence of queries with the end of its keys. So the keys of a sequence that continues another are
+gathered behind one another: those of the other one, then its own. What a kernel cannot do is computed in blocks.
+
+Legend: N packed tokens, M keys, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.attention.blocks import attend_in_blocks
+from learner.data.layout import PackedLayout
+from streamrl.architectures.masks import MaskRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Where sequences of queries and keys end, as the kernels take it."""
+
+    queries: Tensor  # int32 [sequences + 1], from 0
+    keys: Tensor  # int32 [sequences + 1], from 0
+    most_queries: int
+    most_keys: int
+    key_sources: Tensor | None  # int64 [M] the packed token of each key; None: keys are the packed tokens
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Ends, float | None, int], Tensor]
+"""(query [N, H, D], key [M, K, D], value, ends, scale, tokens that each sees to its left or -1) to [N, H, D]."""
+
+
+def attend_varlen(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, packing: PackedLayout, rule: MaskRule, *,
+    scaling: float | None = None, **extras: Any,
+) -> Tensor:
+    """[N, H, D] of query [N, H, D], key and value [N, K, D]; `extras` are those of `attend`."""
+    ends = packing.kept(("varlen", query.device), lambda: ends_of(packing, query.device))
+    causal, window = rule.is_causal(ends.most_keys), rule.window
+    if not (causal or window) or extras or key.shape[-1] != value.shape[-1]:
+        return attend_in_blocks(query, key, value, packing, rule, scaling=scaling, **extras)
+    if ends.key_sources is not None:
+        key, value = key.index_select(0, ends.key_sources), value.index_select(0, ends.key_sources)
+    left = -1 if causal or window is None else window - 1
+    return kernel(query.contiguous(), key.contiguous(), value.contiguous(), ends, scaling, left)
+
+
+def ends_of(packing: PackedLayout, device: torch.device) -> Ends:
+    """Of the sequences of a layout, in packed order."""
+    lengths = packing.lengths
+    parents = packing.parents or (-1,) * len(lengths)
+    bounds = list(pairwise(accumulate(lengths, initial=0)))
+    before = [lengths[parent] if parent >= 0 else 0 for parent in parents]
+    num_keys = [length + prefix for length, prefix in zip(lengths, before, strict=True)]
+    sources = None
+    if packing.parents:
+        spans = [span for own, parent in zip(bounds, parents, strict=True)
+                 for span in ([bounds[parent]] if parent >= 0 else []) + [own]]  # fmt: skip
+        sources = torch.cat([torch.arange(*span) for span in spans]).to(device)
+
+    def ends(sizes: list[int] | tuple[int, ...]) -> Tensor:
+        return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
+
+    return Ends(ends(lengths), ends(num_keys), max(lengths), max(num_keys), sources)
+
+
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, left: int) -> Tensor:
+    """The flash kernel that comes with PyTorch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    found = varlen_attn(
+        query, key, value, ends.queries, ends.keys, ends.most_queries, ends.most_keys, scale=scale,
+        window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, left: int) -> Tensor:
+    """The kernel of the package flash-attn."""
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query, key, value, ends.queries, ends.keys, ends.most_queries, ends.most_keys, softmax_scale=scale, causal=True,
+        window_size=(left, 0 if left >= 0 else -1),
+    )
+
+
+def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, left: int) -> Tensor:
+    """The kernel of the package flash_attn_interface, for Hopper."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    found = flash_attn_varlen_func(
+        query, key, value, ends.queries, ends.keys, ends.most_queries, ends.most_keys, softmax_scale=scale, causal=True,
+        window_size=(left, 0 if left >= 0 else -1),
+    )
+    return found[0] if isinstance(found, tuple) else found  # some versions return the log-sums too

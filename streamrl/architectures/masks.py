@@ -1,0 +1,107 @@
+"""What a layer lets a token see, as the model itself declares it: a rule on positions inside one sequence.
+
+transformers builds every mask of a model through one interface and hands it the rule as a function of two positions:
+causal, a window, chunks, or what the architecture adds. Packed scoring and the native engine register `keep_rule`
+there. So the rule reaches their attention functions whole, and each evaluates it where it needs it: packed rows and
+cached rows have no common square mask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
+
+_carried: ContextVar[Any] = ContextVar("carried", default=None)
+
+
+class MaskRule:
+    """Which key positions a query position sees, both counted from the start of their own sequence."""
+
+    def __init__(self, visible: MaskFunction, *, local_size: int | None = None, plain: bool = True) -> None:
+        """`local_size`: rows no longer than this see everything before them; `plain`: nothing but that is added."""
+        layout = _carried.get()
+        # A layout keeps masks by their rules: a rule that kept its layout would leave both to the garbage collector.
+        self._carried = None if layout is None else weakref.ref(layout)
+        self._visible = visible
+        self._local_size = local_size
+        self._plain = plain
+        self._squares: dict[tuple[int, torch.device], Tensor] = {}
+
+    @property
+    def carried(self) -> Any:
+        """What `carry` was given when the model made its masks, while it lives; also where a layer is recomputed."""
+        return None if self._carried is None else self._carried()
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool, as the two position tensors broadcast."""
+        both, _ = torch.broadcast_tensors(query, key)  # `torch.broadcast_shapes` is Python, and felt in every pass
+        return self._visible(0, 0, query, key).expand(both.shape)
+
+    def is_causal(self, length: int) -> bool:
+        """Whether each token of a row of `length` sees exactly itself and all before it."""
+        return self._plain and (self._local_size is None or length <= self._local_size)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that each token sees, itself included; None if that is not the whole rule."""
+        size = self._local_size
+        if size is None or not self._plain:
+            return None
+        last, first = torch.tensor(size), torch.tensor(1)
+        return size if bool(self._visible(0, 0, last, first)) else None
+
+    def square(self, length: int, device: torch.device) -> Tensor:
+        """bool [length, length]: query positions down, key positions across."""
+        if (length, device) not in self._squares:
+            places = torch.arange(length, device=device)
+            self._squares[length, device] = self.visible(places[:, None], places[None, :])
+        return self._squares[length, device]
+
+
+CAUSAL = MaskRule(causal_mask_function)
+"""For layers that are called without a mask."""
+
+
+@contextmanager
+def carry(layout: Any) -> Iterator[None]:
+    """Let the rules of a forward pass carry its layout to models that pass no keywords on to their attention."""
+    token = _carried.set(layout)
+    try:
+        yield
+    finally:
+        _carried.reset(token)
+
+
+def keep_rule(
+    *args: Any, mask_function: MaskFunction = causal_mask_function, local_size: int | None = None,
+    allow_is_causal_skip: bool = False, **kwargs: Any,
+) -> MaskRule:  # fmt: skip
+    """The mask function to register beside an attention function: it keeps the rule instead of a matrix."""
+    if mask_function is bidirectional_mask_function:
+        raise ValueError("its tokens see later ones, as in an encoder")
+    return MaskRule(mask_function, local_size=local_size, plain=allow_is_causal_skip)
+
+
+def rule_of(module: torch.nn.Module, attention_mask: Any) -> MaskRule:
+    """The rule that reached an attention function in place of its mask; ValueError for any other mask."""
+    if attention_mask is None and getattr(module, "is_causal", True):
+        return CAUSAL
+    if not isinstance(attention_mask, MaskRule):
+        found = "no mask and is not causal" if attention_mask is None else "a mask of its own making"
+        raise ValueError(f"{type(module).__name__} has {found}: what it hides is known to that model's code alone")
+    return attention_mask
+
+
+def register(name: str) -> None:
+    """Let models whose attention implementation is `name` hand their rules on."""
+    AttentionMaskInterface.register(name, keep_rule)

@@ -1,0 +1,266 @@
+"""Every kind of attention gives what blocks give; what cannot run here is refused by name.
+
+No kernel runs here: they need a GPU (`tests/gpu/test_attention_cuda.py`). A slow stand-in with their calling convention
+checks what they are given.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from learner.attention import choice
+from learner.attention.blocks import attend_in_blocks
+from learner.attention.choice import ATTENTIONS, choose_attention
+from learner.attention.flex import attend_flex
+from learner.attention.varlen import attend_varlen
+from learner.checkpoint.resume import ResumeState
+from learner.data.layout import make_layout
+from learner.mesh import Ranks
+from learner.model.build import load_networks
+from learner.model.policy import decoder_layers, load_policy
+from streamrl.architectures.masks import CAUSAL, MaskRule, carry
+from streamrl.errors import ConfigError
+from tests.unit.config.setting_harness import config_of, tiny_model
+from tests.unit.learner.test_shared_passes import GROUPS, assert_same, passes
+from tests.unit.learner.test_shared_prompts import rows_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LAYOUTS = {
+    "plain": make_layout([7, 30, 2]),
+    "shared": make_layout([20, 5, 1, 9, 13, 4, 6], [-1, 0, 0, 0, -1, -1, 5]),
+}
+LAYOUTS_OF_132 = make_layout([70, 9, 33, 20])
+RULES = {
+    "causal": lambda: MaskRule(causal_mask_function),
+    "window": lambda: MaskRule(sliding_window_causal_mask_function(6), local_size=6),
+    "chunks": lambda: MaskRule(
+        chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.int64)), local_size=6
+    ),
+}
+
+
+def inputs(layout, *, requires_grad=True):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(sum(layout.lengths), heads, 8, generator=generator).requires_grad_(requires_grad)
+            for heads in (4, 2, 2)]  # fmt: skip
+
+
+def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, left):
+    """One sequence after the other, queries aligned with the end of their keys, as the flash kernels do it."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q[0] == cu_k[0] == 0
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert cu_q[-1] == len(query) and cu_k[-1] == len(key) == len(value)
+    outputs = []
+    for sequence in range(len(cu_q) - 1):
+        mine, keys = slice(*cu_q[sequence : sequence + 2].tolist()), slice(*cu_k[sequence : sequence + 2].tolist())
+        q, k, v = (t.transpose(0, 1) for t in (query[mine], key[keys], value[keys]))
+        places = torch.arange(k.shape[1])
+        ages = places[k.shape[1] - q.shape[1] :, None] - places[None, :]
+        seen = (ages >= 0) if left < 0 else (ages >= 0) & (ages <= left)
+        k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], dim=0) for t in (k, v))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand-ins for the packages of the kernels and PyTorch's own; the kinds that were called."""
+    called = []
+
+    def flash(name):
+        def flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+            window_size=(-1, -1),
+        ):
+            called.append(name)
+            assert causal and window_size[1] == (-1 if window_size[0] < 0 else 0)
+            found = slow_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
+                left=window_size[0],
+            )
+            return (found, None) if name == "flash_attn_interface" else found
+
+        module = types.ModuleType(name)
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        called.append("torch")
+        assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
+        return slow_varlen(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, left=window_size[0]
+        )
+
+    for name in ("flash_attn", "flash_attn_interface"):
+        flash(name)
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    return called
+
+
+@pytest.mark.parametrize("kind", ["varlen", "flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_varlen_kernel_is_given_what_makes_it_right_and_chunks_are_left_to_blocks(calls, kind, layout, rule):
+    layout, rule, found = LAYOUTS[layout], RULES[rule](), []
+    for attention in (attend_in_blocks, ATTENTIONS[kind]):
+        mine = inputs(layout)
+        out = attention(*mine, layout, rule, scaling=0.3)
+        found.append([out, *torch.autograd.grad(out.square().sum(), mine)])
+
+    assert len(calls) == (rule.window is not None or rule.is_causal(100))
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [attend_in_blocks, attend_flex])
+def test_masks_go_with_their_layout_without_waiting_for_the_garbage_collector(attention):
+    layout = make_layout([20, 5, 9], [-1, 0, 0])
+    with carry(layout):
+        rule = RULES["window"]()
+    attention(*inputs(layout, requires_grad=False), layout, rule, scaling=0.3)
+    assert rule.carried is layout and layout._kept
+    died = [weakref.ref(layout), *(weakref.ref(kept) for kept in layout._kept.values())]
+    gc.disable()
+    try:
+        del layout, rule
+        assert [one() for one in died] == [None] * len(died)
+    finally:
+        gc.enable()
+
+
+def test_what_a_kernel_does_not_know_is_computed_in_blocks(calls):
+    layout, sinks = LAYOUTS["shared"], torch.randn(4)
+    rule, mine = RULES["causal"](), inputs(layout)
+    for extras in ({"sinks": sinks}, {"softcap": 5.0}):
+        out = ATTENTIONS["flash_attention_2"](*mine, layout, rule, **extras)
+        torch.testing.assert_close(out, attend_in_blocks(*mine, layout, rule, **extras))
+    wide = torch.randn(len(mine[2]), 2, 12)
+    out = attend_varlen(slow_varlen, mine[0], mine[1], wide, layout, rule)
+
+    assert out.shape[-1] == 12 and calls == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_block_mask_of_flex_attention_shows_what_blocks_show(layout, rule, softcap):
+    """Forward only: FlexAttention has no backward pass on a CPU."""
+    layout, rule = LAYOUTS[layout], RULES[rule]()
+    mine = inputs(layout, requires_grad=False)
+    extras = {} if softcap is None else {"softcap": softcap}
+
+    out = attend_flex(*mine, layout, rule, scaling=0.3, **extras)
+
+    expected = attend_in_blocks(*mine, layout, rule, scaling=0.3, **extras)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("flash", CPU, torch.float32, "is unknown: choose one of auto, sdpa, flex_attention, varlen"),
+        ("flex_attention", CPU, torch.float32, "needs a CUDA device and this is cpu"),
+        ("varlen", CUDA, torch.float32, "computes in half precision only and the policy's type is torch.float32"),
+        ("flash_attention_2", CUDA, torch.bfloat16, "needs the package flash_attn, which is not installed"),
+        ("flash_attention_3", CUDA, torch.float16, "needs the package flash_attn_interface, which is not installed"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_refused_with_its_reason(name, device, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_attention(name, device=device, dtype=dtype)
+
+
+def test_auto_takes_the_kernel_only_where_it_runs_and_agrees(monkeypatch):
+    def chosen():
+        return choose_attention("auto", device=CUDA, dtype=torch.bfloat16)
+
+    assert choose_attention("auto", device=CPU, dtype=torch.bfloat16) == "sdpa"
+    assert choose_attention("auto", device=CUDA, dtype=torch.float32) == "sdpa"
+    monkeypatch.setattr(choice, "difference_from_sdpa", lambda *_, **__: 0.004)
+    assert chosen() == "varlen"
+    monkeypatch.setattr(choice, "difference_from_sdpa", lambda *_, **__: 0.4)
+    assert chosen() == "sdpa"
+    with pytest.raises(ConfigError, match="learner.attention=varlen differs from sdpa by 0.4"):
+        choose_attention("varlen", device=CUDA, dtype=torch.bfloat16)
+
+
+def test_the_check_before_a_run_finds_a_kernel_that_aligns_otherwise(calls, monkeypatch):
+    assert choice.difference_from_sdpa("varlen", device=CPU, dtype=torch.float32) < 1e-5
+    monkeypatch.setattr(  # a kernel that aligns queries with the beginning of their keys
+        torch.nn.attention.varlen, "varlen_attn",
+        lambda q, k, v, cu_q, cu_k, *_, **__: attend_in_blocks(q, k[: len(q)], v[: len(q)], LAYOUTS_OF_132, CAUSAL),
+    )
+    assert choice.difference_from_sdpa("varlen", device=CPU, dtype=torch.float32) > 0.1
+
+
+@pytest.mark.shows("learner.attention")
+def test_the_networks_of_a_run_compute_with_the_attention_that_is_set(tmp_path, calls, monkeypatch):
+    model_dir = tiny_model(tmp_path)
+
+    def load(name):
+        return load_networks(
+            config_of(f"learner.attention={name}"), model_dir, ResumeState("run"), Ranks(), with_critic=False,
+            with_reference=False,
+        ).policy
+
+    with pytest.raises(ConfigError, match="learner.attention=flash_attention_2 needs a CUDA device"):
+        load("flash_attention_2")
+    monkeypatch.setattr(choice, "why_not", lambda *_, **__: "")  # as if the kernel ran here
+    rows = [row for row in rows_of(GROUPS)]
+    for row in rows:
+        row.prompt_ids[:], row.token_ids[:] = row.prompt_ids % 14, row.token_ids % 14
+    expected, got = (passes(load(name), rows, share=share) for name, share in (("sdpa", False), ("varlen", True)))
+
+    assert set(calls) == {"torch"}
+    assert_same(got, expected)
+
+
+def test_compiled_layers_under_fsdp2_give_the_same(checkpoints):
+    """The backend of this test makes graphs and their backward passes, and leaves out the C++ of the real one."""
+    import torch._dynamo.utils
+
+    rows = rows_of(GROUPS)
+    expected = passes(load_policy(checkpoints["qwen3-tied"]), rows, share=False)
+    ranks = Ranks.start("cpu", sharded=True)
+    try:
+        policy = load_policy(checkpoints["qwen3-tied"], compile_with="aot_eager", ranks=ranks)
+        torch._dynamo.utils.counters.clear()
+        first = passes(policy, rows, share=True)
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        logprobs, gradients, num_tokens = passes(policy, rows[:7], share=False)  # another shape
+        gradients = [getattr(g, "full_tensor", lambda g=g: g)() for g in first[1]]
+    finally:
+        ranks.close()
+        torch._dynamo.reset()
+
+    assert num_graphs > 0
+    torch.testing.assert_close(logprobs, expected[0][: len(logprobs)], atol=1e-5, rtol=1e-5)
+    assert_same((first[0], gradients, first[2]), expected)
+
+
+@pytest.mark.shows("learner.compile")
+def test_the_layers_of_a_run_are_compiled_if_it_asks_for_it(tmp_path):
+    model_dir, compiled = tiny_model(tmp_path), []
+    for words in ((), ("learner.compile=true",)):
+        networks = load_networks(
+            config_of(*words), model_dir, ResumeState("run"), Ranks(), with_critic=False, with_reference=False
+        )
+        compiled.append({layer._compiled_call_impl is not None for layer in decoder_layers(networks.policy.model)})
+
+    assert compiled == [{False}, {True}]

@@ -1,0 +1,280 @@
+"""Training an adapter: what is trained, saved, published, compared with and exported is what LoRA says."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from learner.adapter import quantize as quantization
+from learner.adapter.base import check_resumed, describe_adapter
+from learner.adapter.frozen import FrozenAdapter
+from learner.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_parameters, describe
+from learner.adapter.quantize import Dequantized, check_quantization
+from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
+from learner.data.packing import pack
+from learner.mesh import Ranks
+from learner.model.export import export_model
+from learner.model.optimizer import make_optimizer, make_schedule
+from learner.model.policy import Policy, load_policy
+from streamrl.config.load import load_config
+from streamrl.config.schema import LoraBase, LoraConfig, LoraInit, OptimizerConfig, SchedulerConfig
+from streamrl.errors import CheckpointError, ConfigError
+from streamrl.weights.adapter import merged
+from tests.unit.learner.learner_factories import batch, tiny_checkpoint
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("lora") / "model", "qwen3", tied=True)
+
+
+def policy_with(model: Path, config: LoraConfig = LORA, *, seed: int = 7) -> Policy:
+    return load_policy(model, adapt=partial(add_adapter, config=config, seed=seed))
+
+
+def moved(policy: Policy) -> Policy:
+    """Factors as after some training: the second ones are not 0 any more."""
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, factor in adapter_parameters(policy):
+            factor += 0.1 * torch.randn(factor.shape, generator=random)
+    return policy
+
+
+def scores(policy, rows=None) -> torch.Tensor:
+    (micro,) = pack(rows or batch(1, 2), 200)
+    with torch.no_grad():
+        return policy(
+            micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures
+        )[0]
+
+
+def test_an_adapter_starts_at_the_model_and_only_its_factors_are_trained(model):
+    plain, policy = load_policy(model), policy_with(model)
+
+    assert torch.equal(scores(plain), scores(policy))
+    names = [name for name, _ in adapter_parameters(policy)]
+    assert len(names) == 2 * 2 * 7 and names[0] == "model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == {
+        f"model.{name.removesuffix('.weight')}.default.weight" for name in names
+    }
+    assert dict(base_parameters(policy)).keys() == dict(plain.model.named_parameters()).keys()
+    assert "rank 4 on 14 layers" in describe(policy, LORA, 1e-5) and "0.0001" in describe(policy, LORA, 1e-5)
+
+
+def test_optimizer_and_checkpoint_hold_the_adapter_alone(model):
+    policy = policy_with(model)
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
+    scores(policy)
+    for _, factor in adapter_parameters(policy):
+        factor.grad = torch.ones_like(factor)
+    optimizer.step()
+
+    keys = [key for key, _ in training_tensors(policy, optimizer)]
+    assert len(keys) == 28 * 4 and all(".lora_" in key for key in keys)
+
+
+def test_in_half_precision_frozen_weights_have_no_float32_master_and_factors_do(model):
+    ranks = Ranks.start("cpu", sharded=True)
+    try:
+        plain = load_policy(model, dtype=torch.bfloat16, ranks=ranks)
+        policy = load_policy(
+            model, dtype=torch.bfloat16, ranks=ranks,
+            adapt=partial(add_adapter, config=LORA, seed=7, dtype=torch.bfloat16),
+        )
+        assert torch.equal(scores(plain), scores(policy))
+        types = {(p.requires_grad, p.dtype) for p in policy.parameters()}
+        (micro,) = pack(batch(1, 2), 200)
+        policy(
+            micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures
+        )[0].sum().backward()
+        gradients = {factor.grad.dtype for _, factor in adapter_parameters(policy)}
+    finally:
+        ranks.close()
+    assert types == {(True, torch.float32), (False, torch.bfloat16)} and gradients == {torch.float32}
+
+
+@pytest.mark.shows("policy.lora.base_quantization")
+@pytest.mark.parametrize("how", [LoraBase.nf4, LoraBase.int8])
+def test_a_quantized_base_is_published_as_what_the_learner_computes_with(tmp_path, how):
+    pytest.importorskip("bitsandbytes")
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", tied=False)
+    config = replace(LORA, base_quantization=how)
+    policy = moved(policy_with(source, config))
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
+    base = {
+        name: weight.full_tensor() if isinstance(weight, Dequantized) else weight
+        for name, weight in base_parameters(policy)
+    }
+    whole, plain = load_policy(source), load_policy(source)
+    with torch.no_grad():
+        for name, tensor in merged(base, dict(adapter_parameters(policy)), LORA.alpha / LORA.rank):
+            dict(whole.model.named_parameters())[name].copy_(tensor)
+    (micro,) = pack(batch(1, 2), 200)
+
+    torch.testing.assert_close(scores(whole), scores(policy), atol=1e-4, rtol=1e-4)
+    reference = FrozenAdapter(policy, name="reference", off=True)
+    assert 1e-4 < (reference.score(micro) - scores(plain)).abs().max() < 3.0, "rounded, and not something else"
+    policy(
+        micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures
+    )[0].sum().backward()
+    optimizer.step()
+    assert all(factor.grad is not None for _, factor in adapter_parameters(policy))
+    export_model(policy, source, tmp_path / "run" / "model", lora=config)
+    torch.testing.assert_close(scores(load_policy(tmp_path / "run" / "model")), scores(policy), atol=1e-4, rtol=1e-4)
+
+
+def test_a_quantized_base_without_its_library_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[qlora\]'"):
+        check_quantization(LoraBase.nf4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_exported_and_read_by_peft_it_is_the_same_model(tmp_path, tied):
+    source = tiny_checkpoint(tmp_path / "model", "qwen3", tied=tied)
+    policy = moved(policy_with(source))
+    expected = scores(policy)
+    export_model(policy, source, tmp_path / "run" / "model", lora=LORA)
+
+    torch.testing.assert_close(scores(load_policy(tmp_path / "run" / "model")), expected, atol=1e-5, rtol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    by_peft = PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "run" / "adapter")
+    ids = torch.arange(9)[None]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(ids).logits, ours(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-2)
+    names = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= names
+
+
+def test_what_is_published_gives_the_trained_policy(model):
+    policy = moved(policy_with(model))
+    whole = load_policy(model)
+    document = dict(merged(dict(base_parameters(policy)), dict(adapter_parameters(policy)), LORA.alpha / LORA.rank))
+    with torch.no_grad():
+        for name, parameter in whole.model.named_parameters():
+            parameter.copy_(document[name])
+
+    torch.testing.assert_close(scores(whole), scores(policy), atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_is_the_base_and_follows_the_policy_when_it_is_told_to(model):
+    policy = policy_with(model)
+    base, reference = scores(policy), FrozenAdapter(policy, name="reference", off=True)
+    average = FrozenAdapter(policy, name="ewma", off=False)
+    moved(policy)
+    trained = scores(policy)
+    (micro,) = pack(batch(1, 2), 200)
+
+    assert torch.equal(reference.score(micro), base)
+    assert torch.equal(scores(policy), trained), "scoring the reference left the policy as it was"
+    assert all(parameter.requires_grad for _, parameter in adapter_parameters(policy))
+    reference.sync(policy)
+    assert torch.equal(reference.score(micro), trained)
+    average.blend(policy, decay=0.5)
+    assert not torch.allclose(average.score(micro), base) and not torch.allclose(average.score(micro), trained)
+    assert sum(factor.numel() for _, factor in reference.tensors()) == sum(
+        factor.numel() for _, factor in adapter_parameters(policy)
+    ), "no second copy of the weights"
+
+
+@pytest.mark.shows(
+    "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules", "policy.lora.exclude", "policy.lora.init"
+)
+def test_each_setting_of_the_adapter_changes_it(model):
+    usual = policy_with(model)
+
+    def factors(**changed):
+        return dict(adapter_parameters(policy_with(model, replace(LORA, **changed))))
+
+    def layers(**changed):
+        return {name.split(".")[-3] for name in factors(**changed)}
+
+    q = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert factors(rank=2)[q].shape == (2, 32)
+    assert layers() == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers(target_modules=["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
+    assert layers(exclude=["up_proj"]) == layers() - {"up_proj"}
+    gaussian = factors(init=LoraInit.gaussian)
+    assert not torch.equal(gaussian[q], dict(adapter_parameters(usual))[q])
+    assert not gaussian["model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+    weak = moved(policy_with(model, replace(LORA, alpha=4.0)))
+    assert not torch.allclose(scores(weak), scores(moved(usual)))
+
+
+@pytest.mark.shows("policy.lora.lr_scale")
+def test_the_rate_is_the_optimizers_times_the_scale(tmp_path):
+    optimizer, scheduler = OptimizerConfig(lr=1e-5), SchedulerConfig(name="linear", min_lr=1e-6)
+    one, ten = (make_schedule(optimizer, scheduler, num_steps=10, lr_scale=scale) for scale in (1.0, 10.0))
+
+    assert [ten.lr_at(step) for step in (0, 5, 20)] == pytest.approx([10 * one.lr_at(step) for step in (0, 5, 20)])
+
+
+@pytest.mark.parametrize("words, said", [
+    (["policy.lora.alpha=8"], "policy.lora.alpha does nothing"),
+    (["policy.lora.rank=8", "policy.lora.target_modules=[all-linear,q_proj]"], "stands alone"),
+    (["policy.lora.rank=8", "policy.lora.target_modules=[]"], "adapts no layer"),
+    (["policy.lora.rank=8", "reference.sync_every_steps=3", "reference.model_path=x"], "cannot follow an adapter"),
+    (["policy.lora.rank=0"], "policy.lora.rank"),
+])
+def test_settings_that_cannot_be_meant_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        load_config(["experiment=quickstart", *words])
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["no_such_layer"]])
+def test_layers_that_cannot_have_an_adapter_are_refused_by_name(model, targets):
+    with pytest.raises(ConfigError, match=targets[0]):
+        policy_with(model, replace(LORA, target_modules=targets))
+
+
+def test_a_checkpoint_resumes_only_over_the_base_and_the_adapter_that_it_belongs_to(model, tmp_path):
+    now = describe_adapter(LORA, model, Ranks())
+    other = describe_adapter(LORA, tiny_checkpoint(tmp_path / "other", seed=1), Ranks())
+    saved = now.to_plain()
+
+    check_resumed(saved, now, Ranks())
+    check_resumed(None, None, Ranks())
+    check_resumed({**saved, "base": "/elsewhere"}, now, Ranks())  # the same weights in another place
+    for state, mine, said in (
+        (saved, other, "belongs to the weights of"), (saved, None, "set policy.lora.rank=4"),
+        (None, now, "holds all weights"), ({**saved, "rank": 8}, now, "policy.lora.rank=4"),
+        (saved, replace(now, alpha=16.0), "policy.lora.alpha=16"),
+        (saved, replace(now, target_modules=("q_proj", "v_proj")), r"=\[q_proj,v_proj\].*=\[all-linear\]"),
+        (saved, replace(now, exclude=("o_proj",)), r"policy.lora.exclude=\[o_proj\], but"),
+        (saved, replace(now, base_quantization="nf4"), "set policy.lora.base_quantization=none"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_resumed(state, mine, Ranks())
+
+
+def test_trained_weights_that_no_module_asks_for_are_an_error_and_not_lost(model, tmp_path):
+    def states(config):
+        policy = policy_with(model, config)
+        return policy, make_optimizer(policy, OptimizerConfig())
+
+    everything, fewer = states(LORA), states(replace(LORA, target_modules=["q_proj"]))
+    write_shards(tmp_path / "shard", training_tensors(*everything))
+    read_training_tensors(ShardReader([tmp_path / "shard"]), *everything)
+    with pytest.raises(CheckpointError, match="tensors that are not trained here"):
+        read_training_tensors(ShardReader([tmp_path / "shard"]), *fewer)
+
+
+def test_every_layer_is_adapted_whatever_the_architecture(tmp_path):
+    for architecture in ("llama", "mistral"):
+        policy = policy_with(tiny_checkpoint(tmp_path / architecture, architecture))
+        assert len(adapter_layers(policy)) == 14
+    with pytest.raises(ConfigError, match="Conv1D"):
+        policy_with(tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
