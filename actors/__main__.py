@@ -41,20 +41,22 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     from actors.runtime import build_runtime, default_actor_id, max_leases, weight_source
     from actors.worker import Worker
     from streamrl.transport.client import HubClient
+    from streamrl.transport.keys import read_actor_key
     from streamrl.transport.session import ActorSession
 
     local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
     engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
-    source, device_weights = weight_source(local, zmq.Context())
+    key = read_actor_key(local.actors.key) if local.actors.key else None
+    source, device_weights = weight_source(local, zmq.Context(), key=key)
     # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.
     leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
     session = ActorSession(
-        local.actors.actor_id or default_actor_id(), int.from_bytes(os.urandom(7), "little") + 1,
+        local.actors.actor_id or default_actor_id(key), int.from_bytes(os.urandom(7), "little") + 1,
         engine=wire_name(local.actors.engine), max_leases=leases, transports=tuple(source.factories),
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
         device=device_weights.device_id if device_weights is not None else "",
     )
-    client = HubClient(endpoint, session)
+    client = HubClient(endpoint, session, key)
     if device_weights is not None:
         device_weights.report = client.report_nccl
     worker = Worker(client, lambda welcome: build_runtime(welcome, overrides, source, device_weights))

@@ -1,7 +1,11 @@
-"""streamrl chat MODEL_OR_RUN [key=value ...]
+"""streamrl chat MODEL_OR_RUN [--version N] [key=value ...]
 
 Talk to a model: a run, as runs/quickstart-001, or a Hugging Face checkpoint. The conversation is sent whole; a
-model without a chat template gets the lines as they are.
+model without a chat template gets the lines as they are. A run answers with its exported model, or with any version
+that one of its checkpoints holds, also while it trains:
+
+  streamrl chat runs/quickstart-001 --version 40
+  streamrl chat runs/quickstart-001@40
 
   /new     forget the conversation
   /quit    end, as do Ctrl-D and Ctrl-C
@@ -20,7 +24,7 @@ from actors.engines.base import GenerateRequest
 from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
 from streamrl.config.schema import Config
 from streamrl.environment import ChatMessage
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError
 
 
 async def answer(config: Config, policy: LocalPolicy, messages: Sequence[ChatMessage], seed: int) -> str:
@@ -67,13 +71,26 @@ def _read() -> str | None:
         return None
 
 
+def with_version(words: Sequence[str]) -> list[str]:
+    """The words, `RUN --version N` as `RUN@N`. Raises ConfigError without a number."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--version=") else [word])]
+    if "--version" not in words:
+        return words
+    at = words.index("--version")
+    number, rest = " ".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
+    if not number.isdigit() or not rest:
+        raise ConfigError(f"--version {number or 'without a number'}: write streamrl chat RUN --version 40")
+    return [f"{rest[0]}@{number}", *rest[1:]]
+
+
 def main(words: Sequence[str]) -> int:
     if not words or {"-h", "--help"} & set(words) or "=" in words[0]:
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     logging.disable(logging.WARNING)
     try:
-        return asyncio.run(run(words[0], words[1:]))
+        source, *rest = with_version(words)
+        return asyncio.run(run(source, rest))
     except StreamrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

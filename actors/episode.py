@@ -6,29 +6,23 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from actors.engines.base import Engine, GenerateRequest, Generation
-from actors.env_executor import EnvExecutor, where
+from actors.engines.base import Engine, Generation
+from actors.env_calls.executor import CallClock, EnvExecutor, where
+from actors.env_calls.group_step import GroupStep
+from actors.env_calls.inline import InlineCalls
 from actors.load import LoadMeter
-from actors.render import Renderer
+from actors.render import Renderer, SharedPrompts
+from actors.trajectory.client import Client
+from actors.trajectory.conversation import Conversation
+from actors.trajectory.rules import EpisodeRules, PromptTooLongError
+from actors.trajectory.transcript import Transcript
 from envs.check import NO_SIGNALS, needs_signals
-from streamrl.environment import (
-    MAX_REWARD,
-    Env,
-    HasCutStep,
-    HasLastStep,
-    HasTools,
-    InputText,
-    ReadsInputText,
-    Record,
-    Step,
-    Task,
-)
-from streamrl.errors import EngineError, TaskError
-from streamrl.messages import Member, MemberStatus, Sampling, Span, Turn
-from streamrl.messages.codec import pack_ids, pack_logprobs
+from streamrl.environment import MAX_REWARD, DrivesGeneration, Env, InputText, Record, Step, Task
+from streamrl.errors import EngineError, EpisodeFullError, TaskError
+from streamrl.messages import Member, MemberStatus, Sampling
 
 log = logging.getLogger("streamrl.actor")
 
@@ -36,193 +30,173 @@ MAX_SCORES, MAX_NAME_CHARS = 64, 32
 """What a `Member` can carry; the score itself takes one of the places."""
 
 
-class PromptTooLongError(TaskError):
-    """The rendered prompt leaves no room; the lease goes back with reason TOO_LONG."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRules:
-    """Limits of an episode, from the learner's WELCOME."""
-
-    max_prompt_tokens: int
-    max_new_tokens: int
-    max_turns: int
-    max_tokens: int = 1 << 31  # prompt and everything after it
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    step_timeout_s: float = 30.0
-    error_floor: float | None = None  # None: an environment error aborts the member
-    truncate_prompts: bool = False  # a prompt that is too long keeps its end
-
-
-@dataclass(slots=True)
-class Transcript:
-    """A trajectory while it grows; positions count tokens after the prompt."""
-
-    prompt_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[tuple[int, int]] = field(default_factory=list)
-    versions: list[Span] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    pending_reward: float = 0.0  # of turns without tokens, while there is no turn to add it to
-
-    def add_action(self, generation: Generation, reward: float) -> None:
-        """A turn of the model. A range must not be empty, so the reward of a turn without tokens joins another's."""
-        start = len(self.token_ids)
-        end = start + len(generation.token_ids)
-        if start == end:
-            if not self.turns:
-                self.pending_reward += reward
-            else:
-                last = self.turns[-1]
-                self.turns[-1] = Turn(last.start, last.end, last.reward + reward)
-            return
-        reward, self.pending_reward = reward + self.pending_reward, 0.0
-        self.token_ids += generation.token_ids
-        self.logprobs += generation.logprobs
-        self.mask.append((start, end))
-        self.turns.append(Turn(start, end, reward))
-        for span in generation.spans:
-            ref = span.ref
-            self.versions.append(Span(ref.learner_epoch, ref.version, start + span.start, start + span.end))
-
-    def pay_only(self, reward: float) -> None:
-        """The whole reward on the last turn, in place of what the turns earned."""
-        *earlier, last = self.turns
-        self.turns = [*(Turn(turn.start, turn.end, 0.0) for turn in earlier), Turn(last.start, last.end, reward)]
-
-    def add_observation(self, ids: Sequence[int]) -> None:
-        self.token_ids += ids
-        self.logprobs += [0.0] * len(ids)
-
-    def member(self, index: int, status: MemberStatus, scores: dict[str, float], finish: str) -> Member:
-        return Member(
-            index=index, status=status, prompt_ids=pack_ids(self.prompt_ids), token_ids=pack_ids(self.token_ids),
-            logprobs=pack_logprobs(self.logprobs), mask=tuple(self.mask), versions=tuple(self.versions),
-            turns=tuple(self.turns), reward=float(sum(turn.reward for turn in self.turns)), scores=scores,
-            finish=finish,
-        )
-
-
 class EpisodeRunner:
-    """Plays episodes of one task on one engine; plain environments run in a few threads with a time limit."""
+    """Plays episodes of one task on one engine; plain environments have a time limit, and run in a few threads or, with
+    `inline`, on the event loop if they are quick."""
 
     def __init__(
-        self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int = 4,
-        load: LoadMeter | None = None,
+        self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int | None = 4,
+        load: LoadMeter | None = None, inline: InlineCalls | None = None,
     ) -> None:
         self.load = load or LoadMeter()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
-        self.executor = EnvExecutor(num_threads)
+        self.executor = EnvExecutor(num_threads, inline)
         self.num_env_errors = 0
         self.last_env_error = ""
+        self._told_full = False
 
     async def play(
         self, record: Record, index: int, seed: int, sampling: Sampling,
-        on_progress: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None, group: GroupStep | None = None,
+        prompts: SharedPrompts | None = None,
     ) -> Member:
         """One member of a group; `on_progress` is called after every generation and every environment step.
 
+        Args:
+            group: where members of a lease meet whose environment scores them together; None: this one is alone.
+            prompts: those that the members of the lease have rendered.
         Raises:
             PromptTooLongError: the prompt is over rules.max_prompt_tokens.
             EngineError: the engine failed, or too many environment calls hang.
         """
+        with self.load.playing():
+            return await self._episode(record, index, seed, sampling, on_progress, group, prompts)
+
+    async def _episode(
+        self, record: Record, index: int, seed: int, sampling: Sampling, on_progress: Callable[[], None],
+        group: GroupStep | None, prompts: SharedPrompts | None,
+    ) -> Member:
         transcript = Transcript()
+        conversation = Conversation(self.renderer, append=self.rules.append_history, prompts=prompts)
         try:
             env = self.task.env()
+            if _optional(env, "rollout") is not None:
+                return await self._driven(env, record, index, seed, sampling, on_progress)
             with self.load.in_environment():
                 messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
             opening = messages if isinstance(messages, InputText) else list(messages)
-            tools = env.tools if isinstance(env, HasTools) else ()
-            transcript.prompt_ids = self._cut(self.renderer.render(opening, tools))
-            if isinstance(env, ReadsInputText):
-                env.set_input_text(self.renderer.input_text(opening, tools))
-        except (EngineError, asyncio.CancelledError):
+            conversation.open(opening, getattr(env, "tools", ()))
+            if (set_input_text := _optional(env, "set_input_text")) is not None:
+                set_input_text(conversation.text)
+        except (EngineError, PromptTooLongError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's code may raise anything: the member is lost, not the actor
             return self._failed(index, transcript, error)
         on_progress()
-        num_prompt, rules = len(transcript.prompt_ids), self.rules
-        if num_prompt > rules.max_prompt_tokens or num_prompt >= rules.max_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {rules.max_prompt_tokens} and a "
-                f"whole trajectory may have {rules.max_tokens}: raise it, or set data.prompt_overflow=truncate_left"
-            )
-        return await self._turns(env, transcript, index, seed, sampling, on_progress)
-
-    def _cut(self, prompt_ids: list[int]) -> list[int]:
-        """The end of a prompt that is too long, if it may be cut: what asks for the answer stands there."""
-        rules = self.rules
-        return prompt_ids[-rules.max_prompt_tokens :] if rules.truncate_prompts else prompt_ids
+        conversation.ids = self.rules.checked_prompt(conversation.ids)
+        transcript.begin(conversation.ids)
+        together = group if _optional(env, "step_group") is not None else None
+        return await self._turns(env, conversation, transcript, index, seed, sampling, on_progress, together)
 
     async def _turns(
-        self, env: Env, transcript: Transcript, index: int, seed: int, sampling: Sampling,
-        on_progress: Callable[[], None],
+        self, env: Env, conversation: Conversation, transcript: Transcript, index: int, seed: int, sampling: Sampling,
+        on_progress: Callable[[], None], group: GroupStep | None,
     ) -> Member:
         scores: dict[str, float] = {"score": 0.0}
         finish, source = "stop", self._source(env.step)
         for turn in range(self.rules.max_turns):
             last = turn + 1 == self.rules.max_turns
+            read, room = conversation.ids, self.rules.room(transcript, conversation.ids)
             with self.load.generating():
-                generation = await self.engine.generate(self._request(transcript, turn_seed(seed, turn), sampling))
+                generation = await self.engine.generate(self.rules.request(
+                    read, room, seed, turn, sampling, version=transcript.first_version
+                ))
+            transcript.add_turn(read, generation)
             on_progress()
             try:
-                step, more = await self._answer(env, transcript, generation, last)
+                if group is None:
+                    step, goes_on = await self._answer(env, conversation, transcript, generation, last)
+                else:
+                    told = (env, self.renderer.text(generation.token_ids))
+                    with self.load.off_engine():
+                        step, goes_on = checked(await group.step(index, told, self._play_group), source), False
                 scores = _add_scores(scores, step, source)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
-                transcript.add_action(generation, 0.0)
                 return self._failed(index, transcript, error)
             on_progress()
-            transcript.add_action(generation, step.reward)
+            transcript.pay(step.reward)
             finish = "env" if step.truncated or (last and not step.done) else generation.finish
-            if more is None:
+            if not goes_on:
                 finish = finish if step.done or last else "length"
                 break
-            transcript.add_observation(more)
-        if not transcript.turns:
-            return _aborted(index, "empty")
-        status = MemberStatus.TRUNCATED if finish in ("length", "env") else MemberStatus.FINISHED
-        return transcript.member(index, status, scores, finish)
+        return _finished(index, transcript, scores, finish, step)
+
+    async def _driven(
+        self, env: DrivesGeneration, record: Record, index: int, seed: int, sampling: Sampling,
+        on_progress: Callable[[], None],
+    ) -> Member:
+        """An episode whose loop is the environment's own. Its time limit counts what it does between generations."""
+        transcript, source = Transcript(), self._source(env.rollout)
+        client: Client | None = None
+        try:
+            async with self.executor.clocked(env.rollout, self.rules.step_timeout_s) as clock:
+                client = self._client(transcript, clock, seed, sampling, on_progress)
+                with self.load.in_environment():
+                    step = checked(await env.rollout(record, client), source)
+            score = step.reward + client.earned if step.score is None else step.score
+            scores = _add_scores({"score": 0.0}, replace(step, score=score), source)
+        except EpisodeFullError as error:
+            assert client is not None
+            if not self._told_full:  # with too small a limit it would be every episode
+                self._told_full = True
+                log.warning("an interaction loop was cut, with what it had earned by then: %s", error)
+            step, scores = Step(0.0, truncated=True), {"score": client.earned}
+        except (EngineError, PromptTooLongError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # see `play`
+            if client is None or client.failure is None:
+                return self._failed(index, transcript, error)
+        finally:
+            if client is not None:
+                client.close()
+        if client.failure is not None:  # whatever the loop made of it
+            raise client.failure
+        transcript.pay(step.reward)
+        return _finished(index, transcript, scores, "env" if step.truncated else client.finish, step)
+
+    def _client(
+        self, transcript: Transcript, clock: CallClock, seed: int, sampling: Sampling, on_progress: Callable[[], None]
+    ) -> Client:
+        def pause() -> None:
+            clock.pause()
+            self.load.leave_environment()
+
+        def resume() -> None:
+            clock.resume()
+            self.load.enter_environment()
+
+        return Client(
+            self.engine, self.renderer, self.rules, transcript, seed=seed, sampling=sampling,
+            generating=self.load.generating, pause=pause, resume=resume, on_progress=on_progress,
+        )
 
     async def _answer(
-        self, env: Env, transcript: Transcript, generation: Generation, last: bool
-    ) -> tuple[Step, list[int] | None]:
-        """The environment's answer to a turn, and what it says before the next one; None if there is no next one."""
-        text = self.renderer.text(generation.token_ids)
-        step = await self._play(env.last_step if last and isinstance(env, HasLastStep) else env.step, text)
+        self, env: Env, conversation: Conversation, transcript: Transcript, generation: Generation, last: bool
+    ) -> tuple[Step, bool]:
+        """The environment's answer to a turn, and whether there is a next one, whose input is then ready."""
+        text = conversation.hear(generation.token_ids)
+        step = await self._play((_optional(env, "last_step") if last else None) or env.step, text)
         if step.done or last:
-            return step, None
-        # A turn without tokens lacks the token that ends a turn; -1 is no token's id, so that one is rendered.
-        last_token = generation.token_ids[-1] if generation.token_ids else -1
-        if step.text is None:
-            more = self.renderer.render_more(step.messages, last_token=last_token)
-        else:
-            more = self.renderer.render_text(step.text, last_token=last_token)
-        if self._room(transcript, len(generation.token_ids) + len(more)) >= 1:
-            return step, more
+            return step, False
+        conversation.answer(step)
+        if self.rules.room(transcript, conversation.ids) >= 1:
+            return step, True
         # The environment's words leave no room for an answer.
-        return replace(await self._play(env.cut_step, text), done=False) if isinstance(env, HasCutStep) else step, None
+        cut_step = _optional(env, "cut_step")
+        return step if cut_step is None else replace(await self._play(cut_step, text), done=False), False
 
     async def _play(self, method: Callable[[str], Any], text: str) -> Step:
-        with self.load.stepping():
+        with self.load.stepping(), self.load.off_engine():
             return checked(await self.executor.run(method, text, self.rules.step_timeout_s), self._source(method))
+
+    async def _play_group(self, turns: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+        with self.load.stepping():
+            return await self.executor.run(turns[0][0].step_group, turns, self.rules.step_timeout_s)
 
     def _source(self, method: Callable[..., Any]) -> str:
         return f"{where(method)} of task {self.task.name}"
-
-    def _room(self, transcript: Transcript, num_more: int = 0) -> int:
-        """New tokens that the next turn may have after so many more; 0 or less if the trajectory is full."""
-        used = len(transcript.prompt_ids) + len(transcript.token_ids) + num_more
-        return min(self.rules.max_new_tokens, self.rules.max_tokens - used)
-
-    def _request(self, transcript: Transcript, seed: int, sampling: Sampling) -> GenerateRequest:
-        return GenerateRequest(
-            prompt_ids=transcript.prompt_ids + transcript.token_ids, sampling=sampling, seed=seed,
-            max_new_tokens=self._room(transcript), stop=self.rules.stop, ignore_eos=self.rules.ignore_eos,
-        )
 
     def _failed(self, index: int, transcript: Transcript, error: Exception) -> Member:
         """`env.on_error`: aborted (leased again), or an explicit floor reward if there is something to train on."""
@@ -238,9 +212,16 @@ class EpisodeRunner:
         return transcript.member(index, MemberStatus.FINISHED, scores, "env")
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Each turn draws from a stream of its own; turn 0 from the lease's seed itself."""
-    return (seed + turn * 0x9E3779B97F4A7C15) % (1 << 64)
+def _finished(index: int, transcript: Transcript, scores: dict[str, float], finish: str, last: Step) -> Member:
+    if not transcript.turns:
+        return _aborted(index, "empty")
+    status = MemberStatus.FINISHED if last.done and not last.truncated else MemberStatus.TRUNCATED
+    return transcript.member(index, status, scores, finish)
+
+
+def _optional(env: object, name: str) -> Callable[..., Any] | None:
+    """A method that an environment need not have; asking with `isinstance` and a protocol costs 20 times as much."""
+    return getattr(env, name, None)
 
 
 def _aborted(index: int, finish: str) -> Member:

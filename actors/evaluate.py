@@ -7,6 +7,8 @@ runs/quickstart-001, whose settings are taken over, or a Hugging Face checkpoint
   streamrl eval runs/quickstart-001 eval.num_responses=4 rollout.test.sampling.temperature=0.7
   streamrl eval models/smollm2-135m-instruct experiment=smollm2 env.name=reasoning_gym.chain_sum eval.num_samples=50
   streamrl eval MODEL data.path=test.jsonl reward.type=math
+  streamrl eval runs/quickstart-001@40                 the version that a checkpoint of the run holds
+  streamrl eval runs/quickstart-001 eval.datasets.hard=hard.jsonl     that file beside the held-out prompts
 
 Every answer goes into evals/ (of the run, else of the working directory), one JSON line each.
 """
@@ -28,16 +30,19 @@ from typing import Any, TextIO
 import msgspec
 
 from actors.episode import EpisodeRunner
-from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
-from actors.runtime import episode_rules
+from actors.local_policy import LocalPolicy, local_config, open_policy, run_of, sampling_message
+from actors.render import Renderer
+from actors.runtime import episode_rules, make_renderer
 from envs.registry import task_of
-from envs.rewards.extract import first_found, last_answer_tag, last_boxed
+from envs.rewards.extract import stated_answer
+from streamrl.config.eval_sets import EvalSet, eval_sets
+from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import Config
-from streamrl.environment import Record, Task
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.environment import HasSetUp, Record, Task
+from streamrl.errors import ConfigError, StreamrlError, TaskError
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids
-from streamrl.metrics.eval_scores import average, majority, pass_at, powers_of_two
+from streamrl.metrics.eval_scores import average, estimates
 
 PROGRESS_S = 5.0
 REFRESH_S = 0.5
@@ -61,12 +66,16 @@ class Answers:
 
 
 async def evaluate(config: Config, policy: LocalPolicy, task: Task, out: TextIO, progress: Progress) -> Answers:
-    """Play every prompt `eval.num_responses` times, writing each answer as a line of JSON."""
-    num_prompts = min(config.eval.num_samples, task.num_records("test"))
+    """Play every prompt of a set `eval.num_responses` times, writing each answer as a line of JSON.
+
+    Args:
+        config: the settings of the set (`streamrl.config.eval_sets`).
+    """
+    num_prompts = num_prompts_of(config, task)
     answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
-    rules = episode_rules(config, config.rollout.test.sampling, task)
-    runner = EpisodeRunner(task, policy.engine, policy.renderer, rules, num_threads=config.env.num_threads)
-    sampling = sampling_message(config.rollout.test.sampling)
+    rules, renderer = episode_rules(config, eval_sampling(config), task), make_renderer(config, policy.tokenizer, task)
+    runner = EpisodeRunner(task, policy.engine, renderer, rules, num_threads=config.env.num_threads)
+    sampling = sampling_message(eval_sampling(config))
     places = asyncio.Semaphore(2 * config.actors.num_concurrent)  # the engine batches; more would only wait in memory
 
     async def play(index: int, response: int) -> None:
@@ -74,7 +83,7 @@ async def evaluate(config: Config, policy: LocalPolicy, task: Task, out: TextIO,
             record = task.record("test", index)
             seed = (config.run.seed * 1_000_003 + index * config.eval.num_responses + response) % (1 << 63)
             member = await runner.play(record, index, seed, sampling)
-            _note(answers, index, response, record, member, policy, out, runner.last_env_error)
+            _note(answers, index, response, record, member, renderer, out, runner.last_env_error)
             progress.update(answers)
 
     try:
@@ -88,7 +97,7 @@ async def evaluate(config: Config, policy: LocalPolicy, task: Task, out: TextIO,
 
 
 def _note(
-    answers: Answers, index: int, response: int, record: Record, member: Member, policy: LocalPolicy, out: TextIO,
+    answers: Answers, index: int, response: int, record: Record, member: Member, renderer: Renderer, out: TextIO,
     failure: str,
 ) -> None:
     line: dict[str, Any] = {"prompt_index": index, "response": response, "record": record}
@@ -97,12 +106,12 @@ def _note(
         answers.failure = failure or member.finish
         line["failure"] = answers.failure
     else:
-        text = policy.renderer.text([int(one) for one in unpack_ids(member.token_ids)])
+        text = renderer.text([int(one) for one in unpack_ids(member.token_ids)])
         score = member.scores.get("score", member.reward)
         answers.scores[index].append(score)
-        answers.finals[index].append(first_found(text, last_boxed, last_answer_tag) or text.strip())
+        answers.finals[index].append(stated_answer(text))
         answers.rewards.append(member.reward)
-        answers.num_truncated += member.status == MemberStatus.TRUNCATED
+        answers.num_truncated += member.cut
         for name, value in member.scores.items():
             if name != "score":
                 answers.parts.setdefault(name, []).append(value)
@@ -135,11 +144,7 @@ class Progress:
 def summary(config: Config, task: Task, answers: Answers) -> dict[str, Any]:
     """Every estimate, as plain values."""
     k = config.eval.num_responses
-    solved = config.eval.solved_score
-    scored = {f"avg@{k}": average(answers.scores)}
-    if k > 1:
-        scored |= {f"pass@{n}": pass_at(n, answers.scores, solved) for n in powers_of_two(k)}
-        scored[f"maj@{k}"] = majority(answers.scores, answers.finals)
+    scored = estimates(answers.scores, answers.finals, num_responses=k, solved=config.eval.solved_score)
     return {
         "task": task.name, "model": str(config.policy.model_path), "num_prompts": len(answers.scores),
         "num_responses": k, "num_failed": answers.num_failed, "failure": answers.failure,
@@ -153,7 +158,8 @@ def summary(config: Config, task: Task, answers: Answers) -> dict[str, Any]:
 def text_of(result: Mapping[str, Any], path: Path) -> str:
     """The table at the end."""
     many = f", {result['num_responses']} answers each" if result["num_responses"] > 1 else ""
-    rows = [("task", f"{result['task']}, {result['num_prompts']} prompts{many}"), ("model", result["model"])]
+    rows = [("set", result["set"])] if result.get("set") else []
+    rows += [("task", f"{result['task']}, {result['num_prompts']} prompts{many}"), ("model", result["model"])]
     for name, (value, stderr, _) in result["estimates"].items():
         rows.append((name, f"{value:.3f}" + ("" if math.isnan(stderr) else f" ± {stderr:.3f}")))
     rows += [(f"  {name}", f"{value:.3f}") for name, value in result["parts"].items()]
@@ -164,36 +170,68 @@ def text_of(result: Mapping[str, Any], path: Path) -> str:
     return "\n".join(f"{name:<16}{value}" for name, value in rows)
 
 
-def _out_path(source: str, task: Task) -> Path:
+def num_prompts_of(config: Config, task: Task) -> int:
+    """How many prompts of a set are asked; TaskError for records that cannot be read."""
+    return min(config.eval.num_samples, task.num_records("test"))
+
+
+def _out_path(source: str, name: str) -> Path:
     """A new file in the run's, else the working directory's evals/."""
-    folder = (Path(source) if (Path(source) / "config.yaml").exists() else Path()) / "evals"
+    folder = (run_of(source) or Path()) / "evals"
     folder.mkdir(parents=True, exist_ok=True)
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in task.name)
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
     number = 1
     while (path := folder / f"{name}-{number:03d}.jsonl").exists():
         number += 1
     return path
 
 
-async def run(source: str, words: Sequence[str]) -> int:
-    """Evaluate, print, write; returns the exit status."""
-    config = local_config(source, words)
-    task = task_of(config)
-    if config.eval.num_samples < 1:
+def _tasks(config: Config) -> list[tuple[EvalSet, Task]]:
+    """Every set with its task, its records read. Raises ConfigError or TaskError with the set's name."""
+    found = []
+    for one in eval_sets(config):
+        try:
+            task = task_of(one.config)
+            num_prompts_of(one.config, task)
+        except TaskError as error:
+            raise TaskError(f"{one.setting}: {error}" if one.name else str(error)) from error
+        found.append((one, task))
+    if not found:
         raise ConfigError("eval.num_samples=0 asks for no prompt: give the number of held-out prompts")
-    path = _out_path(source, task)
+    return found
+
+
+async def run(source: str, words: Sequence[str]) -> int:
+    """Evaluate each set, print, write; returns the exit status."""
+    config = local_config(source, words)
+    tasks = _tasks(config)
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
-    policy = await open_policy(config, task)
-    progress = Progress(min(config.eval.num_samples, task.num_records("test")) * config.eval.num_responses)
+    policy = await open_policy(config)
+    codes = []
+    try:
+        for place, (one, task) in enumerate(tasks):
+            print("\n" if place else "", end="")
+            codes.append(await _run_set(source, one, task, policy))
+    finally:
+        with contextlib.suppress(Exception):  # the engine's own end must not hide what happened
+            await policy.engine.close()
+    return max(codes)
+
+
+async def _run_set(source: str, one: EvalSet, task: Task, policy: LocalPolicy) -> int:
+    path, config = _out_path(source, one.name or task.name), one.config
+    if isinstance(task, HasSetUp):
+        await asyncio.to_thread(task.set_up)
+    progress = Progress(num_prompts_of(config, task) * config.eval.num_responses)
     try:
         with path.open("w", encoding="utf-8") as out:
             answers = await evaluate(config, policy, task, out, progress)
     finally:
-        with contextlib.suppress(Exception):  # the engine's own end must not hide what happened
-            await policy.engine.close()
-    result = summary(config, task, answers)
+        if isinstance(task, HasSetUp):
+            task.tear_down()
+    result = {"set": one.name, **summary(config, task, answers)}
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    print(text_of(result, path))
+    print(text_of(result, path), flush=True)
     if not answers.rewards:
         print(f"error: no answer could be scored: {answers.failure}", file=sys.stderr)
         return 1

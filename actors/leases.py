@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.rollout import returned
-from streamrl.messages import Group, Lease, LeaseRef, Purpose, ReturnReason, VersionRef
+from actors.weights.hold import VersionHold
+from streamrl.messages import Group, Lease, LeaseRef, Limits, Purpose, ReturnReason, VersionRef
 
 log = logging.getLogger("streamrl.actor")
 
@@ -27,6 +28,7 @@ class RunningLeases:
     def __init__(self, send: Callable[[Group], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock
         self._running: dict[LeaseRef, RunningLease] = {}
+        self.hold = VersionHold()
 
     @property
     def held(self) -> tuple[LeaseRef, ...]:
@@ -36,11 +38,16 @@ class RunningLeases:
     def num_train(self) -> int:
         return sum(running.lease.purpose == Purpose.TRAIN for running in self._running.values())
 
-    def stuck(self, longer_than_s: float) -> tuple[LeaseRef, ...]:
-        return tuple(ref for ref, running in self._running.items() if self._idle_s(running) > longer_than_s)
+    def stuck(self, limits: Limits) -> tuple[LeaseRef, ...]:
+        """Leases without progress for longer than their deadline."""
+        return tuple(
+            ref for ref, running in self._running.items()
+            if self._idle_s(running) > _deadline_s(limits, running.lease.purpose)
+        )
 
     def add(self, lease: Lease, task: asyncio.Task[None], since: VersionRef) -> None:
         self._running[lease.ref] = RunningLease(lease, task, since, self._clock())
+        self.hold.begin(lease)
 
     def moved(self, lease: Lease) -> None:
         if (running := self._running.get(lease.ref)) is not None:
@@ -48,10 +55,12 @@ class RunningLeases:
 
     def finish(self, lease: Lease) -> None:
         self._running.pop(lease.ref, None)
+        self.hold.end(lease.ref)
 
     def cancel(self, ref: LeaseRef) -> None:
         if (running := self._running.pop(ref, None)) is not None:
             running.task.cancel()
+            self.hold.end(ref)
 
     def hand_back(
         self, reason: ReturnReason, detail: str, which: Callable[[RunningLease], bool] = lambda running: True
@@ -73,11 +82,24 @@ class RunningLeases:
         if count:
             log.info("handed back %d groups that began before version %s", count, oldest)
 
-    def drop_stuck(self, longer_than_s: float) -> None:
+    def drop_stuck(self, limits: Limits) -> None:
+        """Hand back those without progress for twice their deadline."""
+        for purpose in Purpose:
+            self._drop_idle(purpose, 2 * _deadline_s(limits, purpose))
+
+    def _drop_idle(self, purpose: Purpose, longer_than_s: float) -> None:
         detail = f"no generation and no environment step ended in {longer_than_s:g} s"
-        count = self.hand_back(ReturnReason.TIMEOUT, detail, lambda running: self._idle_s(running) > longer_than_s)
+        count = self.hand_back(
+            ReturnReason.TIMEOUT, detail,
+            lambda running: running.lease.purpose == purpose and self._idle_s(running) > longer_than_s,
+        )
         if count:
             log.warning("handed back %d groups: %s", count, detail)
 
     def _idle_s(self, running: RunningLease) -> float:
         return self._clock() - running.moved_at
+
+
+def _deadline_s(limits: Limits, purpose: Purpose) -> float:
+    of_evals = limits.eval_progress_deadline_s or limits.progress_deadline_s
+    return of_evals if purpose == Purpose.EVAL else limits.progress_deadline_s

@@ -24,8 +24,32 @@ class LoadMeter:
         self._clock = clock
         self._began = self._at = clock()
         self._num_generating = self._num_in_environment = 0
+        self._num_playing = self._num_off_engine = 0
         self._idle_s = self._starved_s = self._paused_s = self._generation_s = self._environment_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around an episode."""
+        self._num_playing += 1
+        try:
+            yield
+        finally:
+            self._num_playing -= 1
+
+    @contextmanager
+    def off_engine(self) -> Iterator[None]:
+        """Around what an episode does after a generation: its step, and the wait for its group's common one."""
+        self._num_off_engine += 1
+        try:
+            yield
+        finally:
+            self._num_off_engine -= 1
+
+    @property
+    def num_for_engine(self) -> int:
+        """Episodes that have, or will soon ask for, a place in the engine."""
+        return self._num_playing - self._num_off_engine
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -41,13 +65,19 @@ class LoadMeter:
     @contextmanager
     def in_environment(self) -> Iterator[None]:
         """Around a call of an environment, the wait for a thread included."""
-        self._count()
-        self._num_in_environment += 1
+        self.enter_environment()
         try:
             yield
         finally:
-            self._count()
-            self._num_in_environment -= 1
+            self.leave_environment()
+
+    def enter_environment(self) -> None:
+        self._count()
+        self._num_in_environment += 1
+
+    def leave_environment(self) -> None:
+        self._count()
+        self._num_in_environment -= 1
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,25 +23,67 @@ from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
 from streamrl.messages import Sampling, VersionRef
+from streamrl.weights.assets import unpack_assets
+from streamrl.weights.saved import read_version, saved_versions
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
+SAVED = re.compile(r"(.+)@(\d+)")
+"""A version of a run, by its checkpoint: runs/quickstart-001@40."""
+
+
 @dataclass(slots=True)
 class LocalPolicy:
-    """An engine that serves one model, and what turns messages into its tokens."""
+    """An engine that serves one model, its tokenizer, and what turns messages into its tokens."""
 
     engine: Engine
+    tokenizer: Any
     renderer: Renderer
 
 
-def find_model(source: str) -> Path:
-    """The checkpoint that a MODEL_OR_RUN names: a folder with config.json and weights, or a run's exported model.
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """Where weights come from: a Hugging Face checkpoint, or with `version` a checkpoint of the run in `folder`."""
+
+    folder: Path
+    version: int | None = None
+
+    @contextmanager
+    def files(self) -> Iterator[Path]:
+        """A folder with configuration and tokenizer."""
+        if self.version is None:
+            yield self.folder
+            return
+        with tempfile.TemporaryDirectory(prefix="streamrl-model-") as unpacked:
+            unpack_assets((self.folder / "assets.msgpack").read_bytes(), unpacked)
+            yield Path(unpacked)
+
+    def tensors(self, files: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The weights by their names in the model; CheckpointError for a damaged checkpoint."""
+        if self.version is not None:
+            return {name: tensor.to(dtype) for name, tensor in read_version(self.folder, self.version)}
+        model = AutoModelForCausalLM.from_pretrained(files, dtype=dtype, local_files_only=True, trust_remote_code=False)
+        return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+def run_of(source: str) -> Path | None:
+    """The folder of the run that a MODEL_OR_RUN names, with a version or without; None if it is no run."""
+    folder = Path(source)
+    found = None if folder.is_dir() else SAVED.fullmatch(source)
+    folder = Path(found[1]) if found else folder
+    return folder if (folder / "config.yaml").exists() else None
+
+
+def find_model(source: str) -> LocalModel:
+    """The weights that a MODEL_OR_RUN names: a folder with config.json and weights, a run's exported model, or RUN@N.
 
     Raises ConfigError: neither, with what was found there instead.
     """
-    folder = Path(source)
-    model = folder / "model" if (folder / "config.yaml").exists() else folder
+    folder, run = Path(source), run_of(source)
+    if run is not None and not folder.is_dir():
+        return _saved_model(run, int(source.rpartition("@")[2]))
+    model = folder / "model" if run is not None else folder
     if not folder.is_dir():
         raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
     if not (model / "config.json").exists():
@@ -45,34 +91,52 @@ def find_model(source: str) -> Path:
             raise ConfigError(
                 f"{source} has no exported model: it is written at the end (checkpoint.export_hf=true). Let the "
                 f"run finish, or resume it: streamrl launch {folder / 'config.yaml'} run.dir={source} "
-                "checkpoint.resume=true"
+                f"checkpoint.resume=true{_saved(folder)}"
             )
         raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
     if not any((model / name).exists() for name in WEIGHTS):
         raise ConfigError(f"{model} holds no weights: give a checkpoint with one of {', '.join(WEIGHTS)}.")
-    return model
+    return LocalModel(model)
+
+
+def _saved_model(run: Path, version: int) -> LocalModel:
+    if version not in saved_versions(run):
+        raise ConfigError(
+            f"{run} has no checkpoint of version {version}: checkpoint.every_steps and checkpoint.num_keep say which "
+            f"are kept{_saved(run)}"
+        )
+    if not (run / "assets.msgpack").exists():
+        raise ConfigError(
+            f"{run} holds no assets.msgpack, which has the model's configuration: take the whole run directory."
+        )
+    return LocalModel(run, version)
+
+
+def _saved(run: Path) -> str:
+    """The versions that are there, as the end of a message."""
+    versions = saved_versions(run)
+    return f". Saved versions: {', '.join(map(str, versions))}, as {run}@{versions[-1]}." if versions else "."
 
 
 def local_config(source: str, words: Sequence[str]) -> Config:
     """The settings of the run, if `source` is one, with `words` on top, and its model."""
-    model, file = find_model(source), Path(source) / "config.yaml"
-    own = [str(file)] if file.exists() else []
-    return load_config([*own, *words, f"policy.model_path={model}", "policy.tiny.enabled=false"])
+    model, run = find_model(source), run_of(source)
+    own = [str(run / "config.yaml")] if run is not None else []
+    path = source if model.version is not None else model.folder
+    return load_config([*own, *words, f"policy.model_path={path}", "policy.tiny.enabled=false"])
 
 
 async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
     """Build the engine and give it the weights of policy.model_path; may take a minute."""
-    model_dir = Path(config.policy.model_path or "")
+    model = find_model(config.policy.model_path or "")
     disable_progress_bar()
-    tokenizer = load_tokenizer(model_dir)
-    spec = engine_spec(config, model_dir, tokenizer)
-    engine = build_engine(config.actors.engine, spec)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=spec.dtype, local_files_only=True, trust_remote_code=False
-    )
-    tensors: dict[str, torch.Tensor] = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    await engine.install(tensors, VersionRef(1, 0))
-    return LocalPolicy(engine, make_renderer(config, tokenizer, task))
+    with model.files() as files:
+        tokenizer = load_tokenizer(files)
+        spec = engine_spec(config, files, tokenizer)
+        engine = build_engine(config.actors.engine, spec)
+        tensors = model.tensors(files, spec.dtype)
+    await engine.install(tensors, VersionRef(1, model.version or 0))
+    return LocalPolicy(engine, tokenizer, make_renderer(config, tokenizer, task))
 
 
 def sampling_message(sampling: SamplingConfig) -> Sampling:

@@ -6,6 +6,7 @@ environment's messages in between.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,14 @@ class Renderer:
         self, tokenizer: Any, *, apply_chat_template: bool = True, system_prompt: str | None = None,
         chat_template: str | None = None, tool_prompt: str = "",
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         template = getattr(tokenizer, "chat_template", None)
-        self._chat = apply_chat_template and bool(template)
+        self.chat = apply_chat_template and bool(template)
         self._system_prompt = system_prompt
         # Some tokenizers hold several templates by name, among them one for tools.
-        shows_tools = self._chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
+        shows_tools = self.chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
         self._tool_prompt = "" if shows_tools else tool_prompt
 
     def render(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> list[int]:
@@ -54,11 +55,14 @@ class Renderer:
 
         An `InputText` in place of messages is the whole prompt: it gets no template and no special tokens.
         """
-        text = self.input_text(messages, tools)
-        if self._chat or isinstance(messages, InputText):
-            return self._encode(text)
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-        eos = self._tokenizer.eos_token_id
+        return self.encode_input(self.input_text(messages, tools), whole=isinstance(messages, InputText))
+
+    def encode_input(self, text: str, *, whole: bool) -> list[int]:
+        """The ids of an `input_text`; `whole`: it was given as an `InputText`."""
+        if self.chat or whole:
+            return self.encode(text)
+        ids = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+        eos = self.tokenizer.eos_token_id
         # Some tokenizers also append an end of sequence, after which the model would not continue.
         return ids[:-1] if eos is not None and len(ids) > 1 and ids[-1] == eos else ids
 
@@ -70,48 +74,78 @@ class Renderer:
             messages = [ChatMessage("system", self._system_prompt), *messages]
         if tools and self._tool_prompt:
             messages = _with_system_text(messages, self._tool_prompt)
-        return self._template(messages, tools) if self._chat else "\n".join(message.content for message in messages)
+        return self._template(messages, tools) if self.chat else "\n".join(message.content for message in messages)
 
-    def render_text(self, text: str, *, last_token: int) -> list[int]:
-        """The environment's text as ids, encoded alone: no template, no special tokens.
+    def follow(self, text: str, *, last_token: int) -> list[int]:
+        """Text that follows the model's words as ids, encoded alone: no template, no special tokens.
 
-        The model's words reach an environment without special tokens. If the model ended its turn with one and the
-        environment, which cannot see that, writes it again, it stands once.
+        The model's words are known without special tokens. If it ended its turn with one (`last_token`) and the text,
+        which cannot tell, writes it again, it stands once. One that the model did not reach comes with the text.
         """
-        ids = self._encode(text)
-        return ids[1:] if ids and ids[0] == last_token and last_token in self._tokenizer.all_special_ids else ids
+        ids = self.encode(text)
+        return ids[1:] if ids and ids[0] == last_token and last_token in self.tokenizer.all_special_ids else ids
 
-    def render_more(self, messages: Sequence[ChatMessage], *, last_token: int | None = None) -> list[int]:
-        """The environment's messages as ids, between the model's last token and its next turn.
+    def more_text(self, messages: Sequence[ChatMessage]) -> str:
+        """The environment's messages as text, between the model's last word and its next turn.
 
-        Args:
-            last_token: the last id that the model sampled. If the template ends a turn with a token that the model did
-                not reach (cut by length or a stop string), that token comes first. None: the model sampled it.
         Raises:
-            TaskError: the template rewrites the model's answer, so that there is no "between".
+            TaskError: the template does not repeat the model's answer, so that there is no "between".
         """
-        if not self._chat:
-            return self._encode("\n".join(message.content for message in messages))
+        if not self.chat:
+            return "\n".join(message.content for message in messages)
         opening = [ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER)]
         _, found, after = self._template([*opening, *messages]).partition(_ANSWER)
         if not found:
-            raise TaskError("this chat template does not repeat the model's answer as it was: use single-turn tasks")
-        ids = self._encode(after)
-        sampled = self._tokenizer.eos_token_id if last_token is None else last_token
-        return ids[1:] if ids and ids[0] == sampled else ids
+            raise TaskError(
+                "this chat template does not repeat the model's answer as it was: set env.history=auto, so that a "
+                "trajectory may consist of several sequences, or use single-turn tasks"
+            )
+        return after
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Without special tokens, spaces as they are."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
+        """A conversation that ends with words of the assistant is one for the model to continue."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        return self._tokenizer.apply_chat_template(
-            conversation, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        begun = bool(messages) and messages[-1].role == "assistant"
+        return self.tokenizer.apply_chat_template(
+            conversation, tools=list(tools) or None, add_generation_prompt=not begun, continue_final_message=begun,
+            tokenize=False,
         )
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str) -> list[int]:
+        """Text as ids, without special tokens around it."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class SharedPrompts:
+    """The prompts of one group: what its members are asked is nearly always the same, and then rendered once."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._known: dict[object, tuple[tuple[int, ...], str]] = {}
+
+    def render(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> tuple[tuple[int, ...], str]:
+        """The ids that `Renderer.render` gives, and the text that they are of."""
+        opening = messages if isinstance(messages, InputText) else tuple(messages)
+        try:
+            key = opening, json.dumps(list(tools))
+            known = self._known.get(key)
+        except (TypeError, ValueError):  # a user's message or tool may hold anything
+            return self._rendered(messages, tools)
+        if known is None:
+            known = self._known[key] = self._rendered(messages, tools)
+        return known
+
+    def _rendered(self, messages: Sequence[ChatMessage] | InputText, tools: Tools) -> tuple[tuple[int, ...], str]:
+        text = self._renderer.input_text(messages, tools)
+        return tuple(self._renderer.encode_input(text, whole=isinstance(messages, InputText))), text
 
 
 def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:

@@ -7,11 +7,16 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import cache
 from typing import Any
 
 import msgspec
+import xxhash
 
+from actors.env_calls.group_step import GroupStep
 from actors.episode import EpisodeRunner, PromptTooLongError
+from actors.render import SharedPrompts
+from envs.rewards.extract import stated_answer
 from streamrl.errors import EngineError, WireError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,
@@ -22,10 +27,14 @@ from streamrl.messages import (
     Member,
     MemberStatus,
     Outcome,
+    Purpose,
     ReturnReason,
 )
-from streamrl.messages.codec import Decoder, encode
+from streamrl.messages.codec import Decoder, encode, unpack_ids
 from streamrl.messages.validate import check_group
+
+MAX_ANSWER_CHARS = 256
+"""What a `Group` can carry of one."""
 
 log = logging.getLogger("streamrl.actor")
 
@@ -44,10 +53,10 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         json.loads(lease.prompt)
     except (ValueError, LookupError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
+    group, prompts = GroupStep(lease.members), SharedPrompts(runner.renderer)
     try:
         members = await _all_or_cancel([
-            # A record of its own for each member: an environment may change it.
-            runner.play(json.loads(lease.prompt), index, seed, lease.sampling, on_progress)
+            _play(lease, runner, index, seed, on_progress, group, prompts)
             for index, seed in zip(lease.members, lease.seeds, strict=True)
         ])
     except PromptTooLongError as error:
@@ -59,7 +68,29 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     if all(member.status == MemberStatus.ABORTED for member in members):
         return returned(lease, ReturnReason.ENV_ERROR, cause)
     stats = {"generate_s": time.perf_counter() - started, NUM_FAILED_EPISODES: float(num_failed)}
-    return _group(lease, Outcome.COMPLETE, ReturnReason.NONE, cause, _share_prompt(members), stats)
+    done = _group(lease, Outcome.COMPLETE, ReturnReason.NONE, cause, _share_prompt(members), stats)
+    if lease.purpose != Purpose.EVAL:
+        return done
+    return msgspec.structs.replace(done, answers=tuple(_answer(runner, member) for member in members))
+
+
+def _answer(runner: EpisodeRunner, member: Member) -> str:
+    """The final answer of a member; of a long one a digest, which is as good for counting equal ones."""
+    text = stated_answer(runner.renderer.text([int(one) for one in unpack_ids(member.token_ids)]))
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_ANSWER_CHARS else xxhash.xxh3_128_hexdigest(text.encode())
+
+
+async def _play(
+    lease: Lease, runner: EpisodeRunner, index: int, seed: int, on_progress: Callable[[], None], group: GroupStep,
+    prompts: SharedPrompts,
+) -> Member:
+    """A member with a record of its own, which its environment may change; the others stop waiting when it ends."""
+    try:
+        record = json.loads(lease.prompt or b"")
+        return await runner.play(record, index, seed, lease.sampling, on_progress, group, prompts)
+    finally:
+        group.leave(index)
 
 
 def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
@@ -71,7 +102,7 @@ def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
         return group
     try:
         check_group(group, limits, leased=lease.members)
-        Decoder(TO_HUB, limits.max_message_bytes).decode(encode(group))
+        _hub_decoder(limits.max_message_bytes).decode(encode(group))
     except WireError as error:
         detail = f"{error.counter}: {error}"
     except (TypeError, ValueError, OverflowError) as error:  # MessagePack has no form for it
@@ -80,6 +111,11 @@ def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
         return group
     log.error("a finished group is handed back, the hub would refuse it: %s", detail)
     return returned(lease, ReturnReason.ENV_ERROR, detail)
+
+
+@cache
+def _hub_decoder(max_bytes: int) -> Decoder:
+    return Decoder(TO_HUB, max_bytes)
 
 
 def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:

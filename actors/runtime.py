@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,34 @@ from typing import Any
 import torch
 import zmq
 
-from actors.engines.base import Engine, EngineSpec
+from actors.engines.base import AdapterSpec, Engine, EngineSpec
 from actors.engines.registry import build_engine
+from actors.env_calls.inline import InlineCalls
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.load import LoadMeter
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.registry import task_of
+from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.load import from_plain
+from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
-from streamrl.environment import Task
+from streamrl.config.schema_task import History
+from streamrl.environment import HasSetUp, Task
 from streamrl.errors import StreamrlError
-from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S, Welcome
+from streamrl.messages import (
+    ANSWERED_STEPS,
+    HUNG_CALLS,
+    SLOW_CALL_S,
+    SLOW_CALLS,
+    SLOWEST_CALL_S,
+    Lease,
+    Purpose,
+    Welcome,
+)
+from streamrl.transport.keys import ActorKey
+from streamrl.weights.adapter import adapted_layers, rank_of
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.pull.host_cache import HostShare
 from streamrl.weights.source import WeightSource
@@ -46,6 +61,8 @@ BUILD_DEADLINE_S = 300.0
 """How long an actor that is stopping waits for an engine that is still being built, to close it."""
 CLOSE_DEADLINE_S = 30.0
 """For closing engine, environments and transports; whatever hangs ends with the process."""
+MAX_LEASE_FACTOR = 3
+"""Most groups that are held at once, in units of those that fill the engine; needed where lengths differ much."""
 INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
 
 
@@ -58,17 +75,44 @@ class ActorRuntime:
     train: EpisodeRunner
     test: EpisodeRunner
     set_welcome: Callable[[Welcome], None]
-    max_leases: int  # groups held at once
+    max_leases: int  # groups held at once while they fill the engine
     device_weights: DeviceWeights | None = None
     fits: Callable[[Welcome], bool] = lambda welcome: True  # whether it is what this WELCOME asks for
-    load: LoadMeter = field(default_factory=LoadMeter)  # of both runners
+    load: LoadMeter = field(default_factory=LoadMeter)  # of all runners
+    group_size: int | None = None  # members of a whole group; None: never more than max_leases
+    sets: Mapping[str, EpisodeRunner] = field(default_factory=dict)  # of `eval.datasets`
+
+    @property
+    def runners(self) -> tuple[EpisodeRunner, ...]:
+        return (self.train, self.test, *self.sets.values())
+
+    def runner_of(self, lease: Lease) -> EpisodeRunner:
+        """What plays the episodes of this lease; KeyError for an evaluation set that the settings do not have."""
+        if lease.purpose != Purpose.EVAL:
+            return self.train
+        return self.sets[lease.dataset] if lease.dataset else self.test
+
+    def num_free_leases(self, num_train: int) -> int:
+        """Groups that could be begun beside these: up to max_leases, and more while places of the engine are empty.
+
+        A group ends with its longest answer and its slowest reward; if only whole groups made room, the places of its
+        other members would stay empty until then.
+        """
+        if self.group_size is None:
+            return max(0, self.max_leases - num_train)
+        empty = self.engine.max_num_seqs - self.load.num_for_engine
+        more = min(empty // self.group_size, MAX_LEASE_FACTOR * self.max_leases - num_train)
+        return max(0, self.max_leases - num_train, more)
 
     async def close(self) -> None:
         self.installer.close()
         if self.device_weights is not None:
             await asyncio.to_thread(self.device_weights.close)
-        self.train.executor.close()
-        self.test.executor.close()
+        for runner in self.runners:
+            runner.executor.close()
+        for task in {id(runner.task): runner.task for runner in self.runners}.values():
+            if isinstance(task, HasSetUp):
+                task.tear_down()
         await self.engine.close()
 
 
@@ -115,10 +159,11 @@ class RuntimeHandle:
 def weight_source(
     local: Config, context: zmq.Context,
     make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
+    key: ActorKey | None = None,
 ) -> tuple[WeightSource, DeviceWeights | None]:
     """The transports that `actors.transports` allows; ConfigError for one that cannot work on this machine."""
     names = local.actors.transports
-    source = WeightSource(context, transports=names)
+    source = WeightSource(context, transports=names, key=key)
     if not device_transports(names, setting="actors.transports"):
         return source, None
     device_weights = make_device_weights(names, pick_device(local.actors.device), context)
@@ -138,26 +183,42 @@ def build_runtime(
     source.relay = config.actors.relay
     source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
     task = task_of(config)
+    if isinstance(task, HasSetUp):
+        task.set_up()
     with tempfile.TemporaryDirectory(prefix="streamrl-actor-") as model_dir:
         assets = source.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest)
         unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
-        engine = build_engine(config.actors.engine, engine_spec(config, Path(model_dir), tokenizer))
+        spec = replace(engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome))
+        engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, task)
-    load = LoadMeter()
+    load, inline = LoadMeter(), InlineCalls()
     runners = [
         EpisodeRunner(
             task, engine, renderer, episode_rules(config, sampling, task), num_threads=config.env.num_threads,
-            load=load,
+            load=load, inline=inline,
         )
-        for sampling in (config.rollout.train.sampling, config.rollout.test.sampling)
+        for sampling in (config.rollout.train.sampling, eval_sampling(config))
     ]
+    sets = {one.name: set_runner(one, engine, tokenizer, load, own=runners[1]) for one in eval_sets(config) if one.name}
     installer = Installer(engine, source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=source.close)
     return ActorRuntime(
         engine, installer, *runners, set_welcome=set_welcome,
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome), load=load,
+        group_size=config.rollout.num_responses_per_prompt, sets=sets,
     )
+
+
+def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *, own: EpisodeRunner) -> EpisodeRunner:
+    """Plays the episodes of an evaluation set; one of the run's own records has the task of `own`."""
+    task = own.task
+    if one.other_task:
+        task = task_of(one.config)
+        if isinstance(task, HasSetUp):
+            task.set_up()
+    rules, renderer = episode_rules(one.config, one.sampling, task), make_renderer(one.config, tokenizer, task)
+    return EpisodeRunner(task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load)
 
 
 def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
@@ -172,38 +233,43 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
 
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
     """For heartbeats: calls of environments that are slow or were given up, and how many steps were answered."""
-    executors = [runner.executor for runner in (runtime.train, runtime.test)]
+    executors = [runner.executor for runner in runtime.runners]
     answered = [executor.num_answered for executor in executors]
     slow = [executor.slow(SLOW_CALL_S) for executor in executors]
     return {
         SLOW_CALLS: float(sum(count for count, _ in slow)), SLOWEST_CALL_S: max(longest for _, longest in slow),
         HUNG_CALLS: float(sum(executor.num_hung_calls for executor in executors)),
-        ANSWERED_STEPS: float(sum(counts["step"] + counts["last_step"] for counts in answered)),
+        ANSWERED_STEPS: float(sum(counts["step"] + counts["last_step"] + counts["rollout"] for counts in answered)),
     }
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:
     """What the settings say of the engine, whichever it is."""
     device, actors = pick_device(config.actors.device), config.actors
-    max_new_tokens = max(s.max_new_tokens for s in (config.rollout.train.sampling, config.rollout.test.sampling))
-    max_tokens = config.rollout.max_prompt_tokens + config.env.max_turns * max_new_tokens
-    if config.env.max_turns > 1:
-        max_tokens = max(max_tokens, config.learner.max_tokens_per_device)
     return EngineSpec(
         model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
-        max_tokens=max_tokens, max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
+        max_tokens=longest_sequence(config), max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
         dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
         install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
     )
+
+
+def adapter_spec(welcome: Welcome) -> AdapterSpec | None:
+    """What the run's versions are, if they are adapters."""
+    base, layout = welcome.base, welcome.layout
+    if base is None or layout is None:
+        return None
+    return AdapterSpec(tuple(adapted_layers(spec.name for spec in layout.tensors)), rank_of(layout), base.scale)
 
 
 def built_from(welcome: Welcome) -> tuple[object, ...]:
     """What of a WELCOME goes into a runtime; a resumed run may come with other settings."""
     settings = json.loads(welcome.task)
     sections = {name: settings.get(name) for name in ("env", "data", "reward", "rollout", "actors")}
+    sections["sets"] = settings.get("eval", {}).get("datasets")
     longest = settings.get("learner", {}).get("max_tokens_per_device")
     tensors = None if welcome.layout is None else welcome.layout.tensors
-    return sections, longest, welcome.assets_digest, tensors
+    return sections, longest, welcome.assets_digest, tensors, adapter_spec(welcome)
 
 
 def pick_device(name: str) -> str:
@@ -235,15 +301,18 @@ def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = 
         step_timeout_s=config.env.step_timeout_s,
         error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
         truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,
+        append_history=config.env.history is History.append,
     )
 
 
 def max_leases(num_concurrent: int, group_size: int) -> int:
-    """Groups held at once: enough to fill every sequence of the engine, and one more waiting for a free place."""
+    """Groups that fill every sequence of the engine, and one more waiting for a free place."""
     return ceil(num_concurrent / group_size) + 1
 
 
-def default_actor_id() -> str:
-    """Host name and a random part, in the protocol's alphabet."""
+def default_actor_id(key: ActorKey | None = None) -> str:
+    """Name of its key, or of its host, and a random part, in the protocol's alphabet."""
+    if key is not None:
+        return f"{key.name}-{os.urandom(4).hex()}"
     host = "".join(c if c.isalnum() or c in "._-" else "-" for c in os.uname().nodename.lower())[:40]
     return f"{host}-{os.urandom(4).hex()}"

@@ -65,7 +65,7 @@ class Worker:
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._draining = self._install_waits = False
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
 
@@ -184,13 +184,19 @@ class Worker:
 
     async def _install_newest(self) -> None:
         """The last announcement, not the caller's: older versions may be retired by the time the runtime is built."""
+        if self._install_waits:
+            return
+        self._install_waits = True
+        await self._leases.hold.released()  # nothing is fetched meanwhile: what came first would be retired by then
+        self._install_waits = False
         runtime, welcome, newest = self._runtime, self._welcome, self._newest
         if runtime is None or welcome is None or welcome.layout is None or newest is None:
             return
         if self._updater is None:
             self._updater = WeightUpdater(runtime.installer, report=self._report, broken=self._fail)
+            runtime.installer.may_load = self._leases.hold.released
             self._spawn(self._updater.watch())
-        await self._updater.install(*newest, welcome.layout)
+        await self._updater.install(*newest, welcome.layout, welcome.base)
 
     def _report(self, report: Installed) -> None:
         if self._runtime is not None:
@@ -216,11 +222,17 @@ class Worker:
         elif installed < lease.min_version:
             detail = f"installed {installed} is older than the lease's {lease.min_version}"
             self.client.send_group(returned(lease, ReturnReason.STALE, detail))
+        elif lease.keep_s > 0 and installed != lease.min_version:
+            detail = f"installed {installed} is not the lease's {lease.min_version}"
+            self.client.send_group(returned(lease, ReturnReason.DRAIN, detail))
+        elif lease.purpose == Purpose.EVAL and lease.dataset and lease.dataset not in runtime.sets:
+            detail = f"this actor knows no evaluation set {lease.dataset}"
+            self.client.send_group(returned(lease, ReturnReason.ENV_ERROR, detail))
         else:
             self._leases.add(lease, self._spawn(self._work(lease, runtime)), installed)
 
     async def _work(self, lease: Lease, runtime: ActorRuntime) -> None:
-        runner = runtime.test if lease.purpose == Purpose.EVAL else runtime.train
+        runner = runtime.runner_of(lease)
         group = await run_group(lease, runner, on_progress=lambda: self._leases.moved(lease))
         # Not reached when cancelled: the lease is off the table then, and another task may have its place.
         self._leases.finish(lease)
@@ -235,7 +247,7 @@ class Worker:
 
     async def _report_progress(self) -> None:
         while True:
-            self._leases.drop_stuck(2 * self._limits.progress_deadline_s)
+            self._leases.drop_stuck(self._limits)
             self._update_progress()
             self._say_what_was_done()
             await asyncio.sleep(PROGRESS_S)
@@ -251,7 +263,7 @@ class Worker:
     def _update_progress(self) -> None:
         """What the next heartbeat says."""
         held, num_train = self._leases.held, self._leases.num_train
-        stuck = self._leases.stuck(self._limits.progress_deadline_s)
+        stuck = self._leases.stuck(self._limits)
         runtime = self._runtime
         if runtime is None:
             self.client.update(Progress(running=len(held), held=held, stuck=stuck))
@@ -262,9 +274,9 @@ class Worker:
         if runtime.device_weights is not None:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining
+        free = runtime.num_free_leases(num_train)
         self.client.update(Progress(
-            max_leases=runtime.max_leases,
-            free=max(0, runtime.max_leases - num_train) if ready else 0,
+            max_leases=max(runtime.max_leases, num_train + free), free=free if ready else 0,
             free_eval=max(0, runtime.engine.max_num_seqs - (len(held) - num_train)) if ready else 0,
             running=len(held), tokens_total=stats.tokens_total, held=held, stuck=stuck, stats=numbers,
         ))

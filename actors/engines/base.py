@@ -24,6 +24,15 @@ from streamrl.messages import Sampling, VersionRef
 INSTALL_POLICIES = ("continue", "recompute", "drain")
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """The adapters of a run (`streamrl.weights.adapter`): which layers have one, its largest rank, and its scale."""
+
+    layers: tuple[str, ...]
+    rank: int
+    scale: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What a factory builds an engine from.
@@ -37,8 +46,10 @@ class EngineSpec:
         device, dtype: where and in what type it computes.
         num_threads: on a CPU; None leaves the choice to torch.
         install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it again with
-            the new weights, "drain" admits nothing, lets them finish, then installs.
+            the new weights, "drain" admits nothing, lets them finish, then installs. An engine that takes adapters
+            has room for several: under "drain" it installs at once, and running sequences end with their own.
         options: the engine's own arguments (`actors.vllm.*`).
+        adapter: versions are adapters; None if they are whole models. Only an engine that `TakesAdapters` need read it.
     """
 
     model_dir: Path
@@ -51,6 +62,7 @@ class EngineSpec:
     num_threads: int | None = None
     install_policy: str = "continue"
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,7 @@ class GenerateRequest:
         seed: the draw is a function of (seed, position, distribution) alone, not of what else is in the batch.
         stop: generation ends after the first text that contains one of these; the stop string stays in the output.
         ignore_eos: go on to max_new_tokens whatever is sampled (benchmarks).
+        version: that began the episode; an engine under "drain" with adapters goes on with it if it still has it.
     """
 
     prompt_ids: Sequence[int]
@@ -72,6 +85,7 @@ class GenerateRequest:
     seed: int
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    version: VersionRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +174,22 @@ class ScoresTokens(Protocol):
 
 
 @runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that adds an adapter to its weights; for any other one, each version is merged with the base."""
+
+    async def install_base(self, tensors: Mapping[str, Any]) -> None:
+        """Load the weights under all adapters, before the first of them; again when they were damaged.
+
+        Raises: as `Engine.install`.
+        """
+        ...
+
+    async def install_adapter(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
+        """Take an adapter between two forward passes. Raises: as `Engine.install`."""
+        ...
+
+
+@runtime_checkable
 class ExposesWeights(Protocol):
     """An engine that shows the tensors it computes with, for a bitwise comparison with the document."""
 
@@ -187,7 +217,7 @@ def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) ->
             f"prompt of {num_prompt} tokens and max_new_tokens={request.max_new_tokens} exceed the engine's "
             f"max_tokens={max_tokens}: shorten one or build the engine with more"
         )
-    if not all(0 <= token < vocab_size for token in request.prompt_ids):
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
         raise EngineError(f"a prompt token lies outside the vocabulary of {vocab_size}")
     if not all(request.stop):
         raise EngineError("an empty stop string would end every sequence at once")

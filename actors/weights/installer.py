@@ -16,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from actors.engines.base import Engine, InstallTimes
+from actors.weights.base_weights import HeldBase, install_version
 from actors.weights.probe import probe_engine
 from actors.weights.watchdog import EngineHungError, run_with_watchdog
 from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
+from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
 from streamrl.weights.document import Document, Superseded
 from streamrl.weights.manifest import check_manifest, same_weights
 from streamrl.weights.source import Fetched
@@ -54,6 +55,10 @@ class _Fetch:
         self.over.set()
 
 
+async def _at_once() -> None:
+    """Nothing to wait for."""
+
+
 class Installer:
     """Keeps one engine on the newest complete version.
 
@@ -72,16 +77,22 @@ class Installer:
         self._fetch_deadline_s, self._install_deadline_s = fetch_deadline_s, install_deadline_s
         # A pool of its own: rewards must not queue before weights. Two threads: an abandoned fetch ends a moment later.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch")
+        self.may_load: Callable[[], Awaitable[None]] = _at_once
+        """Awaited before a fetched version is loaded; the worker sets it."""
         self._engine_turn = asyncio.Lock()  # install, probe or reload: a probe must not see the weights change
         self._fetching: _Fetch | None = None
         self._abandoned_one = False  # the last fetch was abandoned: the next one ends
         self._target: VersionRef | None = None
         self.document: Document | None = None  # the last one that the engine confirmed; kept for a rollback
+        self._base: HeldBase | None = None
+        self._base_turn, self._closing = asyncio.Lock(), threading.Event()
         self._logged_unprobed = False
         self.state = InstallState.IDLE
 
-    async def install(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Installed | None:
-        """Bring the engine to this version; the report for the hub.
+    async def install(
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, base: Base | None = None
+    ) -> Installed | None:
+        """Bring the engine to this version, an adapter of `base` if there is one; the report for the hub.
 
         Returns:
             `ok=True` when the version is live; `ok=False` with the reason when it is not, and the old version serves
@@ -100,6 +111,8 @@ class Installer:
             return None  # the install under way reports
         self._target = manifest.ref
         try:
+            if base is not None:
+                await self._fetch_base(base, manifest.ref)
             return await self._fetch_and_load(manifest, offers, layout)
         except Superseded:
             return None
@@ -114,6 +127,7 @@ class Installer:
 
     async def _fetch_and_load(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Installed | None:
         fetched = await self._fetch_document(manifest, offers, layout)
+        await self.may_load()
         async with self._engine_turn:
             installed = self._engine.installed
             if installed is not None and manifest.ref <= installed:
@@ -128,17 +142,32 @@ class Installer:
         )
         return _report(manifest, fetched.source, fetched, times, probed=probed)
 
+    async def _fetch_base(self, base: Base, ref: VersionRef) -> None:
+        """Hold the weights that versions are adapters of; Superseded if a newer version came meanwhile."""
+        async with self._base_turn:
+            if self._base is None or not self._base.serves(base):
+                fetched = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: self._fetch(
+                    base.manifest, base.offers, base.layout, cancelled=self._closing,
+                    deadline_s=self._fetch_deadline_s,
+                ))
+                log.info("the base of %d MB came by %s", fetched.document.nbytes >> 20, fetched.source.name)
+                self._base = HeldBase(fetched.document, base.scale)
+        if self._target != ref:
+            raise Superseded(f"version {ref}: a newer one came while the base was fetched")
+
     async def check(self, *, reload: bool = False) -> Installed | None:
         """Probe what serves, None if nothing; with `reload` load it again first. EngineError: it must not generate."""
         async with self._engine_turn:
             if (document := self.document) is None:
                 return None
+            if reload and self._base is not None:
+                self._base.loaded = False
             times = await self._load(document, document.manifest.ref) if reload else None
             return _report(document.manifest, times=times, probed=await self._probe(document))
 
     async def _probe(self, document: Document) -> Probed | None:
         probed = await run_with_watchdog(
-            self._engine, probe_engine(self._engine, document), silent_s=self._install_deadline_s,
+            self._engine, probe_engine(self._engine, document, self._base), silent_s=self._install_deadline_s,
             doing=f"score the probe of version {document.manifest.ref}",
         )
         if probed is None and document.manifest.probe is not None and not self._logged_unprobed:
@@ -203,6 +232,8 @@ class Installer:
         except (WeightsError, EngineHungError, asyncio.CancelledError):
             raise  # by the protocol nothing was changed; and an engine that hangs would not load the old version either
         except Exception as error:  # a foreign library failed halfway: whatever it raised, the model is mixed now
+            if isinstance(error, EngineError) and self._engine.stats().extra.get("dead"):
+                raise  # nothing can be loaded into it any more
             await self._roll_back(error, ref)
             raise WeightsError(f"{self._engine.name} failed to load version {ref}: {error!r}") from error
 
@@ -222,13 +253,14 @@ class Installer:
         log.warning("rolled back to version %s after %r", old, cause)
 
     async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
-        work = self._engine.install(document.tensors(), ref)
+        work = install_version(self._engine, document, ref, self._base)
         return await run_with_watchdog(
             self._engine, work, silent_s=self._install_deadline_s, doing=f"install version {ref}"
         )
 
     def close(self) -> None:
         """Abandon a running fetch; may be called twice."""
+        self._closing.set()
         if self._fetching is not None:
             self._fetching.cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)

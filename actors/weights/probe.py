@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from actors.engines.base import Engine, ExposesWeights, ScoresTokens
+from actors.engines.base import Engine, ExposesWeights, ScoresTokens, TakesAdapters
+from actors.weights.base_weights import HeldBase
 from streamrl.messages import Probe, Probed
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from streamrl.weights.document import Document
@@ -29,16 +30,18 @@ log = logging.getLogger(__name__)
 _MOST_CHARS = 2000
 
 
-async def probe_engine(engine: Engine, document: Document) -> Probed | None:
-    """How the engine compares with its document, and with the learner's probe if there is one.
+async def probe_engine(engine: Engine, document: Document, base: HeldBase | None = None) -> Probed | None:
+    """How the engine compares with its document (and the base of that), and with the learner's probe if there is one.
 
+    Of an engine that got base and adapter merged, only log-probs can be compared.
     Nothing may be installed meanwhile; sequences may run. None if there is nothing to compare by: no probe in the
     manifest or no `score`, and no `live_tensors`. Raises EngineError if the engine fails to score.
     """
     began, failures, differences = time.monotonic(), [], None
     probe = document.manifest.probe
-    if isinstance(engine, ExposesWeights):
-        wrong = await asyncio.to_thread(first_difference, engine.live_tensors(), document)
+    exposed = isinstance(engine, ExposesWeights) and (base is None or isinstance(engine, TakesAdapters))
+    for one in (document, *([base.document] if base is not None else [])) if exposed else ():
+        wrong = await asyncio.to_thread(first_difference, engine.live_tensors(), one)
         failures += [wrong] if wrong else []
     if isinstance(engine, ScoresTokens) and probe is not None:
         ids = unpack_ids(probe.token_ids).tolist()
@@ -49,7 +52,7 @@ async def probe_engine(engine: Engine, document: Document) -> Probed | None:
                 f"log-probs of the probe differ from the learner's by {differences[0]:.3g} nats in the mean, "
                 f"publish.probe_tolerance is {probe.tolerance:g}"
             )
-    elif not isinstance(engine, ExposesWeights):
+    elif not exposed:
         return None
     mean, largest = differences or (None, None)
     return Probed(mean, largest, "; ".join(failures)[:_MOST_CHARS], time.monotonic() - began)

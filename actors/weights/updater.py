@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from actors.weights.installer import Installer
 from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import Installed, Layout, Manifest, Offer
+from streamrl.messages import Base, Installed, Layout, Manifest, Offer
 
 log = logging.getLogger("streamrl.actor")
 
@@ -29,10 +29,12 @@ class WeightUpdater:
     ) -> None:
         self._installer, self._report, self._broken = installer, report, broken
 
-    async def install(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> None:
+    async def install(
+        self, manifest: Manifest, offers: Sequence[Offer], layout: Layout, base: Base | None = None
+    ) -> None:
         """Install this version, or report why not."""
         try:
-            await self._handle(await self._installer.install(manifest, offers, layout))
+            await self._handle(await self._installer.install(manifest, offers, layout, base))
         except EngineError as error:
             self._broken(str(error))
 

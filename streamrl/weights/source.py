@@ -15,6 +15,7 @@ import zmq
 
 from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Limits, Manifest, Offer
+from streamrl.transport.keys import ActorKey, split_endpoint
 from streamrl.weights.delta.pull import DeltaBase
 from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded, VersionRetired
 from streamrl.weights.manifest import check_manifest
@@ -53,6 +54,7 @@ class WeightSource:
         context: the process's ZeroMQ context.
         pull_token, limits: from WELCOME; assign both again after every WELCOME.
         transports: names of the transports that may be used, `actors.transports`.
+        key: of this actor, where the hub asks for one.
     Attributes:
         factories: transport name to receiver; its keys are what HELLO lists. Those from GPU to GPU are added to it.
         share: where processes of this host leave what they pulled; None pulls alone.
@@ -65,9 +67,10 @@ class WeightSource:
 
     def __init__(
         self, context: zmq.Context, *, pull_token: bytes = bytes(16), limits: Limits | None = None,
-        transports: Sequence[str] = ("shm", "zmq"),
+        transports: Sequence[str] = ("shm", "zmq"), key: ActorKey | None = None,
     ) -> None:
         self.context = context
+        self.key = key
         self.pull_token = pull_token
         self.limits = limits or Limits()
         self.share: HostShare | None = None
@@ -93,7 +96,7 @@ class WeightSource:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
         self.puller = ZmqReceiver(
             offer.name, self.context, pull_token=self.pull_token, limits=limits,
-            delta_base=self.delta_base, parent=offer.parent, memory=self._memory,
+            delta_base=self.delta_base, parent=offer.parent, memory=self._memory, key=self.key,
         )
         return self.puller
 
@@ -201,7 +204,7 @@ class WeightSource:
 
 def reachable(endpoint: str) -> bool:
     """Whether a connection to tcp://HOST:PORT succeeds; a dead process on a live host refuses it at once."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, _, port = split_endpoint(endpoint)[0].removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError):

@@ -5,19 +5,23 @@ step reads a plain slice. Values behind a row's length are left over from earlie
 
 A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts. All of
 a decoder layer but attention works token by token, so any architecture that calls its attention through transformers'
-interface works unchanged. A `PassView`, passed through the model as `slot_view`, knows which tokens belong together.
+interface works unchanged. A `PassView`, passed through the model as `slot_view`, knows which tokens belong
+together. What a layer hides beside later tokens (a window, chunks) comes from the model's own mask rule
+(`streamrl.architectures.masks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
+from streamrl.architectures.attend import attend, check_extras
+from streamrl.architectures.masks import MaskRule, register, rule_of
 from streamrl.errors import EngineError
 
 ATTENTION_NAME = "streamrl_slots"
@@ -81,19 +85,25 @@ class SlotCache:
 
 
 def slot_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    slot_view: PassView | None = None, scaling: float | None = None, sliding_window: int | None = None, **extra: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    slot_view: PassView | None = None, scaling: float | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention implementation: ([1, tokens, heads, dim], None). Raises EngineError for what it lacks.
 
     query is [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim].
     """
+    slot_view = slot_view or getattr(attention_mask, "carried", None)
     if slot_view is None:
         raise EngineError("this model belongs to a NativeEngine, which alone can run it: build another one to call it")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if extra.get(name) is not None:
-            raise EngineError(f"the native engine's attention has no `{name}`, which {type(module).__name__} needs")
-    return slot_view.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+    try:
+        rule, extras = rule_of(module, attention_mask), check_extras(module, extra)
+    except ValueError as error:
+        raise EngineError(f"the native engine cannot run this model: {error}") from error
+    return slot_view.attend(query, key, value, rule, {"scaling": scaling, **extras}), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+register(ATTENTION_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,74 +119,63 @@ class PassView:
 
     def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
         """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
-        self.layers: dict[int, LayerShape] = {}  # what each layer stores per token
+        self.shapes: list[LayerShape] = []  # what each attention call of the pass stores per token, in their order
         self._cache, self._positions, self._span, self._prompts = cache, positions, span, prompts
-        self._masks: dict[int | None, Tensor] = {}
-        self._bands: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[MaskRule, Tensor] = {}
         self._indices: dict[int, Tensor] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]) -> Tensor:
+        """One attention call; a model makes the same calls in the same order in every pass, so each has its own cache.
+
+        `options` are `scaling` and what else `streamrl.architectures.attend.attend` takes.
+        """
+        call = len(self.shapes)
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
         # Token-major: [tokens, heads, dim], which is how the projections lie in memory.
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         start, parts = self._positions.shape[0], []
         if start:
-            parts.append(self._decode(layer, query[:start], key[:start], value[:start], scaling, window))
+            parts.append(self._decode(call, query[:start], key[:start], value[:start], rule, options))
         for prompt in self._prompts:
             end = start + len(prompt.ids)
-            parts.append(self._read(layer, prompt, query[start:end], key[start:end], value[start:end], scaling, window))
+            parts.append(self._read(call, prompt, query[start:end], key[start:end], value[start:end], rule, options))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def _decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]
     ) -> Tensor:
         """Store one token per row; each attends to its row up to and including itself."""
         n, kv_heads = key.shape[:2]
         if kv_heads not in self._indices:
             self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)
-        self._cache.put_tokens(layer, self._indices[kv_heads], key, value)
+        self._cache.put_tokens(call, self._indices[kv_heads], key, value)
         # The query heads that share a key head become query positions: no key is repeated in memory.
-        out = scaled_dot_product_attention(
+        out = attend(
             query.reshape(n, kv_heads, -1, query.shape[-1]),
-            self._cache.keys[layer][:n, :, : self._span],
-            self._cache.values[layer][:n, :, : self._span],
-            attn_mask=self._mask(window, query.dtype), scale=scaling,
+            self._cache.keys[call][:n, :, : self._span],
+            self._cache.values[call][:n, :, : self._span],
+            mask=self._mask(rule, query.dtype), **options,
         )
         return out.reshape(n, query.shape[1], -1)
 
     def _read(
-        self, layer: int, prompt: Prompt, query: Tensor, key: Tensor, value: Tensor,
-        scaling: float | None, window: int | None,
+        self, call: int, prompt: Prompt, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
+        options: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
         """Store a prompt; each of its tokens attends to those before it and to itself."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         for row in prompt.rows:
-            self._cache.put_prompt(layer, row, key, value)
-        banded = window is not None and window < len(prompt.ids)
-        out = scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=self._band(len(prompt.ids), window) if banded else None,
-            is_causal=not banded, scale=scaling, enable_gqa=query.shape[0] != key.shape[0],
-        )
-        return out[0].transpose(0, 1)
+            self._cache.put_prompt(call, row, key, value)
+        length = len(prompt.ids)
+        mask = None if rule.is_causal(length) else rule.square(length, query.device)
+        return attend(query[None], key[None], value[None], mask=mask, **options)[0].transpose(0, 1)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, rule: MaskRule, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, span]; additive because a boolean one would be converted in every layer."""
-        if window not in self._masks:
+        if rule not in self._masks:
             places = torch.arange(self._span, device=self._positions.device)
-            hidden = places > self._positions[:, None]
-            if window is not None:
-                hidden |= places <= self._positions[:, None] - window
+            hidden = ~rule.visible(self._positions[:, None], places[None, :])
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
-
-    def _band(self, num_tokens: int, window: int) -> Tensor:
-        """[tokens, tokens], True where a token of a windowed layer attends."""
-        if (num_tokens, window) not in self._bands:
-            places = torch.arange(num_tokens, device=self._positions.device)
-            ages = places[:, None] - places
-            self._bands[num_tokens, window] = (ages >= 0) & (ages < window)
-        return self._bands[num_tokens, window]
+            self._masks[rule] = mask[:, None, None]
+        return self._masks[rule]

@@ -12,14 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from actors.engines.base import (
+    AdapterSpec,
     EngineSpec,
     EngineStats,
     GenerateRequest,
@@ -28,11 +28,14 @@ from actors.engines.base import (
     check_install_policy,
     check_request,
 )
-from actors.engines.native.attention import ATTENTION_NAME, slot_attention
+from actors.engines.native.adapters import AdapterSets
+from actors.engines.native.answers import Answer, Answers
+from actors.engines.native.attention import ATTENTION_NAME
 from actors.engines.native.forward import Forward
 from actors.engines.native.scheduler import Scheduler, Sequence
+from actors.engines.native.self_check import prepare
 from actors.engines.native.stopping import StopMatcher, decoder
-from actors.engines.native.weight_sets import Staged, WeightSets
+from actors.engines.native.weight_sets import WeightSets
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
@@ -40,7 +43,6 @@ log = logging.getLogger("streamrl.actor")
 
 CLOSE_DEADLINE_S = 10.0
 """For the pass that runs when the engine is closed."""
-AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
@@ -69,6 +71,7 @@ class NativeEngine:
         model: a transformers causal LM (see `build_model`); the engine owns it from here on.
         tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
         prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
+        adapter: as in `EngineSpec`.
     """
 
     name = "native"
@@ -76,7 +79,7 @@ class NativeEngine:
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
-        prefill_tokens: int = 2048,
+        prefill_tokens: int = 2048, adapter: AdapterSpec | None = None,
     ) -> None:
         check_install_policy(install_policy)
         _check_sizes(model, max_num_seqs, max_tokens)
@@ -84,14 +87,20 @@ class NativeEngine:
         self._policy, self._num_threads = install_policy, num_threads
         self._eos_ids = end_of_sequence_ids(model, tokenizer)
         self._decode = decoder(tokenizer) if tokenizer is not None else None
+        prepare(model, max_tokens)
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
         self._weights = WeightSets(model)
-        self._scheduler = Scheduler(Forward(model, max_num_seqs, max_tokens), max_num_seqs, prefill_tokens)
+        self._adapters = AdapterSets(model, adapter) if adapter is not None else None
+        self._scheduler = Scheduler(
+            Forward(model, max_num_seqs, max_tokens, self._adapters), max_num_seqs, prefill_tokens,
+            pinning=self._adapters is not None and install_policy == "drain",
+        )
 
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # work for the engine's thread, done between two steps
         self._swaps: deque[Callable[[], None]] = deque()  # installs; under "drain" they wait for the batch to end
-        self._open: set[Future] = set()  # answers that are still awaited
+        self._open: set[Answer] = set()  # those that are still awaited
+        self._answers = Answers()
         self._closing = False
         self._death: BaseException | None = None
         self._busy_s = self._pause_s = 0.0
@@ -105,7 +114,7 @@ class NativeEngine:
         model = build_model(spec.model_dir, dtype=spec.dtype, device=spec.device)
         return cls(
             model, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens, device=spec.device,
-            num_threads=spec.num_threads, install_policy=spec.install_policy,
+            num_threads=spec.num_threads, install_policy=spec.install_policy, adapter=spec.adapter,
         )
 
     # --- the asyncio side --------------------------------------------------------------------------------------
@@ -119,11 +128,11 @@ class NativeEngine:
         check_request(request, self.max_tokens, self._scheduler.forward.vocab_size)
         if request.stop and self._decode is None:
             raise EngineError("stop strings need a tokenizer, and this engine was built without one")
-        answer: Future = Future()
+        answer: Answer = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(request.stop, self._decode) if request.stop else None
         eos_ids = frozenset() if request.ignore_eos else self._eos_ids
         prompt = tuple(map(int, request.prompt_ids))
-        sequence = Sequence(request, prompt, lambda outcome: settle(answer, outcome), eos_ids, matcher)
+        sequence = Sequence(request, prompt, lambda outcome: self._answers.put(answer, outcome), eos_ids, matcher)
         try:
             return await self._post(lambda: self._scheduler.waiting.append(sequence), self._inbox, answer)
         except asyncio.CancelledError:
@@ -137,7 +146,25 @@ class NativeEngine:
         begin = time.perf_counter()
         async with self._installing:
             staged = await asyncio.to_thread(self._weights.stage, tensors)
-            pause_s = await self._on_thread(lambda: self._swap(staged, ref), self._swaps)
+            pause_s = await self._on_thread(lambda: self._swap(lambda: self._weights.swap(staged), ref), self._swaps)
+        return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
+
+    async def install_base(self, tensors: Mapping[str, Any]) -> None:
+        """See `TakesAdapters.install_base`."""
+        async with self._installing:
+            staged = await asyncio.to_thread(self._weights.stage, tensors)
+            await self._on_thread(lambda: self._weights.swap(staged, keep_spare=False), self._inbox)
+
+    async def install_adapter(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
+        """See `TakesAdapters.install_adapter`."""
+        if (adapters := self._adapters) is None:
+            raise EngineError("this engine was built for whole models: set EngineSpec.adapter to what versions are")
+        begin = time.perf_counter()
+        async with self._installing:
+            staged = await asyncio.to_thread(adapters.stage, tensors)
+            pause_s = await self._on_thread(lambda: self._swap(
+                lambda: adapters.add(ref, staged, self._scheduler.versions_in_use), ref
+            ), self._swaps)
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
@@ -150,11 +177,14 @@ class NativeEngine:
                 f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
             )
         ids = list(token_ids)
-        return await self._on_thread(lambda: self._scheduler.forward.score(ids, start, temperature), self._inbox)
+        scheduler = self._scheduler
+        return await self._on_thread(
+            lambda: scheduler.forward.score(ids, start, temperature, scheduler.ref), self._inbox
+        )
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """See `ExposesWeights.live_tensors`."""
-        return self._weights.live
+        return self._weights.live if self._adapters is None else {**self._weights.live, **self._adapters.live}
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -178,7 +208,7 @@ class NativeEngine:
         if self._thread.is_alive():
             log.error("the engine hangs in a forward pass: its thread is left to the end of the process")
 
-    async def _post(self, work: Callable[[], None], queue: deque[Callable[[], None]], answer: Future) -> Any:
+    async def _post(self, work: Callable[[], None], queue: deque[Callable[[], None]], answer: Answer) -> Any:
         """Hand work to the engine's thread and wait for its answer."""
         with self._wake:
             if self._closing or self._death is not None:
@@ -187,7 +217,7 @@ class NativeEngine:
             self._open.add(answer)
             self._wake.notify()
         try:
-            return await asyncio.wrap_future(answer)
+            return await answer
         finally:
             with self._wake:
                 self._open.discard(answer)
@@ -197,13 +227,13 @@ class NativeEngine:
 
     async def _on_thread(self, work: Callable[[], Any], queue: deque[Callable[[], None]]) -> Any:
         """Run `work` between two steps and return what it returns or raises."""
-        answer: Future = Future()
+        answer: Answer = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             try:
-                settle(answer, work())
+                self._answers.put(answer, work())
             except EngineError as error:
-                settle(answer, error)
+                self._answers.put(answer, error)
 
         return await self._post(run, queue, answer)
 
@@ -224,7 +254,8 @@ class NativeEngine:
             unanswered = list(self._open)
         self._scheduler.clear()
         for answer in unanswered:
-            settle(answer, self._ended())
+            self._answers.put(answer, self._ended())
+        self._answers.flush()
 
     def _turn(self) -> bool:
         """Do the posted work, then one forward pass. False once the engine is closing."""
@@ -241,22 +272,24 @@ class NativeEngine:
             return False
         while (swap := self._next_swap()) is not None:
             swap()
+        self._answers.flush()  # an install does not wait for the pass that follows
         if scheduler.has_work:
             scheduler.step()
+            self._answers.flush()
         self._busy_s += time.perf_counter() - begin
         return True
 
     def _next_swap(self) -> Callable[[], None] | None:
         """The install that may happen now; under "drain" one that must wait stops the admission of sequences."""
         with self._wake:
-            drained = self._policy != "drain" or not self._scheduler.running
-            swap = self._swaps.popleft() if self._swaps and drained else None
-            self._scheduler.admitting = not (self._swaps and self._policy == "drain")
+            drains = self._policy == "drain" and self._adapters is None  # there is room for several adapters
+            swap = self._swaps.popleft() if self._swaps and not (drains and self._scheduler.running) else None
+            self._scheduler.admitting = not (self._swaps and drains)
         return swap
 
-    def _swap(self, staged: Staged, ref: VersionRef) -> float:
+    def _swap(self, exchange: Callable[[], None], ref: VersionRef) -> float:
         begin = time.perf_counter()
-        self._weights.swap(staged)
+        exchange()
         self._scheduler.new_version(ref, recompute=self._policy == "recompute")
         pause_s = time.perf_counter() - begin
         self._pause_s += pause_s
@@ -277,13 +310,3 @@ def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
         raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")
-
-
-def settle(answer: Future, outcome: Any) -> None:
-    """Answer from the engine's thread, unless it is answered or cancelled; an exception is raised in the caller."""
-    if answer.done() or not answer.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, BaseException):
-        answer.set_exception(outcome)
-    else:
-        answer.set_result(outcome)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.engines.native.adapters import AdapterSets
 from actors.engines.native.attention import PassView, Prompt, SlotCache
 from actors.engines.native.weight_sets import checkpoint_tensors
+from streamrl.architectures.masks import carry
 from streamrl.errors import EngineError
+from streamrl.messages import VersionRef
 
 _SPAN_STEP = 32  # cached places are read in multiples of this, so that shapes repeat
 _SCORE_CHUNK = 256
@@ -20,7 +23,10 @@ _NONE = torch.empty(0, dtype=torch.int64)
 class Forward:
     """Runs one causal language model over a slot cache of its own. All methods belong to one thread."""
 
-    def __init__(self, model: torch.nn.Module, slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, slots: int, max_tokens: int, adapters: AdapterSets | None = None
+    ) -> None:
+        self.adapters = adapters
         self._model = model.eval()
         self.device = next(iter(checkpoint_tensors(model).values())).device
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -40,29 +46,34 @@ class Forward:
         view = PassView(None, _NONE.to(self.device), 0, [Prompt([0])])
         self._call(zero, zero, view, None)
         config: Any = self._model.config.get_text_config()
-        if sorted(view.layers) != list(range(config.num_hidden_layers)):
+        if len(view.shapes) < config.num_hidden_layers:
             raise EngineError(
                 f"the native engine cannot run {type(self._model).__name__}: of {config.num_hidden_layers} layers "
-                f"only {len(view.layers)} use the attention interface (recurrent and linear-attention layers do not)"
+                f"only {len(view.shapes)} use the attention interface (recurrent and linear-attention layers do not)"
             )
         # Outside inference mode: the cache is written for as long as the engine lives.
         with torch.inference_mode(False):
-            shapes = [view.layers[layer] for layer in range(config.num_hidden_layers)]
             dtype = self._model.get_input_embeddings().weight.dtype
-            return SlotCache(shapes, slots, max_tokens, dtype=dtype, device=self.device)
+            return SlotCache(view.shapes, slots, max_tokens, dtype=dtype, device=self.device)
 
-    def run(self, ids: Tensor, positions: Tensor, longest: int, prompts: Sequence[Prompt]) -> Tensor:
+    def run(
+        self, ids: Tensor, positions: Tensor, longest: int, prompts: Sequence[Prompt],
+        versions: Sequence[VersionRef] = (),
+    ) -> Tensor:
         """One pass: the next token of rows 0..n-1 and whole prompts.
 
         Args:
             ids, positions: [n] int64 on the host: each running row's newest token, and how many are cached before it.
             longest: cached tokens of the longest row after this pass; 0 if n is 0.
             prompts: read from their start; their keys and values go to the rows they name.
+            versions: the adapter of each row, then of each prompt; not used without adapters.
         Returns:
             logits [n + prompts, vocab]: after each row's token, then after each prompt's last one.
         """
         n = ids.shape[0]
         span = min(-(-longest // _SPAN_STEP) * _SPAN_STEP, self.cache.max_tokens)
+        if self.adapters is not None:
+            self.adapters.route(versions, [1] * n + [len(prompt.ids) for prompt in prompts])
         decode_positions, wanted = positions.to(self.device), None
         if prompts:
             ids = torch.cat([ids, *(torch.tensor(prompt.ids) for prompt in prompts)])
@@ -71,9 +82,11 @@ class Forward:
             wanted = torch.cat([torch.arange(n), ends]).to(self.device)
         return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
 
-    def score(self, ids: list[int], start: int, temperature: float) -> list[float]:
+    def score(self, ids: list[int], start: int, temperature: float, version: VersionRef | None = None) -> list[float]:
         """Log-probs of ids[start:] given what stands before each, at this temperature. Needs 1 <= start."""
         tokens, out = torch.tensor(ids), []
+        if self.adapters is not None and version is not None:
+            self.adapters.route([version], [len(ids)])
         for first in range(start, len(ids), _SCORE_CHUNK):
             end = min(first + _SCORE_CHUNK, len(ids))
             view = PassView(None, _NONE.to(self.device), 0, [Prompt(ids[: end - 1])])
@@ -86,7 +99,10 @@ class Forward:
     def _call(self, ids: Tensor, positions: Tensor, view: PassView, wanted: Tensor | None) -> Tensor:
         """ids, positions [tokens]; wanted: the tokens whose logits [wanted, vocab] are returned, None for all."""
         self._wanted = wanted
-        return self._model(
-            input_ids=ids[None].to(self.device), position_ids=positions[None].to(self.device), attention_mask=None,
-            use_cache=False, slot_view=view,
-        ).logits[0]
+        tokens = ids[None].to(self.device)
+        with carry(view):
+            return self._model(
+                input_ids=tokens, position_ids=positions[None].to(self.device), use_cache=False, slot_view=view,
+                # Ones, and not None: transformers would add to the rule what tells packed rows apart.
+                attention_mask=torch.ones_like(tokens),
+            ).logits[0]

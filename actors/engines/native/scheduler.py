@@ -25,6 +25,7 @@ from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
 Deliver = Callable[[Generation | BaseException], None]
+_Key = tuple[VersionRef | None, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -36,9 +37,15 @@ class Sequence:
     deliver: Deliver
     eos_ids: frozenset[int]  # empty when the request ignores them
     matcher: StopMatcher | None
+    version: VersionRef | None = None  # the weights that it ends with; None: whatever is installed
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     marks: list[tuple[VersionRef, int]] = field(default_factory=list)  # (version, first token it sampled)
+
+    @property
+    def key(self) -> _Key:
+        """What sequences must have in common to share the cache of a prompt."""
+        return self.version, self.prompt
 
     def mark(self, ref: VersionRef) -> None:
         """From the next token on, `ref` samples."""
@@ -62,16 +69,20 @@ class Sequence:
 
 @dataclass(slots=True)
 class _SharedPrompt:
-    """A prompt that the installed weights have read, and the running sequences whose rows begin with it."""
+    """A prompt that weights which still serve have read, and the running sequences whose rows begin with it."""
 
     logits: Tensor  # [vocab], after its last token
     members: set[Sequence]
 
 
 class Scheduler:
-    """All state of the running batch. Belongs to one thread; `step` runs one forward pass."""
+    """All state of the running batch. Belongs to one thread; `step` runs one forward pass.
 
-    def __init__(self, forward: Forward, max_num_seqs: int, prefill_tokens: int) -> None:
+    Args:
+        pinning: sequences end with the adapter that they began with.
+    """
+
+    def __init__(self, forward: Forward, max_num_seqs: int, prefill_tokens: int, *, pinning: bool = False) -> None:
         self.forward = forward
         self.max_num_seqs = max_num_seqs
         self.ref: VersionRef | None = None
@@ -79,12 +90,12 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.tokens_total = self.prefill_tokens_total = self.steps_total = self.nonfinite_total = 0
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._pinning = prefill_tokens, pinning
         self._cached = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in the cache, per row
         self._last = np.zeros(max_num_seqs, dtype=np.int64)  # the token that is sampled but not yet in the cache
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._plan: SamplingPlan | None = None  # None: the rows have changed since it was made
-        self._shared: dict[tuple[int, ...], _SharedPrompt] = {}
+        self._shared: dict[_Key, _SharedPrompt] = {}
 
     @property
     def can_admit(self) -> bool:
@@ -102,46 +113,53 @@ class Scheduler:
             self._seat(sequence, row)
         positions = torch.from_numpy(self._cached[:n].copy())
         longest = int(positions.max()) + 1 if n else 0
-        rows = range(n, n + len(joined))
-        prompts = [Prompt(prompt, [row for row in rows if self.running[row].prompt == prompt]) for prompt in fresh]
-        logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts)
+        readers: dict[_Key, list[int]] = {key: [] for key in fresh}
+        for row, sequence in enumerate(joined, n):
+            readers.get(sequence.key, []).append(row)
+        prompts = [Prompt(key[1], rows) for key, rows in readers.items()]
+        versions = [key[0] or self.ref for key in (*(sequence.key for sequence in self.running[:n]), *fresh)]
+        logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts, versions)
         self._cached[:n] += 1
         self.steps_total += 1
-        self.prefill_tokens_total += sum(map(len, fresh))
+        self.prefill_tokens_total += sum(len(prompt) for _, prompt in fresh)
         if joined:
             # What each prompt led to is kept for members of its group that are still to come.
-            self._shared |= {p: _SharedPrompt(row.clone(), set()) for p, row in zip(fresh, logits[n:], strict=True)}
+            read = zip(fresh, logits[n:], strict=True)
+            self._shared |= {key: _SharedPrompt(row.clone(), set()) for key, row in read}
             for sequence in joined:
-                self._shared[sequence.prompt].members.add(sequence)
-            logits = torch.cat([logits[:n], *(self._shared[sequence.prompt].logits[None] for sequence in joined)])
+                self._shared[sequence.key].members.add(sequence)
+            logits = torch.cat([logits[:n], *(self._shared[sequence.key].logits[None] for sequence in joined)])
         self._advance(logits)
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _take_waiting(self) -> tuple[list[Sequence], list[tuple[int, ...]]]:
+    def _take_waiting(self) -> tuple[list[Sequence], list[_Key]]:
         """Waiting sequences in order, as many as have room and one pass should read; and the prompts to read."""
         joined: list[Sequence] = []
-        fresh: dict[tuple[int, ...], None] = {}
+        fresh: dict[_Key, None] = {}
         num_tokens = 0
         while self.can_admit and len(self.running) + len(joined) < self.max_num_seqs:
-            prompt = self.waiting[0].prompt
-            if prompt not in self._shared and prompt not in fresh:
-                num_tokens += len(prompt)
+            first = self.waiting[0]
+            if self._pinning:
+                wanted = first.request.version
+                first.version = wanted if self.forward.adapters.has(wanted) else self.ref
+            if first.key not in self._shared and first.key not in fresh:
+                num_tokens += len(first.prompt)
                 if fresh and num_tokens > self._prefill_tokens:
                     break
-                fresh[prompt] = None
+                fresh[first.key] = None
             joined.append(self.waiting.popleft())
         return joined, list(fresh)
 
     def _seat(self, sequence: Sequence, row: int) -> None:
         """Give a row; copy the prompt's cache if a running sibling has it."""
-        shared = self._shared.get(sequence.prompt)
+        shared = self._shared.get(sequence.key)
         if shared is not None:
             sibling = self.running.index(next(iter(shared.members)))
             self.forward.cache.copy_row(sibling, row, len(sequence.prompt))
         self.running.append(sequence)
         self._plan = None
-        sequence.mark(self.ref)
+        sequence.mark(sequence.version or self.ref)
         self._cached[row] = len(sequence.prompt)
         self._seeds[row] = sequence.request.seed & 0xFFFF_FFFF_FFFF_FFFF
 
@@ -174,8 +192,8 @@ class Scheduler:
             return
         self.nonfinite_total += 1
         sequence.deliver(EngineError(
-            f"weights {self.ref} gave a log-prob that is not finite after {len(sequence.token_ids)} new tokens "
-            f"on a prompt of {len(sequence.prompt)}; nothing was returned"
+            f"weights {sequence.marks[-1][0]} gave a log-prob that is not finite after {len(sequence.token_ids)} new "
+            f"tokens on a prompt of {len(sequence.prompt)}; nothing was returned"
         ))
 
     def _remove(self, row: int) -> Sequence:
@@ -188,11 +206,11 @@ class Scheduler:
                 column[row] = column[last]
         self.running.pop()
         self._plan = None
-        shared = self._shared.get(sequence.prompt)
+        shared = self._shared.get(sequence.key)
         if shared is not None:
             shared.members.discard(sequence)
             if not shared.members:
-                del self._shared[sequence.prompt]
+                del self._shared[sequence.key]
         return sequence
 
     # --- from outside, between two steps -----------------------------------------------------------------------
@@ -211,13 +229,23 @@ class Scheduler:
         self._shared.clear()
 
     def new_version(self, ref: VersionRef, *, recompute: bool) -> None:
-        """The weights have just changed; running sequences go on, on their old cache or a recomputed one."""
+        """The weights have just changed; running sequences go on, on their old cache or a recomputed one.
+
+        With `pinning` they go on with their own weights, and only later ones get these.
+        """
         self.ref = ref
+        if self._pinning:
+            return
         self._shared.clear()
         for sequence in self.running:
             sequence.mark(ref)
         if recompute and self.running:
             self._recompute()
+
+    @property
+    def versions_in_use(self) -> set[VersionRef | None]:
+        """Those of the running sequences, if they are pinned."""
+        return {sequence.version for sequence in self.running}
 
     def _recompute(self) -> None:
         """Read every running sequence again, up to the token that is sampled but not cached yet."""
@@ -233,4 +261,4 @@ class Scheduler:
                 num_tokens += len(texts[-1][0])
                 batch.append(texts.pop())
             self.prefill_tokens_total += num_tokens
-            self.forward.run(none, none, 0, [Prompt(ids, rows) for ids, rows in batch])
+            self.forward.run(none, none, 0, [Prompt(ids, rows) for ids, rows in batch], [self.ref] * len(batch))

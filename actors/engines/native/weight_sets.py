@@ -65,10 +65,10 @@ class WeightSets:
             torch.cuda.current_stream().synchronize()
         return staged
 
-    def swap(self, staged: Staged) -> None:
+    def swap(self, staged: Staged, *, keep_spare: bool = True) -> None:
         """Exchange the storage of each tensor: tied weights stay tied, and the old storage becomes the spare."""
         old: Staged = {}
         for name, live in self.live.items():
             old[name] = live.data
             live.data = staged[name]
-        self._spare = old
+        self._spare = old if keep_spare else None

@@ -32,13 +32,14 @@ class RequestTracker:
         self._numbers = count()
         self._open: set[asyncio.Task[Any]] = set()
 
-    async def submit(self, prompt_ids: list[int], params: Any, salt: str) -> Any:
-        """The finished output. Cancelling aborts the sequence.
+    async def submit(self, prompt_ids: list[int], params: Any, salt: str, lora: Any = None) -> Any:
+        """The finished output, of the base or of a LoRARequest. Cancelling aborts the sequence.
 
         Raises:
             CoreDiedError: also when `cancel_all` was called. EngineError: the engine is closed, or vLLM failed.
         """
-        request = asyncio.ensure_future(self._run(prompt_ids, params, salt))  # a task of its own, for `cancel_all`
+        # A task of its own, for `cancel_all`.
+        request = asyncio.ensure_future(self._run(prompt_ids, params, salt, lora))
         self._open.add(request)
         try:
             return await request
@@ -54,11 +55,13 @@ class RequestTracker:
         for request in self._open:
             request.cancel()
 
-    async def _run(self, prompt_ids: list[int], params: Any, salt: str) -> Any:
+    async def _run(self, prompt_ids: list[int], params: Any, salt: str, lora: Any) -> Any:
         llm = self._core.llm
         prompt = vllm().tokens_input(prompt_ids, cache_salt=salt)
         try:
-            async for output in llm.generate(prompt, params, f"streamrl-{next(self._numbers)}"):
+            async for output in llm.generate(
+                prompt, params, f"streamrl-{next(self._numbers)}", lora_request=lora
+            ):
                 if output.finished:
                     if output.outputs[0].finish_reason == "abort":
                         raise EngineError("the engine is closed" if self.closed else "vLLM aborted the sequence")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 from actors.engines.vllm.imports import check_names, vllm
@@ -40,15 +40,26 @@ class Core:
 
     def start(self) -> None:
         """Block until vLLM runs, without weights. Raises EngineError if it does not, or does not know an argument."""
-        eager = bool(self._arguments.get("enforce_eager"))
-        with environment(self.group.mark, self._device, self._num_threads, eager), block_interrupts():
-            check_names()
-            check_argument_names(self._arguments, vllm().AsyncEngineArgs, vllm().version)
+        with self._environment(), block_interrupts():
+            self._check()
             try:
                 self.llm = vllm().AsyncLLM.from_engine_args(vllm().AsyncEngineArgs(**self._arguments))
             except Exception as error:  # whatever a foreign library raises while it starts
                 self.group.terminate_all()
                 raise EngineError(f"vLLM {vllm().version} did not start: {error}") from error
+
+    def check(self) -> None:
+        """Raise EngineError if vLLM is not installed, or does not know an argument."""
+        with self._environment():
+            self._check()
+
+    def _check(self) -> None:
+        check_names()
+        check_argument_names(self._arguments, vllm().AsyncEngineArgs, vllm().version)
+
+    def _environment(self) -> AbstractContextManager[None]:
+        eager = bool(self._arguments.get("enforce_eager"))
+        return environment(self.group.mark, self._device, self._num_threads, eager)
 
     def kill(self) -> None:
         """At once: a core holds nothing that a graceful shutdown of several seconds would save."""
@@ -68,21 +79,25 @@ class Core:
         """Return when nothing computes. Raises whatever vLLM raises, EngineDeadError among it."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
-        await self._call(self.llm.pause_generation(mode=mode, clear_cache=clear_cache))
+        await self.call(self.llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def load(self, staged: StagedDocument, ref: VersionRef) -> None:
         """Into a paused core, on every rank; then the label, then resume. On any failure it stays paused."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
-        await self._call(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries)))
-        await self._call(self.llm.update_weight_version(str(ref)))
-        await self._call(self.llm.resume_generation())
+        await self.call(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries)))
+        await self.label_and_resume(ref)
+
+    async def label_and_resume(self, ref: VersionRef) -> None:
+        """From now on tokens are of this version."""
+        await self.call(self.llm.update_weight_version(str(ref)))
+        await self.call(self.llm.resume_generation())
 
     async def load_tensors(self, tensors: Mapping[str, Any], ref: VersionRef) -> None:
         with closing(await asyncio.to_thread(StagedDocument, tensors)) as staged:
             await self.load(staged, ref)
 
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The core's answer. vLLM never ends a call to a core that died, so its liveness is checked meanwhile."""
         task = asyncio.ensure_future(call)
         try:

@@ -48,6 +48,7 @@ from actors.engines.vllm.process import (
     engine_arguments,
     kv_bytes_per_token,
 )
+from streamrl.architectures.rope import original_length
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 
@@ -59,7 +60,7 @@ NUM_MAX_DEATHS = 3
 RESTART_DEADLINE_S = 900.0
 """For starting another core and loading the former version into it; large models take minutes on a GPU."""
 
-_PAUSES = {"continue": ("keep", False), "recompute": ("keep", True), "drain": ("wait", False)}
+PAUSES = {"continue": ("keep", False), "recompute": ("keep", True), "drain": ("wait", False)}
 
 
 class VllmEngine:
@@ -85,6 +86,8 @@ class VllmEngine:
         # One more than asked for: to score tokens, vLLM must be allowed to sample one, which is thrown away.
         longest = spec.max_tokens + 1
         self._context = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+        if spec.max_tokens == original_length(config):
+            self._context = spec.max_tokens  # one token more would change the rotary frequencies of every sequence
         arguments = engine_arguments(
             max_num_seqs=spec.max_num_seqs, max_tokens=self._context, device=spec.device,
             dtype=str(spec.dtype).removeprefix("torch."), extra=spec.options,
@@ -92,12 +95,9 @@ class VllmEngine:
         )
         check_model(model.config, spec.device)
         group = EngineProcessGroup(spec.model_dir)
-        self._core = Core(group, {**arguments, "model": group.folder}, spec.device, spec.num_threads)
-        try:
-            self._core.start()
-        except BaseException:
-            self._core.close()
-            raise
+        arguments |= {**self._more_arguments(), "model": group.folder}
+        self._core = Core(group, arguments, spec.device, spec.num_threads)
+        self._start_empty()
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
         self._exchange = asyncio.Lock()  # an install or a restart
         self._open = asyncio.Event()  # set while sequences may begin
@@ -110,6 +110,18 @@ class VllmEngine:
         self._running = self._waiting = self._tokens = self._installs = self._restarts = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
 
+    def _more_arguments(self) -> dict[str, Any]:
+        """Engine arguments over all others."""
+        return {}
+
+    def _start_empty(self) -> None:
+        """Start without weights, so that wrong arguments are found before a version is fetched."""
+        try:
+            self._core.start()
+        except BaseException:
+            self._core.close()
+            raise
+
     # --- sequences ----------------------------------------------------------------------------------------------
 
     @property
@@ -118,6 +130,10 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`; waits for weights, for a free place, and while a version is exchanged."""
+        return await self._generate(request)
+
+    async def _generate(self, request: GenerateRequest, version: VersionRef | None = None) -> Generation:
+        """With this version's adapter, if there are adapters; None takes the newest."""
         check_temperature(request.sampling.temperature)
         check_request(request, self.max_tokens, self._vocab_size)
         params = vllm().SamplingParams(
@@ -129,7 +145,7 @@ class VllmEngine:
         finally:
             self._waiting -= 1
         try:
-            output = await self._submit(list(map(int, request.prompt_ids)), params)
+            output = await self._submit(list(map(int, request.prompt_ids)), params, version)
         finally:
             self._free.release()
         generation = generation_of(output.outputs[0], greedy=request.sampling.temperature == 0)
@@ -152,14 +168,20 @@ class VllmEngine:
         rows = output.prompt_logprobs
         return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
 
-    async def _submit(self, prompt_ids: list[int], params: Any) -> Any:
+    async def _submit(self, prompt_ids: list[int], params: Any, version: VersionRef | None = None) -> Any:
         """The finished output, of a request that begins when no version is being exchanged."""
         await self._until_open()
         self._count(+1)
         try:
-            return await self._requests.submit(prompt_ids, params, salt=str(self.installed))
+            return await self._requests.submit(
+                prompt_ids, params, salt=str(version or self.installed), lora=self._lora_of(version)
+            )
         finally:
             self._count(-1)
+
+    def _lora_of(self, version: VersionRef | None) -> Any:
+        """The LoRARequest of a version; None where versions are whole models."""
+        return None
 
     async def _until_open(self) -> None:
         """Wait until weights are installed, nothing is being exchanged, and the core lives."""
@@ -200,7 +222,7 @@ class VllmEngine:
     async def _replace(self, staged: StagedDocument, ref: VersionRef) -> float:
         """Pause, load, label, resume; how long sequences stood still. Only a complete load admits sequences again."""
         self._open.clear()
-        mode, clear_cache = _PAUSES[self._policy]
+        mode, clear_cache = PAUSES[self._policy]
         try:
             self._draining = mode == "wait"
             try:
@@ -259,9 +281,7 @@ class VllmEngine:
                 await asyncio.to_thread(self._core.kill)
                 await asyncio.to_thread(self._core.start)
                 self._restarts += 1
-                if self._served is not None:
-                    await self._core.load_tensors(*self._served)
-                    self._open.set()
+                await self._load_former()
         except Exception as error:
             known = isinstance(error, EngineError)
             self._death = error if known else EngineError(f"vLLM cannot be restarted: {error!r}")
@@ -269,6 +289,12 @@ class VllmEngine:
             raise self._death from error
         finally:
             self._restarting = False
+
+    async def _load_former(self) -> None:
+        """The version that served, into a core that was started again."""
+        if self._served is not None:
+            await self._core.load_tensors(*self._served)
+            self._open.set()
 
     # --- the rest -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from streamrl.errors import EngineError
 
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "lora_request"),
+    "vllm.v1.engine.async_llm:AsyncLLM.add_lora": ("lora_request",),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ("new_version",),
@@ -26,7 +28,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:AsyncEngineArgs": (
         "model", "dtype", "seed", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
         "kv_cache_memory_bytes", "load_format", "generation_config", "logprobs_mode", "worker_extension_cls",
-        "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization",
+        "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization", "enable_lora",
+        "max_lora_rank", "max_loras", "max_cpu_loras",
     ),
     "vllm.sampling_params:SamplingParams": (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
@@ -67,14 +70,16 @@ def vllm() -> SimpleNamespace:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.version import __version__
     except ImportError as error:
         raise EngineError(f"actors.engine=vllm needs vLLM ({error}): run `make vllm`, or see docs/vllm.md") from error
     return SimpleNamespace(
-        AsyncEngineArgs=AsyncEngineArgs, AsyncLLM=AsyncLLM, RequestOutputKind=RequestOutputKind,
-        SamplingParams=SamplingParams, tokens_input=tokens_input, version=__version__,
+        AsyncEngineArgs=AsyncEngineArgs, AsyncLLM=AsyncLLM, LoRARequest=LoRARequest,
+        RequestOutputKind=RequestOutputKind, SamplingParams=SamplingParams, tokens_input=tokens_input,
+        version=__version__,
     )
 
 

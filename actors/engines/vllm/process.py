@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from actors.engines.vllm.reaper import MARK, kill_group
+from streamrl.architectures.rope import has_dynamic_rope
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD
 from streamrl.errors import EngineError
 from streamrl.parent_watch import program
@@ -66,6 +67,11 @@ def check_model(config: Any, device: str) -> None:
     if not config.architectures:
         raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
     text = config.get_text_config()
+    if has_dynamic_rope(text):
+        raise EngineError(
+            "vLLM scales the rotary frequencies of dynamic NTK for its longest context in every sequence, the learner "
+            "only beyond the original length: take actors.engine=native, or another rope_type in config.json"
+        )
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if device == "cpu" and head < SMALLEST_VLLM_CPU_HEAD:
         raise EngineError(

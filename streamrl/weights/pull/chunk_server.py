@@ -20,6 +20,7 @@ import zmq
 from streamrl.errors import ContentError, WeightsError, WireError
 from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Layout, Manifest, Pull, PullMode, VersionRef
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.authentication import Authenticator
 from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, unpack_header
@@ -56,16 +57,20 @@ class ChunkServer:
         self._max_chunk_bytes = max_chunk_bytes
         self._budget = None if bytes_per_s is None else ByteBudget(bytes_per_s, max_chunk_bytes, clock)
         self._documents: OrderedDict[VersionRef, Served] = OrderedDict()
+        self._base: Served | None = None
         self.deltas = DeltaStore(delta_max_ratio)
 
     def add(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
         """Serve the document in `path`; the oldest ones retire. Raises OSError, or WeightsError for another version."""
-        with open(path, "rb") as file:
-            _, ref, nbytes = unpack_header(file.read(HEADER_BYTES))
-            if ref != manifest.ref or nbytes != document_nbytes(layout):
-                raise WeightsError(f"{path} holds version {ref} of {nbytes} bytes, not {manifest.ref}")
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.add_bytes(manifest, memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], layout)
+        self.add_bytes(manifest, _map(manifest, path, layout), layout)
+
+    def add_base(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
+        """As `add`, for a document that never retires."""
+        self.add_base_bytes(manifest, _map(manifest, path, layout), layout)
+
+    def add_base_bytes(self, manifest: Manifest, body: memoryview, layout: Layout) -> None:
+        """As `add_base`, for a document in memory that does not change any more."""
+        self._base = Served(manifest, [body[start:end] for start, end in bucket_ranges(layout)])
 
     def add_bytes(self, manifest: Manifest, body: memoryview, layout: Layout) -> None:
         """As `add`, for a document in memory that does not change any more."""
@@ -115,7 +120,8 @@ class ChunkServer:
         if pull.mode == PullMode.DELTA:
             encoding = self.deltas.find(pull)
             return encoding.source(pull.bucket) if encoding is not None and encoding.index is not None else encoding
-        document = self._documents.get(pull.target)
+        base = self._base
+        document = base if base is not None and base.manifest.ref == pull.target else self._documents.get(pull.target)
         if document is None:
             return None
         if pull.bucket >= len(document.buckets):
@@ -123,6 +129,16 @@ class ChunkServer:
                 "pull_range", f"PULL of bucket {pull.bucket}, version {pull.target} has {len(document.buckets)}"
             )
         return document.buckets[pull.bucket]
+
+
+def _map(manifest: Manifest, path: str | Path, layout: Layout) -> memoryview:
+    """The body of the document in `path`."""
+    with open(path, "rb") as file:
+        _, ref, nbytes = unpack_header(file.read(HEADER_BYTES))
+        if ref != manifest.ref or nbytes != document_nbytes(layout):
+            raise WeightsError(f"{path} holds version {ref} of {nbytes} bytes, not {manifest.ref}")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def reply(
@@ -157,14 +173,15 @@ class ChunkSocket:
 
     Args:
         socket: a bound ROUTER; used by the thread alone once it has started, closed by `close`.
+        authenticator: of this socket, if it asks for keys.
     Attributes:
         num_bytes_served: payload bytes sent to all pullers.
         lock: held, answers pause: for a change of the documents.
     """
 
-    def __init__(self, socket: zmq.Socket) -> None:
+    def __init__(self, socket: zmq.Socket, authenticator: Authenticator | None = None) -> None:
         self.num_bytes_served = 0
-        self._socket = socket
+        self._socket, self._authenticator = socket, authenticator
         self._chunks: ChunkServer | None = None
         self.lock = threading.Lock()
         self._stopping = threading.Event()
@@ -196,7 +213,12 @@ class ChunkSocket:
                 job.step()  # outside the lock, so that adding a document does not wait for it
 
     def _answer_one(self, decoder: Decoder) -> None:
-        routing_id, *frames = self._socket.recv_multipart()
+        if self._authenticator is None:
+            routing_id, *frames = self._socket.recv_multipart()
+        else:
+            name, routing_id, frames = self._authenticator.receive(self._socket)
+            if not name:
+                return  # its key was removed after it had connected
         try:
             pull = decoder.decode(frames[0])
             assert isinstance(pull, Pull)

@@ -27,6 +27,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.keys import ActorKey
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import MAX_ASSETS_BYTES
 from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
@@ -49,6 +50,7 @@ class ZmqReceiver:
         pull_token, limits: from WELCOME.
         delta_base: what this process holds; None always pulls the full version.
         parent: the version that the hub's delta starts from, from its offer.
+        key: of this actor, where the other side asks for one.
         memory: for documents; shared by many receivers it saves new pages.
     Attributes:
         waiting_since: when the other side last answered, while an answer is due; None otherwise.
@@ -57,8 +59,9 @@ class ZmqReceiver:
     def __init__(
         self, endpoint: str, context: zmq.Context, *, pull_token: bytes, limits: Limits | None = None,
         delta_base: DeltaBase | None = None, parent: VersionRef | None = None, memory: DocumentMemory | None = None,
+        key: ActorKey | None = None,
     ) -> None:
-        self.endpoint, self._context, self._token = endpoint, context, pull_token
+        self.endpoint, self._context, self._token, self._key = endpoint, context, pull_token, key
         self._limits = limits or Limits()
         self._delta_base, self._parent = delta_base, parent
         self._memory = memory or DocumentMemory()
@@ -134,7 +137,7 @@ class ZmqReceiver:
         try:
             socket = actor_dealer(
                 self._context, self.endpoint, max_message_bytes=self._limits.max_message_bytes,
-                receive_hwm=2 * self._limits.pull_window + 8,
+                receive_hwm=2 * self._limits.pull_window + 8, key=self._key,
             )
         except zmq.ZMQError as error:
             raise NotAvailable(f"cannot connect to {self.endpoint!r}: {error}") from error

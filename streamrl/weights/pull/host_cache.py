@@ -25,6 +25,7 @@ from pathlib import Path
 
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
+from streamrl.weights.adapter import BASE_REF
 from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
 from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.shm.directory import SHM_ROOT, check_run_id, lock_file, make_private
@@ -285,11 +286,12 @@ def remove_dead(root: Path) -> None:
 
 
 def retire(path: Path) -> None:
-    """Remove all but the newest versions; mappings survive it."""
+    """Remove all but the newest versions, never the base of adapters; mappings survive it."""
     found: dict[VersionRef, list[Path]] = {}
     for entry in path.iterdir():
         if (match := _NAME.match(entry.name)) is not None:
             found.setdefault(VersionRef(int(match[1]), int(match[2])), []).append(entry)
+    found.pop(BASE_REF, None)
     for ref in sorted(found)[:-KEEP]:
         for entry in found[ref]:
             entry.unlink(missing_ok=True)

@@ -15,17 +15,21 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import Announce, Limits, Manifest, Offer, Welcome
+from streamrl.messages import Announce, Base, Layout, Limits, Manifest, Offer, Welcome
+from streamrl.transport.authentication import serve_with
 from streamrl.transport.client import HubClient
+from streamrl.transport.keys import ActorKey, read_actor_key, with_key
 from streamrl.transport.session import ActorSession, LinkClosed
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.version import __version__
+from streamrl.weights.adapter import BASE_REF
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import same_weights
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkSocket
@@ -39,24 +43,31 @@ EXIT_WRONG_RUN = 6
 
 
 class Relay:
-    """One session with the hub at `learner`, one weight socket at `address` (port 0: any free). Raises ConfigError."""
+    """One session with the hub at `learner`, one weight socket at `address` (port 0: any free). Raises ConfigError.
 
-    def __init__(self, learner: str, address: str) -> None:
-        self.learner = learner
+    With a `key` both are encrypted: actors find its public half in `endpoint`.
+    """
+
+    def __init__(self, learner: str, address: str, key: ActorKey | None = None) -> None:
+        self.learner, self._key = learner, key
         self._context = zmq.Context()
         router = hub_router(self._context, max_message_bytes=MAX_PULL_BYTES, receive_hwm=1024)
+        if key is not None:
+            serve_with(router, key.pair)
         bind(router, address, "--bind")
-        self.endpoint = bound_endpoint(router)
+        bound = bound_endpoint(router)
+        self.endpoint = bound if key is None else with_key(bound, key.pair.public)
         self.socket = ChunkSocket(router)
-        self.source = WeightSource(self._context)
+        self.source = WeightSource(self._context, key=key)
         self._in_flight = InFlightVersions(lambda: self.source.puller)
-        self._name = f"relay-{os.urandom(4).hex()}"
+        self._name = f"{key.name + '-' if key else ''}relay-{os.urandom(4).hex()}"
         self._client: HubClient | None = None
         self._chunks = self._empty_chunks(b"", Limits())
         self._assets: tuple[bytes, bytes] | None = None  # digest, bytes
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._document: Document | None = None
+        self._base: Document | None = None
         self._news = asyncio.Event()
         self._leaving = False
         self._cancelled = threading.Event()
@@ -97,7 +108,7 @@ class Relay:
             self._name, int.from_bytes(os.urandom(7), "little") + 1, engine="relay", max_leases=0,
             transports=tuple(self.source.factories), software=f"streamrl {__version__}", random_seed=os.getpid(),
         )
-        client = self._client = HubClient(self.learner, session)
+        client = self._client = HubClient(self.learner, session, self._key)
         client.start()
         try:
             while True:
@@ -132,7 +143,7 @@ class Relay:
         return chunks
 
     def _forget_the_run(self) -> None:
-        self._document = self._newest = self._assets = self._welcome = None
+        self._document = self._base = self._newest = self._assets = self._welcome = None
         self._chunks = self._empty_chunks(b"", Limits())
 
     # --- fetching ---------------------------------------------------------------------------------------------------
@@ -142,7 +153,7 @@ class Relay:
             await self._news.wait()
             self._news.clear()
             self.source.puller = None
-            self._in_flight.begin(*([self._newest[0].ref] if self._newest is not None else []))
+            self._in_flight.begin(BASE_REF, *([self._newest[0].ref] if self._newest is not None else []))
             try:
                 await self._fetch_news()
             except WeightsError as error:
@@ -161,6 +172,8 @@ class Relay:
             chunks.put_assets(assets)
         if self._newest is None or self._welcome is None or self._welcome.layout is None:
             return
+        if self._welcome.base is not None:
+            await self._fetch_base(self._welcome.base, chunks)
         manifest, offers, layout = *self._newest, self._welcome.layout
         if chunks.newest is not None and manifest.ref <= chunks.newest:
             return
@@ -168,14 +181,25 @@ class Relay:
         if held is not None and same_weights(held.manifest, manifest):
             document = held.renamed(manifest)
         else:
-            fetched = await loop.run_in_executor(self._threads, lambda: self.source.fetch(
-                manifest, offers, layout, cancelled=self._cancelled, deadline_s=FETCH_DEADLINE_S
-            ))
-            document = fetched.document
-            log.info("version %s came over %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
+            document = await self._fetch(manifest, offers, layout)
         self._document = document
         with self.socket.lock:  # if a new hub was joined meanwhile, its WELCOME is next and renames this document
             chunks.add_bytes(manifest, document.view(0, document.nbytes), layout)
+
+    async def _fetch_base(self, base: Base, chunks: RelayChunks) -> None:
+        """What every version of this run is an adapter of: once, and for as long as the run has it."""
+        if self._base is None or not same_weights(self._base.manifest, base.manifest):
+            self._base = await self._fetch(base.manifest, base.offers, base.layout)
+        document = self._base
+        with self.socket.lock:
+            chunks.add_base_bytes(base.manifest, document.view(0, document.nbytes), base.layout)
+
+    async def _fetch(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Document:
+        fetched = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: self.source.fetch(
+            manifest, offers, layout, cancelled=self._cancelled, deadline_s=FETCH_DEADLINE_S
+        ))
+        log.info("version %s came over %s in %.0f ms", manifest.ref, fetched.source.name, 1000 * fetched.transfer_s)
+        return fetched.document
 
     def _fetch_assets(self, welcome: Welcome) -> bytes:
         if self._assets is not None and self._assets[0] == welcome.assets_digest:
@@ -186,7 +210,7 @@ class Relay:
         return data
 
 
-USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://127.0.0.1:PORT]
+USAGE = """streamrl relay --learner tcp://HOST:PORT [--bind tcp://127.0.0.1:PORT] [--key FILE]
 
 Pulls every version of the weights once from the learner and serves it to any number of actors, so that the learner
 sends it once and not once an actor. Start it where the actors are; start them with
@@ -196,8 +220,10 @@ sends it once and not once an actor. Start it where the actors are; start them w
 They stay connected to the learner and pull from it whenever the relay does not answer; stop the relay at any time.
 
   --learner   the address that actors connect to (the hub)
-  --bind      where to listen on this machine, tcp://127.0.0.1:0 if not given: a free port. Other machines come through
-              an encrypted tunnel (ssh -L), as they do to the learner: there is no authentication yet.
+  --bind      where to listen on this machine, tcp://127.0.0.1:0 if not given: a free port. An address that other
+              machines reach needs --key.
+  --key       file of a key (`streamrl keys add`), where the learner asks for keys; actors then come encrypted, to the
+              address with the public key that this command prints
 """
 
 
@@ -206,13 +232,13 @@ def relay(words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
-    learner, address = read_words(words)
+    learner, address, key_file = read_words(words)
+    key = read_actor_key(key_file) if key_file else None
     logging.basicConfig(level="INFO", format="%(asctime)s relay    %(message)s", datefmt="%H:%M:%S", force=True)
-    return asyncio.run(_run(learner, address))
+    return asyncio.run(_run(Relay(learner, address, key), learner))
 
 
-async def _run(learner: str, address: str) -> int:
-    running = Relay(learner, address)
+async def _run(running: Relay, learner: str) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, running.leave, signal.Signals(number).name)
@@ -221,26 +247,27 @@ async def _run(learner: str, address: str) -> int:
     return await running.run()
 
 
-def read_words(words: list[str]) -> tuple[str, str]:
-    """(learner, address to bind) from `--learner X`, `--bind X` or `--learner=X`; ConfigError names a wrong word."""
+def read_words(words: list[str]) -> tuple[str, str, str]:
+    """(learner, address to bind, file of a key) from `--learner X` or `--learner=X`; ConfigError names a wrong word."""
     def wrong(message: str) -> ConfigError:
         return ConfigError(f"{message}\n\n{USAGE}")
 
-    given = {"--learner": "", "--bind": "tcp://127.0.0.1:0"}
+    given = {"--learner": "", "--bind": "tcp://127.0.0.1:0", "--key": ""}
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while rest:
         name = rest.pop(0)
         if name not in given:
             raise wrong(f"relay knows no option {name!r}")
         if not rest:
-            raise wrong(f"{name} needs an address, tcp://HOST:PORT")
+            raise wrong(f"{name} needs a value after it")
         given[name] = rest.pop(0)
-    for name, value in given.items():
+    for name in ("--learner", "--bind"):
+        value = given[name]
         if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", value):
             raise wrong(f"{name}={value or 'nothing'} is not a valid address: give {name} tcp://HOST:PORT")
-    if not is_loopback(given["--bind"]):
+    if not is_loopback(given["--bind"]) and not given["--key"]:
         raise wrong(
-            f"--bind={given['--bind']} is open to the network, where every PULL shows the run's token and this release "
-            f"neither encrypts nor authenticates: bind 127.0.0.1 and forward that port (ssh -L)"
+            f"--bind={given['--bind']} is open to the network, where every PULL would show the run's token: give --key "
+            "FILE (from `streamrl keys add`), or bind 127.0.0.1"
         )
-    return given["--learner"], given["--bind"]
+    return given["--learner"], given["--bind"], given["--key"]

@@ -98,6 +98,8 @@ class RelayChunks(ChunkServer):
         """Whether it is held, or was held and has retired."""
         if pull.mode == PullMode.ASSETS:
             return len(self._assets) > 0
+        if self._base is not None and pull.target == self._base.manifest.ref:
+            return True
         return self.newest is not None and pull.target <= self.newest
 
     def _worth_waiting(self, pull: Pull) -> bool:

@@ -64,11 +64,14 @@ class ShmPublisher:
     def directory(self) -> Path:
         return self._directory.path
 
-    def begin(self, ref: VersionRef, layout: Layout, *, wait_s: float | None = None) -> DocumentWriter:
+    def begin(
+        self, ref: VersionRef, layout: Layout, *, wait_s: float | None = None, for_good: bool = False
+    ) -> DocumentWriter:
         """Start the document of `ref`; no reader sees it before `DocumentWriter.commit`.
 
         Args:
             wait_s: longest wait for the cleanup after the last commit; None waits for its end.
+            for_good: it stays until `close`, whatever is published later.
         Raises:
             WeightsError: closed, the version exists, the cleanup takes longer than `wait_s`, or there is no room.
         """
@@ -89,7 +92,8 @@ class ShmPublisher:
             if error.errno not in _NO_ROOM:
                 raise
             file = self._fallback_file(ref, name, nbytes, error)
-        return DocumentWriter(file, file.path.with_name(name), ref, layout, self._committed)
+        committed = SpareFile.drop if for_good else self._committed
+        return DocumentWriter(file, file.path.with_name(name), ref, layout, committed)
 
     def _spare_file(self, directory: Path, name: str, nbytes: int) -> SpareFile:
         spare, self._spare = self._spare, None

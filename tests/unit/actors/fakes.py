@@ -240,10 +240,13 @@ class FakeClient:
 
 
 class Weights:
-    """Documents of one model, or of four bytes that any engine without a model takes; nothing is transferred."""
+    """Documents of one model, of these tensors, or of four bytes that any engine without a model takes; nothing is
+    transferred."""
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        tensors = {"w": torch.zeros(1)}
+    def __init__(
+        self, model: torch.nn.Module | None = None, tensors: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        tensors = tensors or {"w": torch.zeros(1)}
         if model is not None:
             tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
         self.layout = make_layout(((name, "float32", t.shape) for name, t in tensors.items()), bucket_bytes=1 << 20)

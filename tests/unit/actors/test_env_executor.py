@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from actors.env_executor import MAX_ABANDONED, EnvExecutor, HungCallError, where
+from actors.env_calls.executor import MAX_ABANDONED, EnvExecutor, HungCallError, where
 from streamrl.environment import SingleTurnTask
 from streamrl.errors import EngineError, TaskError
 from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, jump, run, until
@@ -95,6 +96,38 @@ def test_no_more_than_num_threads_calls_run_at_once(gates):
         assert gates.most == 3
 
     run(work, loop_factory=JumpingLoop)
+
+
+def test_without_a_number_more_calls_run_while_they_wait_and_no_more_while_they_compute():
+    waiting, computing = EnvExecutor(None), EnvExecutor(None)
+
+    async def work():
+        for calls, cpu_share in ((waiting, 0.001), (computing, 0.25)):  # four that share one core have a quarter each
+            calls._num_queued = 1000
+            for _ in range(200):
+                calls._free_places(cpu_share)
+
+    run(work)
+    assert (waiting.num_places, computing.num_places) == (64, 4)
+
+
+def test_calls_that_sleep_get_more_threads_than_at_first():
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def nap(argument):
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+
+    async def work():
+        calls = EnvExecutor(None)
+        await asyncio.gather(*(calls.run(nap, None, LIMIT_S) for _ in range(150)))
+        assert 4 < most[0] <= calls.num_places <= 64
+
+    run(work)
 
 
 def test_slow_calls_are_seen_while_they_run_and_answers_counted_by_method(gates):

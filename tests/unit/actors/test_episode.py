@@ -202,7 +202,7 @@ def test_the_last_answer_gets_the_room_that_is_left():
         (member,) = group.members
         assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 th"
         assert [request.max_new_tokens for request in engine.requests] == [8, 8, 2]
-        assert member.status == MemberStatus.TRUNCATED
+        assert (member.status, member.finish, member.cut) == (MemberStatus.FINISHED, "length", True)
 
     run(work)
 
@@ -226,11 +226,12 @@ def test_an_episode_that_max_turns_ends_is_truncated():
     run(work)
 
 
-def test_a_last_answer_cut_by_max_new_tokens_is_truncated_by_length():
+def test_an_answer_cut_by_max_new_tokens_and_judged_is_finished_and_says_that_it_was_cut():
     async def work():
         group, _ = await play_one(always(), await installed_engine(says("abcdef")), max_new_tokens=4)
         (member,) = group.members
-        assert (len(member.token_ids), member.status, member.finish) == (16, MemberStatus.TRUNCATED, "length")
+        assert (len(member.token_ids), member.status, member.finish) == (16, MemberStatus.FINISHED, "length")
+        assert member.cut
 
     run(work)
 
@@ -437,5 +438,55 @@ def test_equal_prompts_travel_once_and_every_generation_and_step_is_progress():
         assert [bool(member.prompt_ids) for member in group.members] == [True, False, False]
         assert len(events) == 3 * 3  # reset, generation, step
         assert json.loads(lease().prompt) == {"id": 0} and group.members[0].versions[0].version == V1.version
+
+    run(work)
+
+
+# --- what the members of a group share -------------------------------------------------------------------------------
+
+
+class CountingRenderer(Renderer):
+    """Notes what it encodes."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.encoded: list[str] = []
+
+    def encode_input(self, text, *, whole):
+        self.encoded.append(text)
+        return super().encode_input(text, whole=whole)
+
+
+def test_members_share_a_rendered_prompt_and_nothing_else():
+    records = []
+
+    def reset(record):
+        records.append(record)
+        record["list"].append("spoiled")  # an environment may do as it likes with its record
+        return [ChatMessage("user", "ab" if len(record["list"]) == 2 else "spoiled")]
+
+    async def work():
+        renderer = CountingRenderer()
+        runner = make_runner(TableTask(lambda action: Step(1.0), reset), await installed_engine(), renderer=renderer)
+        group = await run_group(lease(members=4, prompt=b'{"list": ["x"]}'), runner)
+        assert renderer.encoded == ["ab"]
+        assert len({id(record["list"]) for record in records}) == 4
+        assert all(record["list"] == ["x", "spoiled"] for record in records)
+        assert unpack_ids(group.members[0].prompt_ids).tolist() == ids_of("ab")
+        assert [member.prompt_ids for member in group.members[1:]] == [b""] * 3  # the same as the first
+        await run_group(lease(members=2, prompt=b'{"list": ["x"]}'), runner)
+        assert renderer.encoded == ["ab", "ab"]  # another group: nothing is kept beyond one
+
+    run(work)
+
+
+def test_members_whose_episodes_open_differently_have_prompts_of_their_own():
+    openings = iter("abc")
+
+    async def work():
+        task = TableTask(lambda action: Step(1.0), lambda record: [ChatMessage("user", next(openings))])
+        group = await run_group(lease(members=3), make_runner(task, await installed_engine(), num_threads=1))
+        prompts = [unpack_ids(member.prompt_ids).tolist() for member in group.members]
+        assert sorted(prompts) == [ids_of(letter) for letter in "abc"]
 
     run(work)

@@ -9,13 +9,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
 
-from actors.evaluate import Progress, evaluate, summary, text_of
+from actors.chat import answer, with_version
+from actors.evaluate import Progress, evaluate, main, summary, text_of
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
+from learner.checkpoint.checkpoint import save_checkpoint
+from learner.mesh import Ranks
+from learner.model.optimizer import make_optimizer
+from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model
-from streamrl.config.load import load_config
-from streamrl.errors import ConfigError
+from streamrl.config.load import load_config, to_yaml
+from streamrl.config.schema import OptimizerConfig
+from streamrl.environment import ChatMessage
+from streamrl.errors import CheckpointError, ConfigError
+from streamrl.weights.assets import pack_assets
+from streamrl.weights.saved import read_version, saved_versions
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["experiment=quickstart", "eval.num_samples=3", "actors.num_threads=1"]
@@ -30,6 +42,23 @@ def checkpoint(tmp_path_factory) -> Path:
         num_warm_start_steps=0, warm_start_lr=1e-3, stop_at=0.5, seed=0, num_threads=1, progress=print,
         max_positions=1024,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, tmp_path_factory) -> Path:
+    """A run that has no exported model yet, and checkpoints of versions 2 and 4."""
+    run = tmp_path_factory.mktemp("runs") / "mine"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(load_config([*WORDS, f"run.dir={run}"])))
+    (run / "assets.msgpack").write_bytes(pack_assets(checkpoint))
+    policy = load_policy(checkpoint)
+    for version in (2, 4):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+        optimizer = make_optimizer(policy, OptimizerConfig())
+        save_checkpoint(run, version, policy, optimizer, Ranks(), extra={}, blobs={}, num_keep=5)
+    return run
 
 
 def answers_of(checkpoint: Path, tmp_path: Path, *words: str, task=None):
@@ -83,6 +112,90 @@ def test_failing_rewards_are_counted_and_named(checkpoint, tmp_path):
 def test_several_greedy_answers_are_refused(checkpoint):
     with pytest.raises(ConfigError, match="rollout.test.sampling.temperature"):
         local_config(str(checkpoint), [*WORDS, "eval.num_responses=2"])
+
+
+# --- a version of a run -----------------------------------------------------------------------------------------------
+
+
+def test_a_saved_version_is_read_as_the_learner_wrote_it(trained, checkpoint):
+    policy = load_policy(checkpoint)
+    names = {name for name, _ in policy.model.named_parameters()}
+    older, newer = (dict(read_version(trained, version)) for version in saved_versions(trained))
+    assert older.keys() == newer.keys() == names
+    assert all(not torch.equal(older[name], newer[name]) for name in names)
+    policy.model.load_state_dict(newer, strict=False)
+    assert all(torch.equal(tensor, newer[name]) for name, tensor in policy.model.named_parameters())
+
+
+def test_blocks_of_several_ranks_make_one_tensor(tmp_path):
+    folder = tmp_path / "ckpt-00000007"
+    folder.mkdir()
+    whole, entries = torch.arange(12.0).reshape(4, 3), {}
+    for rank, rows in enumerate((slice(0, 3), slice(3, 4))):
+        path = folder / f"rank-{rank:05d}-of-00002.safetensors"
+        boxes = {"model/model.w": {"offset": [rows.start, 0], "whole": [4, 3]}}
+        save_file({"model/model.w": whole[rows].clone()}, path, metadata={"boxes": json.dumps(boxes)})
+        entries[path.name] = {"xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+    (folder / "manifest.json").write_text(json.dumps({"body": {"files": entries}}))
+
+    assert torch.equal(dict(read_version(tmp_path, 7))["w"], whole)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        dict(read_version(tmp_path, 7))
+
+
+def test_a_version_that_is_not_there_names_those_that_are(trained):
+    with pytest.raises(ConfigError, match=r"no checkpoint of version 3: .*Saved versions: 2, 4, as .*mine@4"):
+        find_model(f"{trained}@3")
+    with pytest.raises(ConfigError, match=r"no exported model.*Saved versions: 2, 4"):
+        find_model(str(trained))
+
+
+def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path):
+    greedy = "rollout.train.sampling.temperature=1e-6"
+
+    async def says(version: int) -> str:
+        config = local_config(f"{trained}@{version}", [greedy])
+        policy = await open_policy(config)
+        try:
+            return "\n".join([await answer(config, policy, [ChatMessage("user", "abc")], seed) for seed in range(3)])
+        finally:
+            await policy.engine.close()
+
+    older, newer = asyncio.run(says(2)), asyncio.run(says(4))
+    assert older != newer
+    said = streamrl("chat", str(trained), "--version", "4", greedy, cwd=tmp_path, stdin="abc\n/new\nabc\n/new\nabc\n")
+    assert (said.returncode, said.stdout.rstrip("\n")) == (0, newer), said.stderr
+    result = answers_of(f"{trained}@4", tmp_path)[2]
+    assert result["model"] == f"{trained}@4" and result["num_prompts"] == 3
+
+
+@pytest.mark.parametrize("words", [["run", "--version"], ["run", "--version", "new"], ["--version", "4"]])
+def test_a_version_without_its_number_or_its_run_is_refused(words):
+    with pytest.raises(ConfigError, match="write streamrl chat RUN --version 40"):
+        with_version(words)
+    assert with_version(["run", "--version=4", "a=b"]) == ["run@4", "a=b"]
+
+
+# --- several sets -----------------------------------------------------------------------------------------------------
+
+
+def test_every_set_is_evaluated_with_its_own_prompts_and_a_file_of_answers(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hard.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": "ab", "answer": "ba"}\n')
+    words = (
+        "eval.datasets.hard.path=hard.jsonl", "eval.datasets.hard.reward.type=exact",
+        "eval.datasets.hard.sampling.temperature=1", "eval.datasets.hard.num_responses=2",
+    )
+    assert main([str(checkpoint), *WORDS, *words]) == 0
+    printed = capsys.readouterr().out
+    assert "avg@1" in printed and "maj@2" in printed and "set             hard" in printed
+    own, hard = (json.loads((tmp_path / f"evals/{name}-001.json").read_text()) for name in ("string.reverse", "hard"))
+    assert (own["set"], own["num_prompts"], hard["set"], hard["num_prompts"]) == ("", 3, "hard", 2)
+    lines = [json.loads(line) for line in (tmp_path / "evals/hard-001.jsonl").read_text().splitlines()]
+    assert sorted({line["record"]["question"] for line in lines}) == ["ab", "abc"] and len(lines) == 4
+    assert main([str(checkpoint), *WORDS, "eval.datasets.hard={path: no.jsonl, reward: {type: exact}}"]) == 2
+    assert "error: eval.datasets.hard: data.path=no.jsonl" in capsys.readouterr().err
 
 
 def test_what_is_no_model_says_what_it_is(tmp_path):

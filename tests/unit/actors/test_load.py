@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from actors.load import LoadMeter
 from actors.rollout import run_group
-from tests.unit.actors.fakes import always, installed_engine, lease, make_runner, run
+from actors.runtime import ActorRuntime
+from streamrl.environment import Step
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.unit.actors.fakes import TableTask, always, installed_engine, lease, make_runner, run
 
 
 class Clock:
@@ -37,6 +41,37 @@ def test_time_counts_as_starved_idle_or_generating_and_episodes_count_each():
 
     assert (found["up_s"], found["starved_s"], found["idle_s"]) == (31.0, 17.0, 27.0)
     assert (found["generation_s"], found["environment_s"], found["paused_s"]) == (8.0, 14.0, 0.5)
+
+
+def test_places_that_are_empty_while_others_are_scored_are_room_for_more_groups():
+    """An engine of 8 places, groups of 4: three leases, up to nine while their members are not in the engine."""
+    load = LoadMeter()
+    runtime = ActorRuntime(
+        ScriptedEngine(max_num_seqs=8), None, None, None, set_welcome=print, max_leases=3, load=load, group_size=4,
+    )  # type: ignore[arg-type]
+    assert [runtime.num_free_leases(held) for held in (0, 3, 7, 8, 9, 12)] == [3, 2, 2, 1, 0, 0]
+    with ExitStack() as episodes:
+        for _ in range(8):
+            episodes.enter_context(load.playing())
+        assert [runtime.num_free_leases(held) for held in (2, 3)] == [1, 0]
+        for _ in range(5):  # five wait for their rewards: one group fits
+            episodes.enter_context(load.off_engine())
+        assert [runtime.num_free_leases(held) for held in (2, 3, 9)] == [1, 1, 0]
+    runtime.group_size = None
+    assert [runtime.num_free_leases(held) for held in (2, 3)] == [1, 0]
+
+
+def test_an_episode_is_off_the_engine_while_it_is_scored():
+    seen = []
+
+    async def work():
+        task = TableTask(lambda action: seen.append(runner.load.num_for_engine) or Step(1.0))
+        runner = make_runner(task, await installed_engine())
+        await run_group(lease(members=1), runner)
+        assert runner.load.num_for_engine == 0
+
+    run(work)
+    assert seen == [0]
 
 
 def test_a_failed_call_ends_its_time_too():

@@ -10,11 +10,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.native.engine import NativeEngine
-from actors.env_executor import MAX_ABANDONED
+from actors.env_calls.executor import MAX_ABANDONED
+from actors.leases import RunningLeases
+from actors.weights.hold import GRACE_S
+from actors.weights.installer import InstallState
 from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError
-from streamrl.messages import Limits, Outcome, Purpose, ReturnReason
+from streamrl.messages import Announce, Limits, Outcome, Purpose, ReturnReason
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import (
     DEADLINE_S,
@@ -31,6 +34,7 @@ from tests.unit.actors.fakes import (
     ids_of,
     jump,
     lease,
+    make_runner,
     run,
     says,
     until,
@@ -200,6 +204,126 @@ def test_a_resumed_run_with_other_settings_gets_its_leases_back_and_a_new_proces
     run(work)
 
 
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def asked(group_id: int, **fields):
+    return lease(group_id, purpose=Purpose.EVAL, **fields)
+
+
+@pytest.mark.parametrize("keep_s", [0.0, 60.0])
+def test_a_new_version_waits_for_the_leases_of_a_pinned_evaluation_only(keep_s):
+    async def work():
+        engine, gate = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(asked(1, keep_s=keep_s), lease(2))
+            await until(lambda: engine.stats().running == 2)
+            one.client.says(Announce(one.weights.manifest(V2), ()))
+            if keep_s == 0.0:
+                await until(lambda: V2 in one.client.installed)
+            else:
+                await until(lambda: one.client.events.empty())
+                one.client.says(Announce(one.weights.manifest(V3), ()))  # the newer one is installed in its place
+            gate.set()
+            await until(lambda: one.client.installed[-1] == (V3 if keep_s else V2))
+            (answer,) = [group for group in await one.finished(2) if group.group_id == 1]
+            versions = {span.version for span in answer.members[0].versions}
+            assert (versions == {V1.version}) is (keep_s > 0) and V2 not in one.client.installed[:-1]
+
+    run(work)
+
+
+def test_a_version_that_is_being_fetched_when_a_pinned_lease_comes_is_loaded_after_it():
+    async def work():
+        engine, gate = gated()
+        fetching, fetched = threading.Event(), threading.Event()
+        weights = Weights()
+        plain = weights.fetch
+
+        def fetch(manifest, *rest, **options):
+            if manifest.ref == V2:
+                fetching.set()
+                assert fetched.wait(DEADLINE_S)
+            return plain(manifest, *rest, **options)
+
+        weights.fetch = fetch
+        async with actor(engine, always(), weights=weights) as one:
+            weights.body[0] ^= 1  # other weights, or there were nothing to fetch
+            one.client.says(Announce(weights.manifest(V2), ()))
+            await until(fetching.is_set)
+            one.client.grants(asked(1, keep_s=60.0))
+            await until(lambda: engine.stats().running == 1)
+            fetched.set()
+            await until(lambda: one.worker._runtime.installer.state is InstallState.VERIFIED)
+            gate.set()
+            await until(lambda: V2 in one.client.installed)
+            (answer,) = await one.finished(1)
+            assert {span.version for span in answer.members[0].versions} == {V1.version}
+
+    run(work)
+
+
+def test_an_evaluation_with_more_prompts_to_come_is_given_a_moment_to_send_them():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always()) as one:
+            one.client.grants(asked(1, keep_s=60.0, num_after=1))
+            await one.finished(1)
+            one.client.says(Announce(one.weights.manifest(V2), ()))
+            one.client.grants(asked(2, keep_s=60.0))
+            await one.finished(2)
+            assert {span.version for group in one.client.groups for span in group.members[0].versions} == {1}
+            await until(lambda: V2 in one.client.installed)
+            one.client.grants(asked(3, keep_s=60.0, num_after=1, min_version=V2))
+            await one.finished(3)
+            one.client.says(Announce(one.weights.manifest(V3), ()))
+            await until(lambda: one.client.events.empty())
+            await jump(GRACE_S)
+            await until(lambda: V3 in one.client.installed)
+
+    run(work, loop_factory=JumpingLoop)
+
+
+def test_a_pinned_lease_that_never_ends_delays_an_install_only_for_as_long_as_it_says():
+    async def work():
+        engine, _ = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(asked(1, keep_s=60.0))
+            await until(lambda: engine.stats().running == 1)
+            one.client.says(Announce(one.weights.manifest(V2), ()))
+            await until(lambda: one.worker._install_waits)
+            await jump(59.0)
+            assert V2 not in one.client.installed
+            await jump(1.0)
+            await until(lambda: V2 in one.client.installed)
+
+    run(work, loop_factory=JumpingLoop)
+
+
+def test_a_lease_for_exactly_another_version_is_handed_back_without_blame():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always()) as one:
+            await one.announce(V2)
+            one.client.grants(asked(1, keep_s=60.0, min_version=V1), asked(2, min_version=V1))
+            await one.finished(2)
+            assert one.client.returns() == {1: ReturnReason.DRAIN}
+
+    run(work)
+
+
+def test_a_set_is_played_by_its_own_runner_and_an_unknown_one_is_handed_back():
+    async def work():
+        engine = ScriptedEngine(says("42"))
+        async with actor(engine, always(reward=0.0)) as one:
+            one.worker._runtime.sets["hard"] = make_runner(always(reward=0.5), engine)
+            one.client.grants(asked(1), asked(2, dataset="hard"), asked(3, dataset="unknown"))
+            groups = {group.group_id: group for group in await one.finished(3)}
+            assert (groups[1].members[0].reward, groups[2].members[0].reward) == (0.0, 0.5)
+            assert groups[2].answers == ("42",)
+            assert one.client.returns() == {3: ReturnReason.ENV_ERROR} and "unknown" in groups[3].detail
+
+    run(work)
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +368,25 @@ def test_a_lease_without_an_event_is_stuck_and_later_handed_back_though_others_m
         run(work)
     finally:
         hold.set()
+
+
+def test_an_evaluation_lease_has_a_deadline_of_its_own():
+    async def work():
+        sent, clock = [], Clock()
+        leases = RunningLeases(sent.append, clock)
+        for number, purpose in ((1, Purpose.TRAIN), (2, Purpose.EVAL)):
+            leases.add(lease(number, purpose=purpose), asyncio.create_task(asyncio.Event().wait()), V1)
+        limits = Limits(progress_deadline_s=100.0, eval_progress_deadline_s=500.0)
+        clock.now = 201.0
+        assert leases.stuck(limits) == ((1, 0),)
+        assert leases.stuck(Limits(progress_deadline_s=100.0)) == ((1, 0), (2, 0))  # a hub that knows of one only
+        leases.drop_stuck(limits)
+        assert leases.held == ((2, 0),) and [group.group_id for group in sent] == [1]
+        clock.now = 1001.0
+        leases.drop_stuck(limits)
+        assert leases.held == ()
+
+    run(work)
 
 
 def test_every_member_that_comes_through_is_progress_of_its_lease():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from actors.render import Renderer, load_tokenizer
-from streamrl.environment import ChatMessage
+from actors.render import Renderer, SharedPrompts, load_tokenizer
+from streamrl.environment import ChatMessage, InputText
 from streamrl.errors import TaskError
 from tests.unit.engines.tiny_models import character_tokenizer
 
@@ -40,11 +40,11 @@ def test_a_system_prompt_goes_first_unless_the_task_brings_one():
     assert shown(tokenizer, renderer.render(own)) == "s:mine<end>!u:hi<end>!a:"
 
 
-@pytest.mark.parametrize(("last_token", "expected"), [(None, "!"), (1, "!"), (9, "<end>!")])
+@pytest.mark.parametrize(("last_token", "expected"), [(1, "!"), (9, "<end>!")])
 def test_a_conversation_grown_turn_by_turn_is_the_one_rendered_whole(last_token, expected):
     tokenizer = chat_tokenizer()
     renderer = Renderer(tokenizer)
-    more = renderer.render_more([ChatMessage("user", "and now")], last_token=last_token)
+    more = renderer.follow(renderer.more_text([ChatMessage("user", "and now")]), last_token=last_token)
     assert shown(tokenizer, more) == expected + "u:and now<end>!a:"
 
     action = tokenizer("well", add_special_tokens=False)["input_ids"] + ([1] if expected == "!" else [])
@@ -56,8 +56,8 @@ def test_a_conversation_grown_turn_by_turn_is_the_one_rendered_whole(last_token,
 def test_a_template_that_drops_the_models_words_is_refused():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(TaskError, match="single-turn"):
-        Renderer(tokenizer).render_more(USER)
+    with pytest.raises(TaskError, match="set env.history=auto"):
+        Renderer(tokenizer).more_text(USER)
 
 
 def test_without_a_template_contents_are_joined_and_the_tokenizers_own_start_token_is_kept():
@@ -67,7 +67,7 @@ def test_without_a_template_contents_are_joined_and_the_tokenizers_own_start_tok
     )
     renderer = Renderer(tokenizer, apply_chat_template=True)
     assert shown(tokenizer, renderer.render(USER)) == "<pad>hi"
-    assert shown(tokenizer, renderer.render_more([ChatMessage("user", "ok")])) == "ok"
+    assert renderer.more_text([ChatMessage("user", "ok")]) == "ok"
 
 
 def test_apply_chat_template_false_ignores_the_template():
@@ -108,3 +108,24 @@ def test_tools_go_into_the_system_message_where_the_template_does_not_show_them(
     assert text == "s:be kind<pad><pad>call the calculator<end>!u:hi<end>!a:"
     plain = Renderer(tokenizer, tool_prompt=PROMPT, apply_chat_template=False)
     assert shown(tokenizer, plain.render(USER, TOOLS)) == "call the calculator<pad>hi"
+
+
+def test_a_prompt_is_shared_only_by_those_that_are_asked_the_same():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ tools | length if tools else 0 }}" + TEMPLATE
+    renderer = Renderer(tokenizer)
+    prompts = SharedPrompts(renderer)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    asked = [
+        (USER, ()), ([ChatMessage("system", "hi")], ()), (USER, [tool]), (InputText("hi"), ()), (USER, [tool, tool]),
+        ([ChatMessage("user", ["no", "text"])], ()),  # cannot be compared: rendered by itself, and refused like before
+    ]
+    for messages, tools in asked[:-1] * 2:
+        ids, text = prompts.render(messages, tools)
+        assert (list(ids), text) == (renderer.render(messages, tools), renderer.input_text(messages, tools))
+    assert prompts.render(USER)[0] is prompts.render([ChatMessage("user", "hi")])[0]
+    tool["function"]["name"] = "much longer"  # changed after it was rendered
+    tokenizer.chat_template = "{{ tools[0].function.name if tools }}" + TEMPLATE
+    assert prompts.render(USER, [tool])[1] == Renderer(tokenizer).input_text(USER, [tool])
+    with pytest.raises(TypeError):
+        prompts.render(*asked[-1])

@@ -66,10 +66,10 @@ class Learner:
 class EngineHarness:
     """An engine and the loop that it belongs to, which runs in a thread of its own from test to test."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, engine: VllmEngine | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-tests", daemon=True).start()
-        self.engine = VllmEngine(EngineSpec(
+        self.engine = engine or VllmEngine(EngineSpec(
             model_dir=path, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
             max_new_tokens=MAX_TOKENS, num_threads=1,
         ))

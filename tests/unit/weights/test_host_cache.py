@@ -363,3 +363,10 @@ def test_the_source_says_how_it_came(hub, layout, root, member):
     assert isinstance(receiver, SharedReceiver)
     receiver.receive(manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 20)
     assert receiver.source == InstallSource.ZMQ
+
+
+def test_old_versions_go_and_the_base_of_adapters_stays(tmp_path):
+    for epoch, version in ((0, 0), (1, 1), (1, 2), (1, 3)):
+        (tmp_path / f"w.{epoch}.{version}.{'0' * 16}").write_bytes(b"")
+    host_share.retire(tmp_path)
+    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == ["w.0.0", "w.1.2", "w.1.3"]

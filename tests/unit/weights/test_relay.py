@@ -381,7 +381,7 @@ def test_the_relay_leaves_with_the_run(tmp_path, models):
     ("words", "says"),
     [
         ([], "--learner=nothing is not a valid address"), (["--learner", "host:5"], "host:5 is not a valid address"),
-        (["--learner"], "--learner needs an address"), (["--lerner", "tcp://h:5"], "no option '--lerner'"),
+        (["--learner"], "--learner needs a value"), (["--lerner", "tcp://h:5"], "no option '--lerner'"),
         (["--learner", "tcp://h:5", "--bind", "5602"], "--bind=5602 is not a valid address"),
         (["tcp://h:5"], "no option 'tcp://h:5'"),
         (["--learner", "tcp://h:5", "--bind", "tcp://0.0.0.0:5602"], "--bind=tcp://0.0.0.0:5602 is open"),
@@ -395,5 +395,5 @@ def test_wrong_words_are_named_and_the_usage_shown(words, says):
 
 
 def test_the_words_may_be_written_both_ways():
-    assert read_words(["--learner", "tcp://h:5", "--bind=tcp://localhost:7"]) == ("tcp://h:5", "tcp://localhost:7")
-    assert read_words(["--learner=tcp://h:5"]) == ("tcp://h:5", "tcp://127.0.0.1:0")
+    assert read_words(["--learner", "tcp://h:5", "--bind=tcp://localhost:7"]) == ("tcp://h:5", "tcp://localhost:7", "")
+    assert read_words(["--learner=tcp://h:5"]) == ("tcp://h:5", "tcp://127.0.0.1:0", "")

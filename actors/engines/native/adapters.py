@@ -1,0 +1,105 @@
+"""Adapters beside the weights: each adapted layer adds `scale * up @ (down @ input)`, of the version of each token.
+
+Several versions may serve in one pass, because a sequence may end with the version that it began with: the product
+with the large weights is shared, and each version adds its own to its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engines.base import AdapterSpec
+from streamrl.errors import EngineError, WeightsError
+from streamrl.messages import VersionRef
+from streamrl.weights.adapter import DOWN, UP, Factors, factors_of
+
+KEPT_VERSIONS = 8
+"""The newest versions stay, for a later turn of an episode that began with one of them."""
+
+
+class AdapterSets:
+    """The adapters of one model. `stage` may run in any thread, everything else only where nothing is computing."""
+
+    def __init__(self, model: torch.nn.Module, spec: AdapterSpec) -> None:
+        modules = dict(model.named_modules())
+        self._shapes: dict[str, torch.Size] = {}
+        for layer in spec.layers:
+            module = modules.get(layer)
+            if not isinstance(module, torch.nn.Linear):
+                raise EngineError(
+                    f"the run's adapters have a layer {layer}, which is no linear layer of this model: leave it out "
+                    "with policy.lora.exclude"
+                )
+            self._shapes[layer] = module.weight.shape
+            module.register_forward_hook(partial(self._add, layer))
+        like = next(iter(model.parameters()))
+        self._device, self._dtype, self._scale = like.device, like.dtype, spec.scale
+        self._sets: OrderedDict[VersionRef, Mapping[str, Factors]] = OrderedDict()
+        self._active: list[tuple[Tensor | None, Mapping[str, Factors]]] = []
+
+    def stage(self, tensors: Mapping[str, Any]) -> dict[str, Factors]:
+        """Copies of an adapter that fits the model (else WeightsError), in its type."""
+        given = factors_of(tensors)
+        if given.keys() != self._shapes.keys():
+            strange = sorted(given.keys() ^ self._shapes.keys())[0]
+            raise WeightsError(f"the adapter's layers are not those of this run: {strange}. The old one keeps serving.")
+        staged = {}
+        for layer, (down, up) in given.items():
+            if (up.shape[0], down.shape[1]) != tuple(self._shapes[layer]):
+                raise WeightsError(
+                    f"the adapter of {layer} is for [{up.shape[0]}, {down.shape[1]}], the layer is "
+                    f"{list(self._shapes[layer])}. The old version keeps serving."
+                )
+            staged[layer] = Factors(*(
+                torch.empty_like(one, dtype=self._dtype, device=self._device).copy_(one) for one in (down, up)
+            ))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def add(self, ref: VersionRef, staged: Mapping[str, Factors], in_use: Collection[VersionRef]) -> None:
+        """Make a staged adapter the newest; of older ones those in use stay, and a few."""
+        self._sets[ref] = staged
+        self._sets.move_to_end(ref)
+        for old in list(self._sets)[:-KEPT_VERSIONS]:
+            if old not in in_use:
+                del self._sets[old]
+
+    def has(self, ref: VersionRef | None) -> bool:
+        return ref in self._sets
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """The newest adapter's tensors, by their names in its document."""
+        newest = self._sets[next(reversed(self._sets))] if self._sets else {}
+        return {
+            layer + end: factor
+            for layer, pair in newest.items() for end, factor in zip((DOWN, UP), pair, strict=True)
+        }
+
+    def route(self, versions: Sequence[VersionRef], lengths: Sequence[int]) -> None:
+        """Which adapter each token of the next pass uses: runs of `lengths` tokens, a version for each."""
+        if len(set(versions)) == 1:
+            self._active = [(None, self._sets[versions[0]])]
+            return
+        number = {ref: at for at, ref in enumerate(dict.fromkeys(versions))}
+        of_token = torch.tensor([number[ref] for ref in versions]).repeat_interleave(torch.tensor(lengths))
+        self._active = [
+            ((of_token == at).nonzero()[:, 0].to(self._device), self._sets[ref]) for ref, at in number.items()
+        ]
+
+    def _add(self, layer: str, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """A hook after the layer: in place, for one pass through memory."""
+        inputs, outputs = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+        for index, factors in self._active:
+            down, up = factors[layer]
+            if index is None:
+                outputs.addmm_(inputs @ down.T, up.T, alpha=self._scale)
+            else:
+                outputs.index_add_(0, index, (inputs[index] @ down.T) @ up.T, alpha=self._scale)

@@ -1,0 +1,106 @@
+"""A sequence classifier with one label scores conversations, many in one forward pass."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from streamrl.errors import StreamrlError
+
+MAX_BATCH = 32
+"""Conversations of one forward pass."""
+
+
+class RewardScorer:
+    """A reward model on one device.
+
+    Args:
+        path: a Hugging Face checkpoint of a sequence classifier with its tokenizer.
+        device: as torch names it.
+
+    Raises:
+        StreamrlError: no such checkpoint, another number of labels than one, or no trained output layer.
+    """
+
+    def __init__(self, path: str, device: str) -> None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=dtype, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise StreamrlError(
+                f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {error}"
+            ) from error
+        config = self._model.config
+        if config.num_labels != 1:
+            raise StreamrlError(
+                f"reward.model.path={path} has {config.num_labels} labels: give a model with one, the score."
+            )
+        if found["missing_keys"]:
+            raise StreamrlError(
+                f"reward.model.path={path} lacks {', '.join(sorted(found['missing_keys']))[:120]}: it is no trained "
+                "reward model; give a checkpoint that was saved as a sequence classifier."
+            )
+        self._device = torch.device(device)
+        self._model.to(self._device).eval()
+        self._tokenizer.truncation_side = "left"  # the answer stands at the end
+        self._tokenizer.padding_side = "right"  # the score is read at the last token that is no padding
+        # The model finds the last token by the id in its config, so batches must be padded with that one.
+        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        config.pad_token_id = next((one for one in known if one is not None), 0)
+        self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(config.pad_token_id)
+        positions = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self._max_tokens = min(int(self._tokenizer.model_max_length), positions)
+
+    @torch.inference_mode()
+    def score(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[float]:
+        """A score for each conversation; longer ones than the model reads lose their beginning."""
+        texts = [self._text(messages) for messages in conversations]
+        batch = self._tokenizer(
+            texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_tokens,
+            add_special_tokens=not self._tokenizer.chat_template,
+        ).to(self._device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return self._model(**inputs).logits[:, 0].float().tolist()
+
+    def _text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self._tokenizer.chat_template:
+            return self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+class BatchingScorer:
+    """Callers in many threads; what waits while a forward pass runs goes into the next one together."""
+
+    def __init__(self, scorer: RewardScorer) -> None:
+        self._scorer = scorer
+        self._waiting: queue.SimpleQueue[tuple[Sequence[Any], Future[float]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="scorer", daemon=True).start()
+
+    def score(self, messages: Sequence[Mapping[str, str]]) -> float:
+        """The score of one conversation. Raises whatever the model raised for its batch."""
+        answer: Future[float] = Future()
+        self._waiting.put((messages, answer))
+        return answer.result()
+
+    def _work(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            while len(batch) < MAX_BATCH and not self._waiting.empty():
+                batch.append(self._waiting.get())
+            try:
+                scores = self._scorer.score([messages for messages, _ in batch])
+            except Exception as error:  # a template or the device: its callers hear it, the process goes on
+                for _, answer in batch:
+                    answer.set_exception(error)
+                continue
+            for (_, answer), score in zip(batch, scores, strict=True):
+                answer.set_result(score)

@@ -1,0 +1,162 @@
+"""`client.chat.completions.create(...)`: the form in which programs call model servers, answered by the engine here.
+
+Messages are dicts or objects with `role` and `content`. An answer that calls tools has `tool_calls`; if it comes back
+in a later call, it is read as the text that the model wrote, so that the sequence goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from envs.tools.parsing import ToolCall as ParsedCall
+from envs.tools.parsing import parse_json, parse_tags, spoken
+from streamrl.environment import ChatMessage, Generated
+from streamrl.errors import TaskError
+
+ROLES = ("system", "user", "assistant", "tool")
+PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train")
+IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store")
+"""Of a server; they mean nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the model said; `content` is all of its text, calls of tools included."""
+
+    content: str
+    role: str = "assistant"
+    tool_calls: list[ToolCall] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    message: Message
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    id: str
+    choices: list[Choice]
+    usage: Mapping[str, int] = field(default_factory=dict)
+    object: str = "chat.completion"
+
+
+class Generates(Protocol):
+    async def generate(self, prompt: Sequence[Any], **options: Any) -> Generated: ...
+
+
+class Chat:
+    """`chat.completions.create`.
+
+    Attributes:
+        texts: what the model wrote, by the id of a tool call in it.
+    """
+
+    def __init__(self, client: Generates) -> None:
+        self.texts: dict[str, str] = {}
+        self._client = client
+        self._num_calls = self._num_completions = 0
+
+    @property
+    def completions(self) -> Chat:
+        return self
+
+    async def create(self, *, messages: Sequence[Any], tools: Sequence[Any] = (), **options: Any) -> ChatCompletion:
+        """One answer to a conversation. Raises TaskError for an option that is not served, and as `generate` does."""
+        given = {key: value for key, value in options.items() if value is not None and key not in IGNORED}
+        limits = [given.pop(key) for key in ("max_tokens", "max_completion_tokens") if key in given]
+        for key, only in (("n", 1), ("stream", False), ("tool_choice", "auto")):
+            if given.pop(key, only) != only:
+                raise TaskError(f"chat.completions.create got {key}={options[key]!r}: here it can only be {only!r}")
+        unknown = sorted(set(given) - set(PASSED))
+        if unknown:
+            raise TaskError(
+                f"chat.completions.create does not take {', '.join(unknown)}: it takes messages, tools, max_tokens, "
+                f"{', '.join(PASSED)}"
+            )
+        answer = await self._client.generate(
+            messages, tools=list(tools or ()), max_new_tokens=min(limits, default=None), **given
+        )
+        calls = self._calls(answer.text) if tools else []
+        self._num_completions += 1
+        finish = "tool_calls" if calls else answer.finish if answer.finish == "length" else "stop"
+        return ChatCompletion(
+            f"completion-{self._num_completions}", [Choice(Message(answer.text, tool_calls=calls or None), finish)],
+            {"completion_tokens": len(answer.token_ids)},
+        )
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """Calls that can be read; what is none stays text."""
+        found = []
+        for call in parse_tags(spoken(text), ()) or parse_json(spoken(text), ()):
+            if isinstance(call, ParsedCall):
+                self._num_calls += 1
+                found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(call.name, json.dumps(call.arguments))))
+        self.texts |= {call.id: text for call in found}
+        return found
+
+
+def as_messages(messages: Sequence[Any], texts: Mapping[str, str]) -> list[ChatMessage]:
+    """Messages in any of their forms. Raises TaskError for one that is none.
+
+    Args:
+        texts: what the model wrote, by the id of a tool call in it.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise TaskError(
+            f"the client got the prompt {messages!r:.60}: give a list of messages, a text, or a list of token ids"
+        )
+    return [_message(one, texts) for one in messages]
+
+
+def _message(one: Any, texts: Mapping[str, str]) -> ChatMessage:
+    def read(name: str) -> Any:
+        return one.get(name) if isinstance(one, Mapping) else getattr(one, name, None)
+
+    role = "system" if read("role") == "developer" else read("role")
+    content = read("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    calls = read("tool_calls")
+    if calls:
+        content = _with_calls(content or "", calls, texts)
+    if role not in ROLES or not isinstance(content, str | None):
+        raise TaskError(
+            f"the client got the message {one!r:.80}: a message has a role of {', '.join(ROLES)}, and a text as content"
+        )
+    return ChatMessage(role, content or "")
+
+
+def _with_calls(content: str, calls: Sequence[Any], texts: Mapping[str, str]) -> str:
+    """An assistant's message with calls as text: the model's own if it wrote them here."""
+    written = []
+    for call in calls:
+        get = call.get if isinstance(call, Mapping) else lambda name, call=call: getattr(call, name, None)
+        if get("id") in texts:
+            return texts[get("id")]
+        function = get("function")
+        name, arguments = (
+            (function.get("name"), function.get("arguments")) if isinstance(function, Mapping)
+            else (getattr(function, "name", None), getattr(function, "arguments", None))
+        )
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        written.append(f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>')
+    return "\n".join([content, *written] if content else written)

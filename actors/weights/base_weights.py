@@ -1,0 +1,40 @@
+"""How a version reaches an engine: as a whole model, as an adapter beside its base, or merged with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.engines.base import Engine, InstallTimes, TakesAdapters
+from streamrl.messages import Base, VersionRef
+from streamrl.weights.adapter import merged
+from streamrl.weights.document import Document
+from streamrl.weights.manifest import same_weights
+
+
+@dataclass(slots=True)
+class HeldBase:
+    """The base that an actor fetched; `loaded` once the engine has it."""
+
+    document: Document
+    scale: float
+    loaded: bool = False
+
+    def serves(self, base: Base) -> bool:
+        """Whether it is the base that the hub names."""
+        return same_weights(self.document.manifest, base.manifest) and self.scale == base.scale
+
+
+def takes_adapters(engine: Engine) -> bool:
+    return isinstance(engine, TakesAdapters)
+
+
+async def install_version(engine: Engine, document: Document, ref: VersionRef, base: HeldBase | None) -> InstallTimes:
+    """Give the engine this version. Raises: as `Engine.install`."""
+    if base is None:
+        return await engine.install(document.tensors(), ref)
+    if not isinstance(engine, TakesAdapters):
+        return await engine.install(dict(merged(base.document.tensors(), document.tensors(), base.scale)), ref)
+    if not base.loaded:
+        await engine.install_base(base.document.tensors())
+        base.loaded = True
+    return await engine.install_adapter(document.tensors(), ref)

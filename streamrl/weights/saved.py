@@ -1,0 +1,85 @@
+"""The weights in a run's checkpoints, for readers that are no learner: one version, each tensor whole.
+
+A checkpoint is `ckpt-<version>/`: a manifest with the digest of every file, and a safetensors file of each rank whose
+header says where in the whole tensor each block begins (`learner.checkpoint` writes them).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from torch import Tensor
+
+from streamrl.errors import CheckpointError
+
+PREFIX = "model/model."
+"""Before the name of a parameter of the policy's model."""
+_PIECE = 1 << 22
+
+
+def saved_versions(run_dir: Path | str) -> list[int]:
+    """Versions that the run's checkpoints hold, ascending."""
+    found = (path.parent.name.removeprefix("ckpt-") for path in Path(run_dir).glob("ckpt-*/manifest.json"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def read_version(run_dir: Path | str, version: int) -> Iterator[tuple[str, Tensor]]:
+    """(parameter, tensor) of a saved version of the policy, under the names of its model.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a file of it is damaged.
+    """
+    folder = Path(run_dir) / f"ckpt-{version:08d}"
+    files = [safe_open(path, framework="pt") for path in _checked_files(folder)]
+    blocks: dict[str, list[tuple[int, list[int]]]] = {}  # key -> (file, where its block begins)
+    wholes: dict[str, list[int]] = {}
+    for number, file in enumerate(files):
+        for key, box in json.loads(file.metadata()["boxes"]).items():
+            if key.startswith(PREFIX):
+                blocks.setdefault(key, []).append((number, box["offset"]))
+                wholes[key] = box["whole"]
+    if not blocks:
+        raise CheckpointError(f"{folder} holds no weights of a policy: take a checkpoint of this release.")
+    for key, parts in blocks.items():
+        yield key.removeprefix(PREFIX), _joined(key, wholes[key], [(files[n].get_tensor(key), at) for n, at in parts])
+
+
+def _joined(key: str, whole: list[int], parts: list[tuple[Tensor, list[int]]]) -> Tensor:
+    if len(parts) == 1 and list(parts[0][0].shape) == whole:
+        return parts[0][0]
+    out, filled = torch.empty(whole, dtype=parts[0][0].dtype), 0
+    for part, offset in parts:
+        out[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
+        filled += part.numel()
+    if filled != math.prod(whole):
+        raise CheckpointError(
+            f"{key!r}: the files hold {filled} of its {math.prod(whole)} numbers, take another version"
+        )
+    return out
+
+
+def _checked_files(folder: Path) -> list[Path]:
+    """The files of all ranks, their digests compared with the manifest's."""
+    try:
+        entries = json.loads((folder / "manifest.json").read_bytes())["body"]["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is no whole checkpoint, take another version: {error}") from error
+    paths = [folder / name for name in sorted(entries) if name.endswith(".safetensors")]
+    for path in paths:
+        if not path.is_file() or _digest(path) != entries[path.name]["xxh3_128"]:
+            raise CheckpointError(f"{path} is missing or damaged: its digest is not the manifest's")
+    return paths
+
+
+def _digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            state.update(piece)
+    return state.hexdigest()
