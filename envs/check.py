@@ -14,7 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.task_file import NO_TASK, describe
-from streamrl.environment import MAX_REWARD, ChatMessage, HasLastStep, HasTarget, InputText, Record, Step, Task
+from streamrl.environment import (
+    MAX_REWARD,
+    ChatMessage,
+    DrivesGeneration,
+    Env,
+    HasLastStep,
+    HasSetUp,
+    HasTarget,
+    InputText,
+    Record,
+    Step,
+    Task,
+)
 from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -55,6 +67,11 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
         if not isinstance(count, int) or count < 1:
             raise TaskError(f"task {task.name!r}: num_records({split!r}) must be a positive integer, got {count!r}.")
         record = _checked_record(where, task, split)
+        if isinstance(_call(where, "env", task.env), DrivesGeneration):
+            continue  # it needs an engine: the first episodes show what is wrong with it
+        if isinstance(task, HasSetUp):
+            _reset(where, task, record, limits)
+            continue
         probe = _play(where, task, record, PROBE, limits)
         if isinstance(task, HasTarget):
             target = _call(where, "target", task.target, record)
@@ -82,11 +99,16 @@ def _checked_record(where: str, task: Task, split: str) -> Record:
     return record
 
 
-def _play(where: str, task: Task, record: Record, completion: str, limits: _Limits) -> Step:
+def _reset(where: str, task: Task, record: Record, limits: _Limits) -> Env:
     env = _call(where, "env", task.env)
     messages = _call_as_actor(where, "reset", env.reset, record, limits)
     if not isinstance(messages, InputText):
         _check_messages(where, "reset", messages, at_least=1)
+    return env
+
+
+def _play(where: str, task: Task, record: Record, completion: str, limits: _Limits) -> Step:
+    env = _reset(where, task, record, limits)
     step = _checked_step(where, "step", _call_as_actor(where, "step", env.step, completion, limits), completion)
     if not step.done and isinstance(env, HasLastStep):
         last = _call_as_actor(where, "last_step", env.last_step, completion, limits)
@@ -105,7 +127,9 @@ def _checked_step(where: str, method: str, step: Any, completion: str) -> Step:
             raise TaskError(f"{where}: {key} must be a finite number, got {value!r} for the completion {completion!r}.")
         if abs(value) > MAX_REWARD:
             raise TaskError(f"{where}: {key} {value:g} is beyond {MAX_REWARD:g} and taken for a mistake: scale it.")
-    goes_on = method == "step" and not step.done and step.text is None
+    if step.context is not None and not isinstance(step.context, InputText):
+        _check_messages(where, f"{method}, context,", step.context, at_least=1)
+    goes_on = method == "step" and not step.done and step.text is None and step.context is None
     _check_messages(where, method, step.messages, at_least=1 if goes_on else 0)
     return step
 

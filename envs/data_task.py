@@ -44,6 +44,9 @@ class DataTask:
         self._settings, self._shape, self._make_env, self._reward = settings, shape, make_env, reward
         self.stop: Sequence[str] = getattr(reward, "stop", ())
         """Texts that end an answer, unless rollout.*.sampling.stop says others."""
+        for optional in ("set_up", "tear_down"):
+            if hasattr(reward, optional):
+                setattr(self, optional, getattr(reward, optional))
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -101,7 +104,10 @@ def task_from_data(settings: TaskSettings) -> DataTask:
 def player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
     """What makes environments of one question and one answer."""
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    kind = AsyncAnswerEnv if is_async else AnswerEnv
+    if getattr(reward, "batched", False):
+        kind: type[AnswerEnv] = AsyncBatchedAnswerEnv if is_async else BatchedAnswerEnv
+    else:
+        kind = AsyncAnswerEnv if is_async else AnswerEnv
     return lambda: kind(reward, name, shape)
 
 
@@ -113,6 +119,7 @@ class AnswerEnv:
         self._record: Record = {}
         self._prompt: Sequence[ChatMessage] = ()
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.may_block = bool(getattr(reward, "may_block", False))
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._record, self._prompt, self.tools = record, self._shape.messages(record), tool_schemas(record)
@@ -127,3 +134,31 @@ class AsyncAnswerEnv(AnswerEnv):
 
     async def step(self, action: str) -> Step:
         return as_step(await self._reward(self._record, action, self._prompt), self._name)
+
+
+class BatchedAnswerEnv(AnswerEnv):
+    """With a reward that takes lists: it is called once for the answers of a group that one actor generates."""
+
+    def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:
+        return self._steps(self._reward.score_group([env.answered(action) for env, action in turns]))
+
+    def answered(self, action: str) -> tuple[Record, str, Sequence[ChatMessage]]:
+        """What the reward needs to know of this answer."""
+        return self._record, action, self._prompt
+
+    def _steps(self, values: Sequence[Any]) -> Sequence[Step | Exception]:
+        """A bad value costs its own member only."""
+        return [self._step_or_error(value) for value in values]
+
+    def _step_or_error(self, value: Any) -> Step | Exception:
+        try:
+            return as_step(value, self._name)
+        except TaskError as error:
+            return error
+
+
+class AsyncBatchedAnswerEnv(BatchedAnswerEnv, AsyncAnswerEnv):
+    """The same with a reward that is awaited."""
+
+    async def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:  # type: ignore[override]
+        return self._steps(await self._reward.score_group([env.answered(action) for env, action in turns]))

@@ -19,8 +19,10 @@ from typing import Any
 from envs.adapters.gem import gem_task
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import construct, task_from_file
+from envs.tasks.games import GAMES
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
+from envs.tasks.search_questions import SearchQuestions, search_file
 from envs.tasks.strings import OPERATIONS, StringTask
 from envs.tasks.tool_arithmetic import ToolArithmetic
 from envs.tools.task import with_tools
@@ -32,6 +34,8 @@ from streamrl.extension import did_you_mean, import_attribute
 REGISTERED: dict[str, Callable[..., Task]] = {
     **{f"string.{op}": partial(StringTask, op) for op in OPERATIONS},
     ToolArithmetic.name: ToolArithmetic,
+    SearchQuestions.name: SearchQuestions,
+    **GAMES,
     **{name: partial(ReasoningTask, one.dataset, **one.options) for name, one in NAMED.items()},
 }
 
@@ -45,6 +49,8 @@ def task_of(settings: TaskSettings) -> Task:
 def _plain_task(settings: TaskSettings) -> Task:
     env, data, reward = settings.env, settings.data, settings.reward
     if data.path is not None:
+        if env.name == SearchQuestions.name and env.path is None and reward.type is None and not reward.weights:
+            return construct(partial(search_file, settings), dict(env.options), env.name)
         return task_from_data(_with_format(settings))
     if env.path is None and env.name in FORMATS:
         raise TaskError(f"env.name={env.name} says how records of a file are scored: give data.path=train.jsonl, too.")

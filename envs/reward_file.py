@@ -24,17 +24,22 @@ from envs.adapters.dialogue import DialogueEnv
 from envs.adapters.forms import Form, only_form
 from envs.adapters.gymnasium_text import GymnasiumEnv
 from envs.adapters.reward_functions import RewardFunctions
+from envs.adapters.rl2 import GenerateEnv
+from envs.adapters.rl4llm import InteractionLoopEnv
+from envs.adapters.rollouts import RolloutEnv, record_parameter
 from envs.adapters.text_steps import SampleStepEnv, TextStepEnv
 from envs.data.shapes import RecordShape, tool_schemas
-from envs.reward_values import only_of_batch
+from envs.reward_values import entries_of_batch
 from envs.task_file import refuse_unknown, run_file
-from streamrl.environment import ChatMessage, Env, Record
+from streamrl.environment import ChatMessage, DrivesGeneration, Env, Record
 from streamrl.errors import TaskError
 
 SAME_AS = {"response": "completion", "solution_str": "completion", "ground_truth": "answer", "gt_answer": "answer"}
 """Parameters under other names that libraries use, where the record has no such field."""
 GIVEN = ("messages", "prompt", "completion", "answer", "record", "extra_info")
 
+Answer = tuple[Record, str, Sequence[ChatMessage]]
+"""A record, the model's answer to it, and the conversation before that."""
 Named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
@@ -67,6 +72,8 @@ def _served(
             refuse_unknown(options, [], file)
             kind = suited(TextStepEnv if form.kind == "step" else SampleStepEnv, first)
             return EnvFactory(lambda: kind(first, f"{file}: {form.kind}", shape))
+        case "rollout" | "generate" | "loop":
+            return EnvFactory(_driver(form, module, options, shape, file))
         case "dialogue":
             reward, interact = alike(written_reward(first, shape, options, f"{file}: reward_fn"), form.found[1])
             talk = suited(DialogueEnv, reward, interact)
@@ -84,6 +91,29 @@ def _served(
     if inspect.isfunction(write := getattr(module, "target", None)):
         found.target = lambda record, answer: write(record)
     return found
+
+
+def _driver(
+    form: Form, module: ModuleType, options: Mapping[str, Any], shape: RecordShape, file: str
+) -> Callable[[], DrivesGeneration]:
+    """What makes an environment with an interaction loop of its own."""
+    first = form.found[0]
+    if form.kind == "loop":
+        if len(form.found) == 1:
+            raise TaskError(
+                f"{file} defines {form.what} and no reward: add a class with __call__(messages, ground_truth, "
+                "**kwargs), it scores the conversation that the loop leaves."
+            )
+        rewards = _served(form.found[1], module, {}, shape)
+        assert isinstance(rewards, RewardFunctions)
+        return lambda: InteractionLoopEnv(first, options, rewards, f"{file}: {first.__name__}", shape)
+    if inspect.isclass(first):
+        return lambda: RolloutEnv(_made(first, options, file).rollout, f"{file}: {first.__name__}.rollout", shape)
+    refuse_unknown(options, [], file)
+    if form.kind == "generate":
+        return lambda: GenerateEnv(first, f"{file}: generate", shape)
+    record_parameter(first, f"{file}: rollout")
+    return lambda: RolloutEnv(first, f"{file}: rollout", shape)
 
 
 def written_reward(
@@ -108,22 +138,29 @@ class WrittenReward:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._needed = [p.name for p in parameters if p.kind in Named and p.default is p.empty]
         self._known = [p.name for p in parameters if p.kind in Named]
-        self._batched = "completions" in self._known
+        self.batched = "completions" in self._known
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise TaskError(f"{name} has parameters before a `/`: they are passed by name, so leave the `/` out.")
         if not self._takes_any:
             refuse_unknown(options, self._known, name)
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Any:
-        return self._result(self._function(**self._arguments(record, completion, prompt)))
+        value = self._function(**self._arguments((record, completion, prompt)))
+        return entries_of_batch(value, 1, self.name)[0] if self.batched else value
 
-    def _result(self, value: Any) -> Any:
-        return only_of_batch(value, self.name) if self._batched else value
+    def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:
+        """What the batched form returned for each. Raises TaskError for a list of another length."""
+        return entries_of_batch(self._function(**self._arguments(*answers)), len(answers), self.name)
 
-    def _arguments(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> dict[str, Any]:
-        given = self._values(record, completion, prompt)
-        if self._batched:
-            given = {f"{name}s" if name in ("prompt", "completion") else name: [value] for name, value in given.items()}
+    def _arguments(self, *answers: Answer) -> dict[str, Any]:
+        record = answers[0][0]
+        values = [self._values(*answer) for answer in answers]
+        given = values[0]
+        if self.batched:
+            given = {
+                f"{name}s" if name in ("prompt", "completion") else name: [one[name] for one in values]
+                for name in given
+            }
         given |= self._options
         for name, same in SAME_AS.items():
             if name not in given and same in given:
@@ -151,7 +188,7 @@ class WrittenReward:
             **record,
             "messages": [*opening, reply],
             "prompt": prompt[0].content if is_text else opening,
-            "completion": [reply] if self._batched and not is_text else completion,
+            "completion": [reply] if self.batched and not is_text else completion,
             "answer": self._shape.answer(record),
             "record": dict(record),
             "extra_info": {**others, **(extra if isinstance(extra, Mapping) else {})},
@@ -166,7 +203,11 @@ class AsyncWrittenReward(WrittenReward):
     """The same for a function with `async def`."""
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Any:
-        return self._result(await self._function(**self._arguments(record, completion, prompt)))
+        value = await self._function(**self._arguments((record, completion, prompt)))
+        return entries_of_batch(value, 1, self.name)[0] if self.batched else value
+
+    async def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:  # type: ignore[override]
+        return entries_of_batch(await self._function(**self._arguments(*answers)), len(answers), self.name)
 
 
 @dataclass(frozen=True)
@@ -178,10 +219,10 @@ class EnvFactory:
         needs_turns: it is of no use with env.max_turns=1.
     """
 
-    make: Callable[[], Env]
+    make: Callable[[], Env | DrivesGeneration]
     needs_turns: bool = False
 
-    def __call__(self) -> Env:
+    def __call__(self) -> Env | DrivesGeneration:
         return self.make()
 
 

@@ -35,18 +35,19 @@ def as_step(value: Any, source: str) -> Step:
     return Step(reward=number(value, source))
 
 
-def only_of_batch(value: Any, source: str) -> Any:
-    """The one entry of what a batched reward function returned for one completion."""
+def entries_of_batch(value: Any, num: int, source: str) -> Sequence[Any]:
+    """What a batched reward function returned for `num` completions. Raises TaskError for another number of entries."""
     try:
         values = None if isinstance(value, str | bytes | Mapping) else list(value)
     except TypeError:
         values = None
-    if values is None or len(values) != 1:
+    if values is None or len(values) != num:
+        lists = "one completion" if num == 1 else f"{num} completions"
         raise TaskError(
             f"{source} takes `completions`, so it is called with lists and must return a list with one reward for "
-            f"each: for one completion it returned {value!r:.80}."
+            f"each: for {lists} it returned {value!r:.80}."
         )
-    return values[0]
+    return values
 
 
 def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
@@ -73,6 +74,8 @@ def number(value: Any, source: str) -> float:
         if inspect.iscoroutine(value):
             value.close()  # else Python warns that it was never awaited
         raise TaskError(f"{source} returned a coroutine: define the function itself with `async def`.")
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise TaskError(f"{source} returned a generator: it holds `yield` where `return` belongs; return {FORMS}.")
     if value is None:
         raise TaskError(f"{source} returned None: return {FORMS} (is a `return` missing?).")
     if isinstance(value, str | bytes):

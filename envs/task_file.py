@@ -18,6 +18,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,10 @@ from envs.adapters.awaiting import alike, suited
 from envs.adapters.forms import REWARDS, Form, forms_of
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask
 from envs.adapters.origins import origins_importable
+from envs.adapters.rl2 import GenerateEnv
+from envs.adapters.rollouts import RolloutEnv
 from envs.adapters.text_steps import StartingTextStepEnv
+from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError
 from streamrl.extension import did_you_mean
@@ -165,6 +169,11 @@ def _seeded(form: Form, module: ModuleType, file: Path) -> Callable[..., Any]:
         step, start = alike(step, start)
         plays = suited(StartingTextStepEnv, step, start)
         return lambda: SeededTask(file.stem, lambda: plays(step, f"{file.name}: step", None, start), **sizes)
+    if form.kind in ("rollout", "generate") and inspect.isfunction(form.found[0]):
+        (function,) = form.found
+        driver = RolloutEnv if form.kind == "rollout" else GenerateEnv
+        made = partial(driver, function, f"{file.name}: {form.kind}", RecordShape())
+        return lambda: SeededTask(file.stem, made, **sizes)
     if form.kind in REWARDS:
         raise TaskError(
             f"{file.name} scores answers but holds no prompts: give it records with data.path=train.jsonl, or define "

@@ -7,8 +7,9 @@
     env_step      env_step(sample)
     rewards       classes with a name and __call__(messages, ground_truth, **kwargs), perhaps reward_transform_fn
     gymnasium     a class with reset(seed, options) -> (observation, info) and step(action) -> five values
-
-Two interfaces drive the generation themselves and are refused by name.
+    rollout       rollout(record, client), or a class with it: drives the generation itself
+    generate      generate(config, tokenizer, router_url, sample), likewise
+    loop          a class with _run_interaction_loop and rewards for what it leaves, likewise
 """
 
 from __future__ import annotations
@@ -27,15 +28,10 @@ REWARDS = ("reward", "reward class", "rewards")
 """Kinds of forms that score an answer and play nothing."""
 INTERFACES = (
     "reward_fn(messages, answer), perhaps with interact(messages); reward(prompt, completion, **record); "
-    "step(state, action, extra_info); env_step(sample); a class with reset(record) and step(action); a class with "
-    "Gymnasium's reset(seed, options) and step(action); classes with __call__(messages, ground_truth)"
+    "step(state, action, extra_info); env_step(sample); rollout(record, client); a class with reset(record) and "
+    "step(action); a class with Gymnasium's reset(seed, options) and step(action); classes with "
+    "__call__(messages, ground_truth)"
 )
-DRIVES = (
-    "drives the generation itself, through a server that it calls. Actors own the generation: they record tokens, "
-    "log-probs and versions as they sample. Write the turns as env_step(sample), step(state, action, extra_info), "
-    "interact(messages) or a class with reset(record) and step(action) instead (docs/interfaces.md)."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -51,12 +47,17 @@ def forms_of(module: ModuleType) -> list[Form]:
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
     functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
     classes = [value for value in own.values() if inspect.isclass(value) and not inspect.isabstract(value)]
-    _refuse_drivers(functions, classes)
     forms = [*_function_forms(module, functions), *_class_forms(classes)]
     written_for = module.__dict__.get("reward_functions")  # a list of rewards that are made already
     if isinstance(written_for, list | tuple) and written_for and all(map(_scores_dialogues, map(type, written_for))):
         forms = [form for form in forms if form.kind != "rewards"]
         forms.append(Form("rewards", "reward_functions", tuple(written_for)))
+    loops = [form for form in forms if form.kind == "loop"]
+    rewards = [form for form in forms if form.kind == "rewards"]
+    if loops and rewards:  # they belong together
+        loop = loops[0]
+        forms = [form for form in forms if form not in (loop, rewards[0])]
+        forms.append(Form("loop", loop.what, (*loop.found, rewards[0])))
     return forms
 
 
@@ -83,6 +84,13 @@ def _function_forms(module: ModuleType, functions: Mapping[str, Callable[..., An
     step = functions.get("step")
     if step is not None and len(parameters_of(step)) == 3:
         forms.append(Form("step", "step(state, action, extra_info)", (step, functions.get("reset"))))
+    rollout = functions.get("rollout")
+    if rollout is not None and "client" in parameters_of(rollout):
+        forms.append(Form("rollout", f"rollout({', '.join(parameters_of(rollout))})", (rollout,)))
+    generate = functions.get("generate")
+    if generate is not None and "router_url" in parameters_of(generate):
+        forms.append(Form("generate", f"generate({', '.join(parameters_of(generate))})", (generate,)))
+        return forms  # an env_step beside it is its own
     env_step = functions.get("env_step")
     if env_step is not None and len(parameters_of(env_step)) == 1:
         forms.append(Form("env_step", "env_step(sample)", (env_step,)))
@@ -92,7 +100,11 @@ def _function_forms(module: ModuleType, functions: Mapping[str, Callable[..., An
 def _class_forms(classes: list[type]) -> list[Form]:
     forms = []
     for kind in classes:
-        if _has(kind, "reset", "step"):
+        if _has(kind, "_run_interaction_loop"):
+            forms.append(Form("loop", f"class {kind.__name__} with _run_interaction_loop", (kind,)))
+        elif _has(kind, "rollout") and "client" in parameters_of(kind.rollout):  # type: ignore[attr-defined]
+            forms.append(Form("rollout", f"class {kind.__name__} with rollout", (kind,)))
+        elif _has(kind, "reset", "step"):
             form = "gymnasium" if _is_gymnasium(kind) else "environment"
             forms.append(Form(form, f"class {kind.__name__}", (kind,)))
         elif _has(kind, "reward"):
@@ -116,17 +128,6 @@ def _scores_dialogues(kind: type) -> bool:
 
 def _has(kind: type, *methods: str) -> bool:
     return all(callable(getattr(kind, method, None)) for method in methods)
-
-
-def _refuse_drivers(functions: Mapping[str, Callable[..., Any]], classes: list[type]) -> None:
-    """A loop over a generation client cannot be played: no record of its tokens would exist."""
-    for kind in classes:
-        if callable(getattr(kind, "_run_interaction_loop", None)):
-            raise TaskError(f"class {kind.__name__} with _run_interaction_loop {DRIVES}")
-    for name, drives in (("generate", {"router_url"}), ("rollout", {"client"})):
-        function = functions.get(name)
-        if function is not None and drives <= set(parameters_of(function)):
-            raise TaskError(f"the function {name}({', '.join(parameters_of(function))}) {DRIVES}")
 
 
 def _file(module: ModuleType) -> str:

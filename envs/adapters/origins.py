@@ -9,43 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from streamrl.environment import ChatMessage
-from streamrl.errors import TaskError
-
-
-@dataclass
-class Sample:
-    """What `env_step(sample)` of RL2 reads: the record, and input and output of the model's last turn."""
-
-    sample: dict[str, Any] = field(default_factory=dict)
-    state_text: str = ""
-    action_text: str = ""
-    turn: int = 0
-
-
-class BaseRewardFunction:
-    """The base of rewards of rl4llm: a name, and `__call__(messages, ground_truth, **kwargs)`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def base_generate(*args: Any, **options: Any) -> Any:
-    """Never called: actors drive the generation themselves."""
-    raise TaskError("base_generate was called by the file: leave the call out, actors generate and call its env_step.")
-
+from envs.adapters import rl2, rl4llm
 
 STANDING_IN: Mapping[str, Mapping[str, Any]] = {
-    "RL2.datasets": {"Sample": Sample, "base_generate": base_generate},
-    "rl4llm.core.base_env": {
-        "BaseRewardFunction": BaseRewardFunction, "ChatMessage": ChatMessage,
-        "BaseMDPEnv": type("BaseMDPEnv", (), {}), "EnvState": type("EnvState", (), {}),
+    "RL2.datasets": {
+        "Sample": rl2.Sample, "base_generate": rl2.base_generate, "initialize_state_dict": rl2.initialize_state_dict,
+        "add_llm_response": rl2.add_llm_response, "add_env_response": rl2.add_env_response,
     },
+    "RL2.utils.communication": {"async_request": rl2.async_request},
+    "rl4llm.core.base_env": {
+        name: getattr(rl4llm, name)
+        for name in ("BaseRewardFunction", "ChatMessage", "BaseMDPEnv", "EnvState", "SampleState")
+    },
+    "rl4llm.core.base_inference_client": {"InferenceClient": rl4llm.InferenceClient},
 }
 """By module: the names that may be imported from it."""
 
@@ -53,17 +33,20 @@ STANDING_IN: Mapping[str, Mapping[str, Any]] = {
 @contextmanager
 def origins_importable() -> Iterator[None]:
     """Inside, the modules above can be imported; those that are installed are the real ones."""
+    roots = {name.partition(".")[0] for name in STANDING_IN}
+    missing = {root for root in roots if root not in sys.modules and find_spec(root) is None}
     added = []
     for name, names in STANDING_IN.items():
-        if name.partition(".")[0] in sys.modules or find_spec(name.partition(".")[0]) is not None:
-            continue
         parts = name.split(".")
+        if parts[0] not in missing:
+            continue
         for length in range(1, len(parts) + 1):
-            module = ModuleType(".".join(parts[:length]))
-            module.__path__ = []  # a package, so that what it lacks is a ModuleNotFoundError with its whole name
-            sys.modules[module.__name__] = module
-            added.append(module.__name__)
-        vars(module).update(names)
+            path = ".".join(parts[:length])
+            if path not in sys.modules:
+                sys.modules[path] = module = ModuleType(path)
+                module.__path__ = []  # a package, so that what it lacks is a ModuleNotFoundError with its whole name
+                added.append(path)
+        vars(sys.modules[name]).update(names)
     try:
         yield
     finally:

@@ -1,18 +1,18 @@
 """`step(state, action, extra_info)` and `env_step(sample)` of RL2: environments that work on the model's input as text.
 
 `state` is the text that the model read and `action` what it wrote. What `next_state` adds to the two is encoded alone
-and follows the sampled tokens. A next state that does not begin with them would need a sequence of its own; a
-trajectory holds one, so it is refused.
+and follows the sampled tokens. A next state that does not begin with them begins another sequence of the trajectory.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from envs.adapters.awaiting import call
-from envs.adapters.origins import Sample
+from envs.adapters.rl2 import Sample
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import number
 from streamrl.environment import ChatMessage, InputText, Record, Step
@@ -77,24 +77,20 @@ class TextStepEnv:
         )
         if done or last:
             return step
-        return Step(step.reward, False, step.score, text=self._added(answer.get("next_state"), action))
+        return self._goes_on(step, answer.get("next_state"), action)
 
-    def _added(self, next_state: Any, action: str) -> str:
-        """What the next state adds to the state and the action before it; the state then is the next one."""
+    def _goes_on(self, step: Step, next_state: Any, action: str) -> Step:
+        """With what the next state adds to the state and the action before it, or with all of it in their place."""
         before = self._state + action
         if not isinstance(next_state, str):
             raise TaskError(
                 f"{self._name} returned next_state={next_state!r:.80} although it is not done: return "
-                "state + action + what the environment says, or done=True."
-            )
-        if not next_state.startswith(before):
-            raise TaskError(
-                f"{self._name} returned a next_state that does not begin with state + action, but with "
-                f"{next_state[:60]!r}: that needs several sequences in one trajectory, which is not supported. Return "
-                "state + action + what the environment says."
+                "state + action + what the environment says, another text that the model reads next, or done=True."
             )
         self._state = next_state
-        return next_state[len(before) :]
+        if next_state.startswith(before):
+            return replace(step, text=next_state[len(before) :])
+        return replace(step, context=InputText(next_state))
 
 
 class StartingTextStepEnv(TextStepEnv):

@@ -31,6 +31,8 @@ Grader = Callable[[str, str], float]
 class MathGrader:
     """math-verify in worker processes with a time limit of their own; a comparison that takes longer is worth 0."""
 
+    may_block = True
+
     def __init__(self, settings: RewardConfig) -> None:
         self._settings = settings
         self._pool: WorkerPool | None = None
@@ -54,6 +56,7 @@ class _FoundAnswer:
 
     def __init__(self, settings: RewardConfig, shape: RecordShape, grader: Grader) -> None:
         self._settings, self._shape, self._grader = settings, shape, grader
+        self.may_block = bool(getattr(grader, "may_block", False))
 
     def find(self, completion: str) -> str | None:
         raise TypeError(f"{type(self).__name__} must define find(completion)")

@@ -27,6 +27,7 @@ BATCH = 8
 class Code:
     """Full reward if every test case passes, and the program stood in a fence of Python."""
 
+    may_block = True
     system_prompt = "Answer with one Python program in a fence that starts with ```python."
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:

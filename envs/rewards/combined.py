@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs.reward_values import as_step
@@ -16,12 +16,23 @@ class Combined:
     def __init__(self, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
         self._rewards, self._weights = rewards, weights
         self.system_prompt = _first(rewards, "system_prompt")
+        self.may_block = any(getattr(reward, "may_block", False) for reward in rewards.values())
         target = _first(rewards, "target")
         if target is not None:
             self.target = target
+        self._set_up = [one for one in rewards.values() if hasattr(one, "set_up")]
+        if self._set_up:
+            self.set_up, self.tear_down = self._all("set_up"), self._all("tear_down")
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         return self._sum({name: reward(record, completion, prompt) for name, reward in self._rewards.items()})
+
+    def _all(self, method: str) -> Callable[[], None]:
+        def call() -> None:
+            for reward in self._set_up:
+                getattr(reward, method)()
+
+        return call
 
     def _sum(self, values: Mapping[str, Any]) -> Step:
         steps = {name: as_step(value, f"reward {name}") for name, value in values.items()}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENED, _CLOSED = ANSWER_TAGS[2:]
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _FINAL = "####"
@@ -28,8 +28,14 @@ def last_boxed(text: str) -> str | None:
 
 def last_answer_tag(text: str) -> str | None:
     """Content of the last `<answer>...</answer>`, stripped; None if there is none."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    end = text.rfind(_CLOSED)
+    while end >= 0:  # not a regular expression: its time is quadratic in tags that are never closed
+        before = text.rfind(_CLOSED, 0, end)
+        start = text.find(_OPENED, max(before, 0), end)
+        if start >= 0:
+            return text[start + len(_OPENED) : end].strip()
+        end = before
+    return None
 
 
 def last_number(text: str) -> str | None:
@@ -41,6 +47,11 @@ def last_number(text: str) -> str | None:
 def first_found(text: str, *finders: Callable[[str], str | None]) -> str | None:
     """What the first finder gives that finds anything."""
     return next((found for find in finders if (found := find(text)) is not None), None)
+
+
+def stated_answer(text: str) -> str:
+    """The answer that a completion gives, for comparing completions: in a box, in a tag, or all of it."""
+    return first_found(text, last_boxed, last_answer_tag) or text.strip()
 
 
 def final_answer(text: str) -> str:

@@ -12,7 +12,7 @@ from envs.rewards.answers import boxed, exact, math, think_answer_tags
 from envs.rewards.code import Code
 from envs.rewards.combined import combine
 from envs.rewards.forms import Length, Repetition, Tags
-from envs.rewards.services import Judge, RewardModel
+from envs.rewards.services import Judge, reward_model
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import RewardFunction
 from streamrl.errors import ConfigError
@@ -29,7 +29,7 @@ REWARDS: dict[str, MakeReward] = {
     "length": Length,
     "repetition": Repetition,
     "judge": Judge,
-    "model": RewardModel,
+    "model": reward_model,
 }
 
 

@@ -11,11 +11,13 @@ import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
 
 from envs.data.shapes import RecordShape
+from envs.rewards.local_model import LocalModel, check_checkpoint
 from streamrl.config.schema import RewardConfig, ServiceConfig
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
@@ -109,16 +111,61 @@ class RewardModel:
     """A reward model behind a scoring endpoint (`/classify` or `/pooling` of an inference server, or your own)."""
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
-        self._model = _named(settings.model, "model")
-        self._service = _service(self._model, "reward.model")
+        self._model = settings.model
+        self._service = None if settings.model.url is None else _service(settings.model, "reward.model")
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        service = await self._ready()
         messages = [{"role": message.role, "content": message.content} for message in prompt]
         messages.append({"role": "assistant", "content": completion})
         text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         question = {"model": self._model.model, "input": text, "messages": messages}
-        score = first_number(await self._service.post(question))
+        score = first_number(await service.post(question))
         return Step(reward=score, parts={"reward_model": score})
+
+    async def _ready(self) -> HttpService:
+        assert self._service is not None
+        return self._service
+
+
+class LocalRewardModel(RewardModel):
+    """The same with `reward.model.path`: an actor starts the service, and starts it again if it ends."""
+
+    def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
+        super().__init__(settings, shape)
+        assert settings.model.path is not None
+        check_checkpoint(settings.model.path)
+        self._process = LocalModel(settings.model.path, settings.model.device)
+        self._restart: asyncio.Task[None] | None = None
+
+    def set_up(self) -> None:
+        """Load the model, which may take minutes. Raises ConfigError if it cannot be loaded."""
+        url = self._process.start()
+        if self._model.url != url:
+            model = replace(self._model, url=url)
+            self._service = _service(model, "reward.model")
+            self._model = model  # last: its address says that the service is there
+
+    def tear_down(self) -> None:
+        self._process.stop()
+
+    async def _ready(self) -> HttpService:
+        if not self._process.running or self._process.url != self._model.url:
+            if self._restart is None or self._restart.done():  # one for all episodes that wait
+                self._restart = asyncio.ensure_future(asyncio.to_thread(self.set_up))
+            await asyncio.shield(self._restart)
+        return await super()._ready()
+
+
+def reward_model(settings: RewardConfig, shape: RecordShape) -> RewardModel:
+    """Behind an address, or started here. Raises ConfigError: neither or both are given, or there is no such model."""
+    model = settings.model
+    if (model.url is None) == (model.path is None):
+        raise ConfigError(
+            "reward.type=model needs a reward model: give its folder, reward.model.path=DIR, or the address of a "
+            f"service, reward.model.url=http://...; got path={model.path} and url={model.url}."
+        )
+    return (RewardModel if model.path is None else LocalRewardModel)(settings, shape)
 
 
 def first_number(reply: Any) -> float:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from envs.data.shapes import code_tests
+from envs.json_handler import JsonHandler
 from envs.rewards.code import grade_program
 from envs.sandbox import Limits, SandboxPool
 from streamrl.errors import TaskError
@@ -27,12 +28,12 @@ TOTAL_S = 600.0
 def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
     """A server that is bound but does not serve yet; port 0 takes a free one."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
             try:
-                self._answer(200, self._check(self.rfile.read(min(MAX_BODY, int(self.headers["Content-Length"])))))
+                self.answer(200, self._check(self.body(MAX_BODY)))
             except (TaskError, ValueError, KeyError, TypeError) as error:
-                self._answer(400, {"error": str(error)})
+                self.answer(400, {"error": str(error)})
 
         def _check(self, body: bytes) -> dict[str, Any]:
             if self.path != PATH:
@@ -44,17 +45,6 @@ def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
                 case_timeout_s=float(request.get("timeout") or pool.limits.timeout_s),
             )  # fmt: skip
             return {"result": results, "metadata": [{}] * len(results)}
-
-        def _answer(self, status: int, content: dict[str, Any]) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """One line for each request would flood a terminal."""
 
     return ThreadingHTTPServer((host, port), Handler)
 

@@ -31,26 +31,29 @@ def find_isolation(wanted: str = "auto") -> Isolation:
     reasons: list[str] = []
     for candidate in _candidates():
         if wanted in ("auto", str(candidate.level)):
-            reason = _try(candidate)
+            reason = why_not(candidate)
             if reason is None:
                 return candidate
             reasons.append(reason)
     raise TaskError(
-        f"Sandbox level {wanted} does not work here: {'; '.join(reasons) or 'bubblewrap (bwrap) is not installed'}. "
-        "Level 2 needs the package bubblewrap and a kernel that lets this user make namespaces; level 1 protects less."
+        f"Sandbox level {wanted} does not work here: {'; '.join(reasons)}. Level 2 needs a kernel that lets this user "
+        "make namespaces, or the package bubblewrap with such rights; level 1 protects less."
     )
 
 
 def _candidates() -> Iterator[Isolation]:
     root = os.getuid() == 0
     pythons = [python for python in dict.fromkeys((base_python(), "/usr/bin/python3")) if os.access(python, os.X_OK)]
-    for level in (2, 1) if shutil.which("bwrap") else (1,):
+    candidates = [(2, False), (1, False)]
+    if shutil.which("bwrap"):
+        candidates.insert(0, (2, True))
+    for level, bubblewrap in candidates:
         for drops_root in (True, False) if root else (False,):
             for python in pythons:
-                yield Isolation(level, python, drops_root)
+                yield Isolation(level, python, drops_root, bubblewrap)
 
 
-def _try(isolation: Isolation) -> str | None:
+def why_not(isolation: Isolation) -> str | None:
     """None if a program runs in it, else the reason why not."""
     try:
         process = SandboxProcess(isolation, slot=255, limits=Limits())

@@ -2,8 +2,8 @@
 
     level 1  a process of its own: resource limits, no environment, no new privileges, killed with all its descendants.
              Robustness against mistakes, NOT security: a program can read the user's files and open connections.
-    level 2  level 1 inside namespaces of its own (bubblewrap): no network, no processes but its own, no files but a
-             read-only Python and an empty /tmp of limited size.
+    level 2  level 1 inside namespaces of its own (made by bubblewrap, or by namespaces.py): no network, no processes
+             but its own, no files but a read-only Python and an empty /tmp of limited size.
 
 Neither protects from faults of the kernel. For hostile code use a virtual machine behind reward.code.url.
 """
@@ -22,6 +22,7 @@ WORDS = {
     2: "level 2: no network, no files but a read-only Python, no processes but its own",
 }
 _SUPERVISOR = Path(__file__).with_name("supervisor.py").read_text()
+_NAMESPACES = Path(__file__).with_name("namespaces.py").read_text()
 _FIRST_UID = 200_000_000
 """Start of the user numbers that programs run under where we are root; one for each sandbox of each actor."""
 
@@ -34,17 +35,21 @@ class Isolation:
         level: 1 or 2.
         python: the interpreter that programs run in.
         drops_root: programs run under a user number of their own; only where we are root.
+        bubblewrap: it makes the namespaces of level 2, which we make ourselves otherwise.
     """
 
     level: int
     python: str
     drops_root: bool = False
+    bubblewrap: bool = False
 
     def command(self, work: str, uid: int | None, tmp_bytes: int) -> list[str]:
         """Command line of a supervisor; `work` is its directory (at level 2 one inside its own /tmp)."""
-        settings = json.dumps({"uid": uid, "work": "/tmp" if self.level == 2 else work})
-        python = [self.python, "-I", "-S", "-c", _SUPERVISOR, settings]
-        return python if self.level == 1 else [*_bubblewrap(self.python, uid, tmp_bytes), *python]
+        python = [self.python, "-I", "-S", "-c"]
+        if self.level == 2 and not self.bubblewrap:
+            return [*python, _NAMESPACES, json.dumps(_namespaces(self.python, work, uid, tmp_bytes))]
+        supervisor = [*python, _SUPERVISOR, json.dumps({"uid": uid, "work": "/tmp" if self.level == 2 else work})]
+        return supervisor if self.level == 1 else [*_bubblewrap(self.python, uid, tmp_bytes), *supervisor]
 
     def uid(self, slot: int) -> int | None:
         return _FIRST_UID + (os.getpid() % 4_000_000) * 256 + slot % 256 if self.drops_root else None
@@ -57,18 +62,34 @@ def _bubblewrap(python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:
         yield from ("--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL")
     else:  # root makes the namespaces, then the supervisor gives root up
         yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
-    for folder in ("/usr", *_roots(python)):
-        yield from ("--ro-bind", folder, folder)
-    for folder in ("/bin", "/lib", "/lib64"):
-        if os.path.islink(folder):
-            yield from ("--symlink", os.readlink(folder), folder)
-        elif os.path.isdir(folder):
-            yield from ("--ro-bind", folder, folder)
-    if os.path.exists("/etc/ld.so.cache"):
-        yield from ("--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    folders, links, files = _visible(python)
+    for path in (*folders, *files):
+        yield from ("--ro-bind", path, path)
+    for name, target in links.items():
+        yield from ("--symlink", target, name)
     yield from ("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
     yield from ("--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm")
     yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
+
+
+def _namespaces(python: str, work: str, uid: int | None, tmp_bytes: int) -> dict[str, object]:
+    """What namespaces.py is told; `work` is where it builds the new root."""
+    folders, links, files = _visible(python)
+    return {
+        "uid": uid, "work": work, "tmp_bytes": tmp_bytes, "folders": folders, "links": links, "files": files,
+        "supervisor": _SUPERVISOR,
+    }  # fmt: skip
+
+
+def _visible(python: str) -> tuple[list[str], dict[str, str], list[str]]:
+    """Folders, links and files of this machine that a program sees, read-only."""
+    folders, links = ["/usr", *_roots(python)], {}
+    for folder in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            links[folder] = os.readlink(folder)
+        elif os.path.isdir(folder):
+            folders.append(folder)
+    return folders, links, [file for file in ("/etc/ld.so.cache",) if os.path.exists(file)]
 
 
 def _roots(python: str) -> list[str]:

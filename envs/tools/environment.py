@@ -11,7 +11,17 @@ from typing import Any
 from envs.adapters.awaiting import result_at_once
 from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
-from streamrl.environment import ChatMessage, Env, HasCutStep, HasLastStep, HasTools, ReadsInputText, Record, Step
+from streamrl.environment import (
+    ChatMessage,
+    DrivesGeneration,
+    Env,
+    HasCutStep,
+    HasLastStep,
+    HasTools,
+    ReadsInputText,
+    Record,
+    Step,
+)
 from streamrl.errors import TaskError
 from streamrl.extension import did_you_mean
 
@@ -121,6 +131,11 @@ class AsyncToolEnv(ToolEnv):
 
 def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
     """The environment with tools around it, async if a part of it is. Raises TaskError for one that takes no tools."""
+    if isinstance(env, DrivesGeneration):
+        raise TaskError(
+            f"env.tools cannot be put around {type(env).__name__}: it drives the generation and calls tools itself; "
+            "leave env.tools out."
+        )
     if isinstance(env, HasLastStep | HasCutStep | ReadsInputText):
         raise TaskError(
             f"env.tools cannot be put around {type(env).__name__}: an environment with last_step, cut_step or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from envs.data.sources import Source, open_source
@@ -38,29 +38,30 @@ class SearchTool:
         self._source = open_source(settings.documents, setting="env.tool_use.documents")
         document(self._source, 0)
         self._lock = threading.Lock()
-        self._index: _Index | None = None
+        self._index: TextIndex | None = None
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         with self._lock:
             if self._index is None:
-                self._index = _Index(self._source)
+                self._index = TextIndex(document(self._source, place) for place in range(len(self._source)))
         found = self._index.search(arguments["query"], NUM_FOUND)
         if not found:
             return "Nothing was found."
         return "\n\n".join(f"[{rank}] {document(self._source, place)}" for rank, place in enumerate(found, 1))
 
 
-class _Index:
-    """Words and where they stand; the texts stay in their source."""
+class TextIndex:
+    """Words and the texts that hold them; the texts themselves are not kept. Raises TaskError without the package."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, texts: Iterable[str]) -> None:
         try:
             import bm25s
         except ModuleNotFoundError as error:
             raise TaskError(f"the search tool needs {error.name}: pip install 'streamrl[tasks]'.") from error
-        self._size = len(source)
+        words = [_words(text) for text in texts]
+        self._size = len(words)
         self._bm25 = bm25s.BM25()
-        self._bm25.index([_words(document(source, place)) for place in range(self._size)], show_progress=False)
+        self._bm25.index(words, show_progress=False)
 
     def search(self, query: str, num_found: int) -> list[int]:
         """Places of the best documents that hold any of the words."""

@@ -37,7 +37,12 @@ def test_the_last_box_counts_if_it_is_closed(text: str, found: str | None) -> No
         ("<answer>a <b> c</answer>", "a <b> c"),
         ("<answer>1", None),
         ("<answer>1<answer>2</answer>", "1<answer>2"),
+        ("<answer>1</answer> 2</answer>", "1"),
+        ("</answer><answer>1", None),
+        ("<answer>" * 300_000, None),  # a degenerate answer must not take seconds
+        ("<answer>" * 300_000 + "1</answer>", "<answer>" * 299_999 + "1"),
     ],
+    ids=range(8),
 )
 def test_the_last_closed_answer_tag_counts(text: str, found: str | None) -> None:
     assert last_answer_tag(text) == found

@@ -47,17 +47,21 @@ def test_python_ends_a_program_after_the_time_that_is_set() -> None:
 
 
 @pytest.mark.shows("env.tool_use.sandbox")
-def test_python_runs_in_the_sandbox_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")  # no bubblewrap: there is no level 2
-    isolated = PythonTool(ToolUseConfig(sandbox=Sandbox.isolated))
-    from envs.sandbox.detect import find_isolation
-
-    find_isolation.cache_clear()
+def test_python_runs_in_the_sandbox_that_is_set(tmp_path: Path) -> None:
+    for part in (tmp_path, *tmp_path.parents):  # the sandbox runs as another user
+        part.chmod(0o755)
+        if part.name.startswith("pytest-of-"):
+            break
+    secret = tmp_path / "file.txt"
+    secret.write_text("of this machine")
+    program = {"code": f"print(open({str(secret)!r}).read())"}
+    assert "of this machine" in PythonTool(ToolUseConfig(sandbox=Sandbox.limited)).call(program)
     try:
-        with pytest.raises(TaskError, match="Sandbox level 2 does not work here"):
-            isolated.call({"code": "print(1)"})
-    finally:
-        find_isolation.cache_clear()
+        said = PythonTool(ToolUseConfig(sandbox=Sandbox.isolated)).call(program)
+    except TaskError as error:
+        said = str(error)
+        assert "Sandbox level 2 does not work here" in said
+    assert "of this machine" not in said
 
 
 @pytest.fixture

@@ -1,0 +1,225 @@
+"""Questions that are answered by searching, in the form of Search-R1 (https://arxiv.org/abs/2503.09516).
+
+    model   <think>...</think> <search>person Baloro Kaviberg</search>
+    env     <information>Doc 1: ... lives in the city Dosostad.</information>
+    model   <think>...</think> <answer>Dosostad</answer>
+
+What is found follows the model's words in the same message and is never trained on. Without a file the questions are
+about a synthetic world (`envs.tasks.facts`); with `data.path` they are the file's, and `env.tool_use.documents` is what
+is searched.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from envs.data.shapes import RecordShape
+from envs.data.sources import Source, open_source
+from envs.data_task import DataTask, TaskSettings
+from envs.tasks.facts import World
+from envs.tools.search import TextIndex, document
+from streamrl.environment import ChatMessage, Env, Record, SingleTurnTask, Step
+from streamrl.errors import TaskError
+
+NAME = "search.questions"
+STOP = ("</search>", "</answer>")
+TEST_SHARE = 5
+"""One question in this many belongs to the test split."""
+INSTRUCTION = (
+    "Answer the question. Think inside <think> and </think> whenever you have read something new. To search, write "
+    "<search> words to look for </search>; what is found then stands between <information> and </information>. Search "
+    "as often as you need. Give the final answer alone inside <answer> and </answer>, for example <answer> Paris "
+    "</answer>.\nQuestion: "
+)
+NO_ACTION = "\nThis was neither a search nor an answer: write <search> words </search> or <answer> answer </answer>.\n"
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+
+
+class Library:
+    """The texts of a search, indexed at the first one; threads may share it.
+
+    Args:
+        open_texts: gives them: a list, or a source of records.
+        num_results: found at once.
+    """
+
+    def __init__(self, open_texts: Callable[[], Sequence[str] | Source], num_results: int) -> None:
+        self._open, self._num_results = open_texts, num_results
+        self._lock = threading.Lock()
+        self._opened: tuple[Callable[[int], str], TextIndex] | None = None
+
+    def __call__(self, query: str) -> str:
+        """The best texts, numbered."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._index()
+        text, index = self._opened
+        found = [f"Doc {rank}: {text(place)}" for rank, place in enumerate(index.search(query, self._num_results), 1)]
+        return "\n".join(found) or "Nothing was found."
+
+    def _index(self) -> tuple[Callable[[int], str], TextIndex]:
+        texts = self._open()
+        text = texts.__getitem__ if isinstance(texts, Sequence) else partial(document, texts)
+        return text, TextIndex(text(place) for place in range(len(texts)))
+
+
+class SearchEnv:
+    """One question.
+
+    Args:
+        prompt: of a record.
+        answers: all right ones of a record.
+        search: words to what is found.
+        format_reward: added for an answer in its tags, right or wrong.
+    """
+
+    def __init__(
+        self, prompt: Callable[[Record], Sequence[ChatMessage]], answers: Callable[[Record], Sequence[str]],
+        search: Callable[[str], str], format_reward: float,
+    ) -> None:
+        self._prompt, self._answers, self._search, self._format_reward = prompt, answers, search, format_reward
+        self._record: Record = {}
+        self._num_searches = 0
+
+    def reset(self, record: Record) -> Sequence[ChatMessage]:
+        self._record, self._num_searches = record, 0
+        return self._prompt(record)
+
+    def step(self, action: str) -> Step:
+        found = _ACTION.search(action)
+        if found is None:
+            return Step(0.0, done=False, text=NO_ACTION)
+        if found[1] == "search":
+            self._num_searches += 1
+            return Step(0.0, done=False, text=information(self._search(found[2])))
+        given = normalized(found[2])
+        right = float(any(given == normalized(answer) for answer in self._answers(self._record)))
+        parts = {"searches": float(self._num_searches), "format": self._format_reward}
+        return Step(right + self._format_reward, score=right, parts=parts)
+
+
+class SearchQuestions(SingleTurnTask):
+    """Questions about a synthetic world; `<search>` finds its documents, `<answer>` ends the episode.
+
+    Reward and score are exact match of the answer, apart from case, articles and punctuation. Set env.max_turns to at
+    least max_hops + 1.
+
+    Args:
+        num_people: in the world; as many questions for each number of hops.
+        min_hops, max_hops: facts that a question needs, from 1 to 3.
+        num_results: documents that a search finds.
+        format_reward: added for an answer in its tags, right or wrong.
+        instruction: stands before each question.
+        num_train, num_test: records per split.
+        seed: another seed is another world.
+    """
+
+    name, stop = NAME, STOP
+
+    def __init__(
+        self, *, num_people: int = 500, min_hops: int = 1, max_hops: int = 2, num_results: int = 3,
+        format_reward: float = 0.0, instruction: str = INSTRUCTION, num_train: int = 1_000_000, num_test: int = 200,
+        seed: int = 0,
+    ) -> None:
+        if not 20 <= num_people <= 20_000:
+            raise TaskError(f"num_people={num_people} must lie between 20 and 20000.")
+        if not 1 <= min_hops <= max_hops <= 3:
+            raise TaskError(f"1 <= min_hops <= max_hops <= 3 must hold, got {min_hops} and {max_hops}.")
+        self.num_train, self.num_test, self._seed = num_train, num_test, seed
+        self._world, self._hops, self._instruction = World(num_people, seed), (min_hops, max_hops), instruction
+        self._library = Library(self._world.documents, _checked(num_results))
+        self._format_reward = format_reward
+
+    def record(self, split: str, index: int) -> Record:
+        rng = random.Random(f"{self._seed}/{split}/{index}")
+        while True:
+            person, num_hops = rng.randrange(len(self._world.people)), rng.randint(*self._hops)
+            # A person's questions of every number of hops are on the same side: they share facts.
+            if _is_test(self._world.people[person]) == (split != "train"):
+                question = self._world.question(person, num_hops)
+                return {"question": question.text, "answer": question.answer, "person": person, "hops": num_hops}
+
+    def env(self) -> Env:
+        return SearchEnv(
+            lambda record: [ChatMessage("user", self._instruction + record["question"])],
+            lambda record: [record["answer"]], self._library, self._format_reward,
+        )
+
+    def target(self, record: Record) -> str:
+        """The answer itself: who knows it need not search."""
+        return f"<answer>{record['answer']}</answer>"
+
+    def target_turns(self, record: Record) -> Sequence[str]:
+        """One search for each hop, what it finds, and the answer."""
+        turns: list[str] = []
+        for words in self._world.question(record["person"], record["hops"]).searches:
+            turns += [f"<search>{words}</search>", information(self._library(words))]
+        return [*turns, self.target(record)]
+
+
+class _FileForm:
+    """What a task over data files asks of its reward."""
+
+    stop, system_prompt = STOP, None
+
+    def target(self, record: Record, answer: Any) -> str:
+        return f"<answer>{answers_of(answer)[0]}</answer>"
+
+
+def search_file(
+    settings: TaskSettings, *, num_results: int = 3, format_reward: float = 0.0, instruction: str = INSTRUCTION
+) -> DataTask:
+    """The task of the questions of data.path. Raises TaskError if nothing says what is searched."""
+    documents = settings.env.tool_use.documents
+    if documents is None:
+        raise TaskError(f"env.name={NAME} searches: give env.tool_use.documents=FILE, what is to be searched.")
+    shape = RecordShape(settings.data.prompt_key, settings.data.answer_key)
+    library = Library(partial(open_source, documents, setting="env.tool_use.documents"), _checked(num_results))
+
+    def prompt(record: Record) -> Sequence[ChatMessage]:
+        *before, last = shape.messages(record)
+        return [*before, ChatMessage(last.role, instruction + last.content)]
+
+    def answers(record: Record) -> Sequence[str]:
+        return answers_of(shape.required_answer(record))
+
+    return DataTask(settings.data, shape, lambda: SearchEnv(prompt, answers, library, format_reward), _FileForm())
+
+
+def answers_of(answer: Any) -> list[str]:
+    """One right answer, a list of them, or a mapping with such a list under `target`."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("target")
+    found = [str(one) for one in (answer if isinstance(answer, list | tuple) else [answer]) if one is not None]
+    if not found:
+        raise TaskError(f"the right answer is {answer!r:.60}: give a text or a list of texts.")
+    return found
+
+
+def information(found: str) -> str:
+    """What was found, as the model reads it."""
+    return f"\n<information>{found}</information>\n"
+
+
+def normalized(answer: str) -> str:
+    """Lower case, without articles, punctuation and double spaces: https://arxiv.org/abs/1606.05250, section 6."""
+    bare = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return " ".join(_ARTICLE.sub(" ", bare).split())
+
+
+def _checked(num_results: int) -> int:
+    if not 1 <= num_results <= 50:
+        raise TaskError(f"num_results={num_results} must lie between 1 and 50.")
+    return num_results
+
+
+def _is_test(person: str) -> bool:
+    return blake2b(person.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0
