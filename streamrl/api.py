@@ -87,7 +87,8 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     config = from_plain({key: value for key, value in values.items() if key != "versions"})
     metrics = Metrics({key: [row.get(key) for row in record.rows] for key in record.keys()})
     model = root / "model"
-    return Run(root, config, metrics, [_evaluation(row) for row in record.rows if "eval/score" in row], record.summary,
+    evaluated = [row for row in record.rows if any(key.startswith("eval/") for key in row)]
+    return Run(root, config, metrics, [_evaluation(row) for row in evaluated], record.summary,
                model if model.is_dir() else None)
 
 

@@ -23,11 +23,14 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
   streamrl report RUN_DIR [RUN_DIR ...]           write report.html again, or compare several runs
   streamrl report runs/                           an index of all runs
+  streamrl reward-model DIR                       score answers with a reward model, for reward.model.url
   streamrl samples RUN_DIR [--worst] [...]        read what the model said; see streamrl samples --help
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
   streamrl actor connect=tcp://127.0.0.1:5601
+  streamrl keys new|add|remove|list               who may join over a network; see streamrl keys --help
+  streamrl join tcp://HOST:PORT key=FILE          an actor on another machine
 """
 HELP = {
     "launch": """streamrl launch [FILE.yaml] [key=value ...]       one run: a learner and launch.num_actors actors
@@ -47,7 +50,8 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   WORD                   only those whose name or sentence contains every word
   reasoning_gym.NAME     one data set of that package""",
     "report": """streamrl report RUN_DIR                 write RUN_DIR/report.html again
-streamrl report RUN_DIR RUN_DIR ...     compare runs: comparison.html and comparison.md beside the first
+streamrl report RUN_DIR RUN_DIR ...     compare runs, the best last evaluation first: comparison.html and
+                                        comparison.md beside the first run named
 streamrl report FOLDER                  index.html of all runs in a folder, and the reports that are missing or old""",
 }
 
@@ -67,8 +71,9 @@ def main() -> int:
     command, *words = sys.argv[1:] or [""]
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
-        "samples": samples,
+        "samples": samples, "keys": keys, "join": join,
         "eval": evaluate, "chat": chat, "tasks": tasks,
+        "reward-model": reward_model,
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -154,9 +159,31 @@ def actor(words: list[str]) -> int:
     return _become("actors", words)
 
 
+def join(words: list[str]) -> int:
+    """An actor for a run elsewhere: this process becomes it."""
+    from streamrl.transport.keys_command import JOIN_USAGE, join_words
+
+    if {"-h", "--help"} & set(words):
+        print(JOIN_USAGE)
+        return 0
+    return actor(join_words(words))
+
+
+def keys(words: list[str]) -> int:
+    """Who may connect to a hub."""
+    from streamrl.transport.keys_command import keys as run
+
+    return run(words)
+
+
 def evaluate(words: list[str]) -> int:
     """Score one model on a task: this process becomes the evaluation."""
     return _become("actors.evaluate", words)
+
+
+def reward_model(words: list[str]) -> int:
+    """Score conversations with a reward model: this process becomes its service."""
+    return _become("actors.reward_model", words)
 
 
 def chat(words: list[str]) -> int:
@@ -180,6 +207,7 @@ def relay(options: list[str]) -> int:
 
 def report(run_dirs: list[str]) -> int:
     """Write report.html of a run, comparison.html of several, or index.html of a folder of runs."""
+    from streamrl.metrics.ranking import Objective
     from streamrl.report.compare import write_comparison
     from streamrl.report.index import write_index
     from streamrl.report.report import write_report
@@ -196,7 +224,7 @@ def report(run_dirs: list[str]) -> int:
                 write_index(run_dir.parent)
             return 0
         out = Path(run_dirs[0]).parent / "comparison.html"
-        print(write_comparison(run_dirs, out))
+        print(write_comparison(run_dirs, out, Objective()))  # ranked by their last evaluation
         print(out)
         return 0
     except FileNotFoundError as error:

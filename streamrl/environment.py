@@ -43,6 +43,8 @@ class Step:
         text: the environment's answer as text instead of `messages`: it follows the model's words as it is, without the
             chat template, and is encoded alone.
         truncated: with `done`, the environment ended the episode at a limit of its own.
+        context: the model's whole next input in place of `messages`, as messages or an `InputText`. Where it does not
+            begin with all that was read and said, the history is rewritten: another sequence of the trajectory begins.
     """
 
     reward: float
@@ -52,11 +54,15 @@ class Step:
     parts: Mapping[str, float] = field(default_factory=dict)
     text: str | None = None
     truncated: bool = False
+    context: Sequence[ChatMessage] | InputText | None = None
 
 
 @runtime_checkable
 class Env(Protocol):
-    """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit."""
+    """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit.
+
+    Those that return within a millisecond are called on the actor's event loop instead, unless it is a `MayBlock`.
+    """
 
     def reset(self, record: Record) -> Sequence[ChatMessage] | Awaitable[Sequence[ChatMessage]]:
         """Start an episode of this prompt; returns the first messages, or an `InputText`."""
@@ -96,6 +102,19 @@ class HasTarget(Protocol):
 
 
 @runtime_checkable
+class HasSetUp(Protocol):
+    """Optional on a task that needs what takes long to start, as a model; the check at the start scores no answer."""
+
+    def set_up(self) -> None:
+        """Called once by each actor before its first episode, in a thread and without a time limit."""
+        ...
+
+    def tear_down(self) -> None:
+        """Called when the actor ends, if it has the time."""
+        ...
+
+
+@runtime_checkable
 class HasTools(Protocol):
     """Optional on an environment whose conversation offers tools: read after `reset`, shown by the chat template."""
 
@@ -130,11 +149,104 @@ class HasCutStep(Protocol):
 
 
 @runtime_checkable
+class HasGroupStep(Protocol):
+    """Optional on an environment of one turn that scores the answers of a group together."""
+
+    def step_group(self, turns: Sequence[tuple[Any, str]]) -> Sequence[Any] | Awaitable[Sequence[Any]]:
+        """In place of `step`, once for the members of a group that one actor plays: a `Step` or an Exception for each.
+
+        `turns` are their environments and answers, this one's included. Members that failed before are not there.
+        """
+        ...
+
+
+@runtime_checkable
 class ReadsInputText(Protocol):
     """Optional on an environment that works on the model's input as text."""
 
     def set_input_text(self, text: str) -> None:
         """Called after `reset` with the text that the model reads: the first messages through the chat template."""
+        ...
+
+
+@runtime_checkable
+class MayBlock(Protocol):
+    """Optional on an environment, a `SingleTurnTask` or a reward that may wait for a network or another process."""
+
+    may_block: bool
+    """True: its plain methods always run in threads, however quick they have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The model's answer to one call of `GenerationClient.generate`.
+
+    Args:
+        text: without special tokens.
+        token_ids, logprobs: as sampled; natural logs under the distribution that was sampled from.
+        finish: "stop", or "length" if the limit of tokens ended it.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish: str
+
+
+class GenerationClient(Protocol):
+    """What an interaction loop generates with; `actors.trajectory.client.Client` is it.
+
+    Attributes:
+        tokenizer: the model's, of transformers.
+        sampling: how the run samples: temperature, top_p, top_k, min_p, max_new_tokens, stop.
+        chat: `chat.completions.create(messages=..., tools=...)`, as programs call model servers.
+        num_turns_left: calls that `env.max_turns` still allows.
+        num_tokens_left: tokens that the trajectory may still have, those that are only read included.
+    """
+
+    tokenizer: Any
+    chat: Any
+
+    @property
+    def sampling(self) -> Mapping[str, Any]: ...
+
+    @property
+    def num_turns_left(self) -> int: ...
+
+    @property
+    def num_tokens_left(self) -> int: ...
+
+    async def generate(
+        self, prompt: str | Sequence[Any], *, tools: Sequence[Mapping[str, Any]] = (),
+        max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None, train: bool = True,
+        **sampling: float | None,
+    ) -> Generated:
+        """The model's next turn. Where the input begins with all that was read and said, the same sequence goes on.
+
+        Args:
+            prompt: messages (dicts or `ChatMessage`), a text without a chat template, or token ids.
+            tools: JSON schemas for the chat template.
+            max_new_tokens: at most; never more than the run's.
+            stop: texts that end the turn, in place of the run's.
+            train: False for a call that is not part of the trajectory; only then may the sampling differ.
+            sampling: temperature, top_p, top_k, min_p.
+        Raises:
+            EpisodeFullError: no turn or no room is left.
+            TaskError: an input that is none, or a sampling that is not the run's.
+        """
+        ...
+
+    def reward(self, value: float, turn: int = -1) -> None:
+        """What a turn earned, the last one unless said, beside the reward that the rollout returns at its end."""
+        ...
+
+
+@runtime_checkable
+class DrivesGeneration(Protocol):
+    """An environment with an interaction loop of its own, in place of `reset` and `step`."""
+
+    async def rollout(self, record: Record, client: GenerationClient) -> Step:
+        """Play one episode; the step's reward stands on the last turn."""
         ...
 
 
@@ -204,6 +316,7 @@ class _SingleTurnEnv:
     def __init__(self, task: SingleTurnTask) -> None:
         self._task = task
         self._record: Record = {}
+        self.may_block = bool(getattr(task, "may_block", False))
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._record = record

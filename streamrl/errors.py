@@ -3,6 +3,7 @@
     StreamrlError
     ├── ConfigError              a setting is unknown, impossible or contradicts another
     ├── TaskError                a task or environment file cannot be loaded or broke its protocol
+    │   └── EpisodeFullError         an interaction loop asked for a turn for which its episode has no room
     ├── WireError                bytes from a peer were refused; `.counter` names the statistic
     │   ├── FrameError               wrong magic, flags or number of frames, or a frame over the size limit
     │   ├── ProtocolVersionError     the peer uses a protocol number that this build does not support
@@ -36,6 +37,14 @@ class ConfigError(StreamrlError, ValueError):
 
 class TaskError(StreamrlError):
     """A task or environment cannot be loaded, or broke its protocol."""
+
+
+class EpisodeFullError(TaskError):
+    """An interaction loop asked for a turn that env.max_turns or the tokens of a trajectory do not allow.
+
+    A loop may catch it and return the reward of what there is. If it does not, the episode ends here, cut by a limit,
+    with what `client.reward` was given.
+    """
 
 
 class WireError(StreamrlError):

@@ -21,7 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
+from streamrl.config.rules import sampling_differences
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.metrics.summary import Summary
@@ -29,6 +31,7 @@ from streamrl.parent_watch import NOTICE, child_environment, program
 from streamrl.report.live.view import LiveView
 from streamrl.report.pages import write_pages
 from streamrl.run_dirs import choose_run_dir, note_start
+from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
 
@@ -211,6 +214,7 @@ class Launcher:
             f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
+            *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
         ])
 
     def _written_at(self, name: str) -> int:
@@ -225,7 +229,8 @@ class Launcher:
         self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
         num = len(self._actors)
         done = f"starting {num} actors; more join" if num else "launch.num_actors=0: start actors"
-        print(f"{done} with  streamrl actor connect={self._endpoint}", flush=True)
+        key = " actors.key=FILE" if self.config.hub.keys else ""
+        print(f"{done} with  streamrl actor connect={self._endpoint}{key}", flush=True)
 
     def _restart_actors(self, now: float) -> None:
         for index, actor in enumerate(self._actors):
@@ -330,6 +335,13 @@ def _pass_on(lines: Iterable[str], kept: list[str]) -> None:
             print(line.removeprefix(NOTICE), end="", flush=True)
 
 
+def eval_notes(config: Config) -> list[str]:
+    """A line for each evaluation set that samples otherwise than training. Raises ConfigError for a wrong set."""
+    notes = [(one.name, sampling_differences(one.config)) for one in eval_sets(config)]
+    return [f"evaluation{f' on {name}' if name else ''} samples otherwise than training: {note}"
+            for name, note in notes if note]
+
+
 def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     """Do the run of these `key=value` overrides, print its summary; returns its directory and exit status.
 
@@ -339,6 +351,8 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     config = load_config(overrides)
     if config.run.dir is not None or config.checkpoint.resume:
         choose_run_dir(config)  # refused before anything that takes time; no directory is made
+    for line in eval_notes(config):
+        print(line, flush=True)
     check_settings(config, overrides)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)

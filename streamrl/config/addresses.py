@@ -1,4 +1,4 @@
-"""Where a process may listen: where no other machine reaches, as long as actors are not authenticated."""
+"""Where a process listens: whether other machines reach it, which asks for keys."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def is_loopback(address: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether it stands for every interface of this machine."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") in ("0.0.0.0", "::", "*")

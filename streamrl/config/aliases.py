@@ -6,6 +6,10 @@ ALIASES: dict[str, str] = {
     # model
     "model": "policy.model_path", "model_name": "policy.model_path", "model_name_or_path": "policy.model_path",
     "base_model": "policy.model_path", "ref_model": "reference.model_path", "torch_dtype": "policy.dtype",
+    "lora_rank": "policy.lora.rank", "lora_r": "policy.lora.rank", "use_peft": "policy.lora.rank",
+    "peft_config": "policy.lora.rank", "lora": "policy.lora.rank", "lora_alpha": "policy.lora.alpha",
+    "lora_target_modules": "policy.lora.target_modules", "target_modules": "policy.lora.target_modules",
+    "exclude_modules": "policy.lora.exclude",
     # optimizer
     "lr": "policy.optimizer.lr", "learning_rate": "policy.optimizer.lr", "optim": "policy.optimizer.name",
     "optimizer": "policy.optimizer.name", "weight_decay": "policy.optimizer.weight_decay",
@@ -21,6 +25,9 @@ ALIASES: dict[str, str] = {
     "num_generations": "rollout.num_responses_per_prompt", "n": "rollout.num_responses_per_prompt",
     "n_samples_per_prompt": "rollout.num_responses_per_prompt", "max_prompt_length": "rollout.max_prompt_tokens",
     "micro_batch_size": "learner.max_tokens_per_device", "gradient_accumulation_steps": "learner.max_tokens_per_device",
+    "ppo_epochs": "learner.num_epochs", "num_iterations": "learner.num_epochs", "max_epochs": "learner.num_epochs",
+    "steps_per_generation": "learner.num_minibatches", "num_mini_batches": "learner.num_minibatches",
+    "ppo_mini_batch_size": "learner.num_minibatches", "ppo_n_minibatches": "learner.num_minibatches",
     # sampling
     "temperature": "rollout.train.sampling.temperature", "max_tokens": "rollout.train.sampling.max_new_tokens",
     "max_new_tokens": "rollout.train.sampling.max_new_tokens",
@@ -97,7 +104,9 @@ FULL_NAMES: dict[str, str] = {
     "algo.kl.estimator": "kl.mode", "algo.kl.target": "kl.controller", "algo.kl.horizon": "kl.controller",
     "algo.kl.init_coef": "kl.coef", "weight_broadcast.type": "publish.transports",
     "orchestrator.eval.interval": "eval.every_steps", "eval.steps": "eval.every_steps",
-    "ckpt.interval": "checkpoint.every_steps", "ckpt.load_enable": "checkpoint.resume",
+    "train.max_epochs": "learner.num_epochs", "train.batch_size": "learner.num_minibatches",
+    "ckpt.interval": "checkpoint.every_steps",
+    "ckpt.load_enable": "checkpoint.resume",
 }
 """Names whose last part alone would say something else."""
 

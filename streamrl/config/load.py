@@ -30,7 +30,7 @@ from yaml import YAMLError
 from streamrl.config.aliases import ALIASES, FULL_NAMES, NOT_HERE
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
-from streamrl.config.settings_file import as_words, is_file
+from streamrl.config.settings_file import as_words, is_file, key_given_twice
 from streamrl.config.wording import (
     refuse_file,
     refuse_removal,
@@ -49,6 +49,11 @@ GROUPS = ("experiment", "algorithm")
 
 
 ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml composes over it by this name
+
+
+def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
+    """Values as files of other projects expect their settings."""
+    return OmegaConf.create(dict(values))
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
@@ -194,7 +199,12 @@ def _check_values(overrides: Sequence[str]) -> None:
             refuse_removal(key)
         if word.startswith("~") or key.startswith(("hydra.", "hydra/")):
             continue
-        parsed = _parse(_quoted(f"{key}={text}"))
+        try:
+            parsed = _parse(_quoted(f"{key}={text}"))
+        except HydraException:  # a name that is no key, as one that begins with a digit
+            refuse_unreadable(key, text)
+        if (name := key_given_twice(text)) is not None:
+            raise ConfigError(f"{key}={text} names {name} twice: give each its own name.")
         if parsed.is_sweep_override():
             refuse_several(key, text)
         if key in GROUPS and str(parsed.value()) not in _group_files(key):
@@ -313,6 +323,22 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
         raise ConfigError(plain_message(error)) from error
     assert isinstance(merged, DictConfig)
     return to_config(_with_overrides_first(merged, overrides, values.get("env", {})))
+
+
+def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with nested settings on top; they replace what their words on a command line would.
+
+    Raises ConfigError as `load_config` does.
+    """
+    words, plain = as_words("", values, ()), to_plain(config)
+    check_overrides(words)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), plain, dict(values))
+    except OmegaConfBaseException as error:
+        _check_types(words)
+        raise ConfigError(plain_message(error)) from error
+    assert isinstance(merged, DictConfig)
+    return to_config(_with_overrides_first(merged, words, plain["env"]))
 
 
 def to_yaml(config: Config) -> str:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from streamrl.config.addresses import is_address, is_loopback
+from streamrl.config.addresses import is_address, is_loopback, is_wildcard
 from streamrl.config.ranges import out_of_range
-from streamrl.config.schema import AdaptiveRule, Config, SamplingConfig, StalenessMode
+from streamrl.config.schema import (
+    AdaptiveRule,
+    Config,
+    EvalConfig,
+    EvalSamplingConfig,
+    LoraConfig,
+    PublishWhen,
+    SamplingConfig,
+    StalenessMode,
+)
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 from streamrl.lag_rule import LagRule
@@ -15,7 +24,7 @@ from streamrl.messages import TRANSPORTS
 
 ENGINES = {
     "native": "actors.engines.native.engine:NativeEngine",
-    "vllm": "actors.engines.vllm.engine:VllmEngine",
+    "vllm": "actors.engines.vllm.factory:vllm_engine",
     "scripted": "actors.engines.scripted:ScriptedEngine",
 }
 """Engine of actors by name -> its factory, which `actors.engines.registry` imports; nothing here does."""
@@ -32,11 +41,19 @@ def lookahead(config: Config) -> int:
     return 0 if config.staleness.mode is StalenessMode.wait else config.rollout.num_prompts_per_step
 
 
+def steps_per_batch(config: Config) -> int:
+    """S, optimizer steps of one batch."""
+    return config.learner.num_minibatches * config.learner.num_epochs
+
+
 def lag_rule(config: Config) -> LagRule:
     """The lag rule that the run starts with; its bound is the setting, or what grants and window allow."""
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
-    terms = {"window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step, "max_lag": given}
+    terms = {
+        "window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step, "max_lag": given,
+        "steps_per_batch": steps_per_batch(config),
+    }
     # Every other term of the rule is the setting of its name, so that a new term is not listed here.
     named = {term.name: getattr(staleness, term.name) for term in fields(LagRule) if term.name not in terms}
     return LagRule.of(**terms, **named)
@@ -65,6 +82,19 @@ def largest_max_lag(config: Config) -> int:
     return lag_rule(config).at_eta(largest_eta(config)).max_lag
 
 
+def eval_sampling(config: Config) -> SamplingConfig:
+    """How an evaluation draws tokens: as in training where `rollout.test.sampling` says nothing."""
+    own = {item.name: getattr(config.rollout.test.sampling, item.name) for item in fields(EvalSamplingConfig)}
+    return replace(config.rollout.train.sampling, **{name: value for name, value in own.items() if value is not None})
+
+
+def sampling_differences(config: Config) -> str:
+    """What evaluation draws differently from training: `temperature 0 (training 1)`; "" if nothing."""
+    train, test = config.rollout.train.sampling, eval_sampling(config)
+    pairs = ((item.name, getattr(test, item.name), getattr(train, item.name)) for item in fields(SamplingConfig))
+    return ", ".join(f"{name} {here} (training {there})" for name, here, there in pairs if here != there)
+
+
 def tracker_names(config: Config) -> list[str]:
     """Trackers of the run, `tracking.wandb.enabled` included."""
     return [*config.tracking.trackers, *(["wandb"] if config.tracking.wandb.enabled else [])]
@@ -78,6 +108,7 @@ def check(config: Config) -> None:
     _check_sizes(config)
     _check_names(config)
     _check_hub(config)
+    _check_lora(config)
 
 
 def _need(condition: bool, message: str) -> None:
@@ -90,7 +121,7 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(message)
     for split in ("train", "test"):
         top_k = getattr(config.rollout, split).sampling.top_k
-        _need(top_k == -1 or top_k > 0, f"rollout.{split}.sampling.top_k={top_k} must be -1 (off) or positive")
+        _need(top_k in (None, -1) or top_k > 0, f"rollout.{split}.sampling.top_k={top_k} must be -1 (off) or positive")
     accuracy = config.filter.accuracy_range
     _need(
         accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),
@@ -98,7 +129,11 @@ def _check_ranges(config: Config) -> None:
     )
     _check_train_sampling(config.rollout.train.sampling)
     _need(
-        config.eval.num_responses == 1 or config.rollout.test.sampling.temperature > 0,
+        config.eval.pin or config.eval.pin_s == EvalConfig().pin_s,
+        f"eval.pin_s={config.eval.pin_s:g} does nothing with eval.pin=false: leave one of them out",
+    )
+    _need(
+        config.eval.num_responses == 1 or eval_sampling(config).temperature > 0,
         f"eval.num_responses={config.eval.num_responses} with rollout.test.sampling.temperature=0 would give the same "
         "answer each time: use rollout.test.sampling.temperature=0.7, say, or one response",
     )
@@ -145,7 +180,7 @@ def _check_names(config: Config) -> None:
     )
     relay, actor_id = config.actors.relay, config.actors.actor_id
     _need(
-        relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", relay) is not None,
+        relay is None or re.fullmatch(r"tcp://[^\s/]+:\d{1,5}(#[\w-]+)?", relay) is not None,
         f"actors.relay={relay} is not a valid address: give tcp://HOST:PORT, as `streamrl relay` prints it",
     )
     for name, value in (("run.name", config.run.name), ("actors.actor_id", actor_id)):
@@ -191,10 +226,12 @@ def _check_staleness(config: Config) -> None:
     eta = config.staleness.eta
     bound, mode = max_lag(config), config.staleness.mode
     name = "hard_max_lag" if mode is StalenessMode.reweight else "max_lag"
+    steps, least = steps_per_batch(config), replace(lag_rule(config), window=0).bound
+    of_steps = f" of {steps} optimizer steps, whose last one trains at lag {least}" if steps > 1 else ""
     _need(
-        bound >= eta,
-        f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead, so the bound "
-        f"would drop what admission allows; raise {name} or lower eta",
+        bound >= least,
+        f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead{of_steps}, so "
+        f"the bound would drop what admission allows; raise {name} or lower eta",
     )
     _check_mode(config)
     _check_adaptive(config)
@@ -251,6 +288,7 @@ def _check_sizes(config: Config) -> None:
         f"launch.num_learner_ranks={ranks} exceeds rollout.num_prompts_per_step={rollout.num_prompts_per_step}: ranks "
         "train whole groups, some would have none",
     )
+    _check_minibatches(config)
     _need(
         group > 1 or config.advantage.baseline == "none",
         f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} nothing to "
@@ -270,13 +308,39 @@ def _check_sizes(config: Config) -> None:
     )
 
 
+def _check_minibatches(config: Config) -> None:
+    num, groups = config.learner.num_minibatches, config.rollout.num_prompts_per_step
+    ranks = config.launch.num_learner_ranks
+    _need(
+        groups % num == 0,
+        f"learner.num_minibatches={num} does not divide rollout.num_prompts_per_step={groups}: a minibatch is a whole "
+        "number of groups, as many in each; set a divisor of it",
+    )
+    _need(
+        num == 1 or groups // num >= ranks,
+        f"learner.num_minibatches={num} leaves {groups // num} of rollout.num_prompts_per_step={groups} groups to a "
+        f"minibatch, fewer than launch.num_learner_ranks={ranks}: every rank needs one of each; use fewer "
+        "minibatches, or more prompts",
+    )
+    _need(
+        config.publish.when is not PublishWhen.every_optimizer_step or steps_per_batch(config) > 1,
+        "publish.when=every_optimizer_step does nothing with one optimizer step per batch: leave it out, or set "
+        "learner.num_minibatches or learner.num_epochs",
+    )
+
+
 def _check_hub(config: Config) -> None:
     bind = config.hub.bind
     _need(is_address(bind), f"hub.bind={bind} must look like tcp://127.0.0.1:5601")
     _need(
-        is_loopback(bind),
-        f"hub.bind={bind} is open to the network, and this release has no authentication of actors: bind 127.0.0.1 and "
-        "bring remote actors in through an encrypted tunnel (ssh -L), which is what the loopback default is for",
+        is_loopback(bind) or config.hub.keys is not None,
+        f"hub.bind={bind} is open to the network, where anyone could join: make keys with `streamrl keys new keys`, "
+        f"then start with  hub.bind={bind} hub.keys=keys",
+    )
+    _need(
+        not is_wildcard(bind) or config.hub.advertise is not None,
+        f"hub.bind={bind} listens on every interface and names none that actors could use: add hub.advertise=NAME, "
+        "this machine's name or address as actors reach it",
     )
     _need(
         config.hub.dead_after_s > config.hub.heartbeat_s,
@@ -285,4 +349,29 @@ def _check_hub(config: Config) -> None:
     _need(
         config.policy.model_path is not None or config.policy.tiny.enabled,
         "policy.model_path is not set: give a local checkpoint directory, or try experiment=quickstart",
+    )
+
+
+def _check_lora(config: Config) -> None:
+    lora, usual = config.policy.lora, LoraConfig()
+    if lora.rank is None:
+        changed = [item.name for item in fields(lora) if getattr(lora, item.name) != getattr(usual, item.name)]
+        _need(
+            not changed,
+            f"policy.lora.{changed[0] if changed else ''} does nothing while policy.lora.rank is not set: set "
+            "policy.lora.rank=16, say, or leave policy.lora alone",
+        )
+        return
+    _need(
+        "all-linear" not in lora.target_modules or len(lora.target_modules) == 1,
+        f"policy.lora.target_modules={lora.target_modules}: all-linear stands alone: leave it, or the names beside it",
+    )
+    _need(
+        bool(lora.target_modules),
+        "policy.lora.target_modules=[] adapts no layer: set it to some names, or to [all-linear]",
+    )
+    _need(
+        not (config.reference.sync_every_steps and config.reference.model_path),
+        f"reference.model_path={config.reference.model_path} cannot follow an adapter "
+        f"(reference.sync_every_steps={config.reference.sync_every_steps}): leave reference.model_path=null",
     )

@@ -19,12 +19,15 @@ from streamrl.config.schema_task import *
 CriticKind = StrEnum("CriticKind", ["head", "model"])
 EssRule = StrEnum("EssRule", ["none", "sqrt", "linear"])
 GroupPolicy = StrEnum("GroupPolicy", ["reissue_missing", "reissue_whole", "accept_partial"])
+LoraBase = StrEnum("LoraBase", ["none", "nf4", "int8"])
+LoraInit = StrEnum("LoraInit", ["default", "gaussian"])
 
 
 @dataclass
 class TrainerConfig:
     num_steps: int = ranged(100, gt=0)
-    """Optimizer steps to do; the run ends by itself after them."""
+    """Steps to do, then the run ends by itself. A step trains one batch, in `learner.num_minibatches` x
+    `learner.num_epochs` optimizer steps; every other setting in steps counts batches too."""
     num_epochs: float | None = ranged(None, gt=0)
     """Passes over the training records, in place of `trainer.num_steps`: as many steps as they have batches."""
     eval_only: bool = False
@@ -74,20 +77,44 @@ class SplitConfig:
 
 
 @dataclass
+class EvalSamplingConfig:
+    temperature: float | None = ranged(None, ge=0)
+    """As `rollout.train.sampling.temperature`, which null takes; 0 is greedy."""
+    top_p: float | None = ranged(None, gt=0, le=1)
+    """Keep the smallest set of tokens with this probability mass; null is as in training."""
+    top_k: int | None = None
+    """Keep the k most likely tokens, -1 all; null is as in training."""
+    min_p: float | None = ranged(None, ge=0, lt=1)
+    """Keep tokens at least this likely relative to the most likely one; null is as in training."""
+    max_new_tokens: int | None = ranged(None, gt=0)
+    """Most new tokens of one turn; null is as in training."""
+    stop: list[str] | None = None
+    """Texts that end a turn; null is as in training."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token (benchmarks only); null is as in training."""
+
+
+@dataclass
+class EvalSplitConfig:
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    """How tokens are drawn; what is null is as in training."""
+
+
+@dataclass
 class RolloutConfig:
     num_prompts_per_step: int = ranged(16, ge=1, le=512, why=(
         "a lone actor could not hold the groups of two batches until they are durable; use fewer prompts with more "
         "responses, or more optimizer steps"
     ))
-    """B: groups consumed by one optimizer step."""
+    """B: groups of one batch, which a step consumes."""
     num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")
     """G: trajectories of one group."""
     max_prompt_tokens: int = ranged(1024, gt=0)
     """Most tokens of a prompt; `data.prompt_overflow` says what becomes of a longer one."""
     train: SplitConfig = field(default_factory=SplitConfig)
     """How training trajectories are sampled."""
-    test: SplitConfig = field(default_factory=lambda: SplitConfig(SamplingConfig(temperature=0.0)))
-    """How evaluation trajectories are sampled; greedy by default."""
+    test: EvalSplitConfig = field(default_factory=EvalSplitConfig)
+    """How evaluation trajectories are sampled: as in training, unless set."""
     group_policy: GroupPolicy = GroupPolicy.reissue_missing
     """What happens to a group with missing members."""
     num_min_members: int = ranged(2, gt=0)
@@ -99,11 +126,17 @@ class EvalConfig:
     every_steps: int = ranged(25, ge=0)
     """Evaluate after every so many steps; the first and last version are always evaluated unless num_samples is 0."""
     num_samples: int = ranged(100, ge=0)
-    """Held-out prompts of one evaluation; 0 turns evaluation off."""
+    """Held-out prompts of one evaluation; 0 turns it off, but for sets with a num_samples of their own."""
     num_responses: int = ranged(1, ge=1, le=256)
     """Answers of each prompt; with more than one, pass@k is logged beside the mean, and they must be sampled."""
     solved_score: float = 1.0
     """The least score of an answer that counts as right for pass@k."""
+    datasets: dict[str, Any] = field(default_factory=dict)
+    """More evaluation sets by name: a file, or a mapping of path, data, env, reward, sampling, num_samples ..."""
+    pin: bool = True
+    """Answer every prompt of an evaluation with one version: actors that take part install the next one afterwards."""
+    pin_s: float = ranged(1800.0, gt=0)
+    """Longest time for which an evaluation may delay an install; then it ends with the answers that are there."""
 
 
 @dataclass
@@ -177,6 +210,24 @@ class TinyModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    rank: int | None = ranged(None, gt=0)
+    """Train low-rank factors of this rank beside frozen weights (LoRA); null trains every weight."""
+    alpha: float = ranged(32.0, gt=0)
+    """The factors' product is scaled by alpha / rank, so that a good learning rate hardly depends on the rank."""
+    lr_scale: float = ranged(10.0, gt=0)
+    """Factor on `policy.optimizer.lr`: adapters learn best at about ten times the rate of full training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Layers with an adapter, by name or the end of one; all-linear is every linear layer but the output layer."""
+    exclude: list[str] = field(default_factory=list)
+    """Layers without an adapter, by name or the end of one, of those that `policy.lora.target_modules` names."""
+    init: LoraInit = LoraInit.default
+    """The first factor at the start, `default` (Kaiming uniform) or `gaussian`; the second one is 0."""
+    base_quantization: LoraBase = LoraBase.none
+    """Keep the frozen linear layers in 4 bits (nf4) or 8 (int8) by bitsandbytes: QLoRA."""
+
+
+@dataclass
 class PolicyConfig:
     model_path: str | None = None
     """A Hugging Face checkpoint: a local directory, or a name of the model hub (`owner/name`). On the command line it
@@ -189,6 +240,8 @@ class PolicyConfig:
     """The policy's optimizer."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The policy's learning-rate schedule."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train an adapter instead of the weights."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     """A model made on the spot (quickstart, tests)."""
 

@@ -88,12 +88,13 @@ class StalenessConfig:
     num_lookahead_groups: int | None = ranged(None, ge=0)
     """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
     max_lag: int | None = None
-    """Bound on `version - token version` at the cut; null derives eta + ceil(W / B)."""
+    """Bound on `version - token version` at every optimizer step; null derives eta + ceil(W / B), or with S > 1
+    optimizer steps a batch S (eta + ceil(W / B)) + S - 1."""
     mode: StalenessMode = StalenessMode.drop
     """What happens beyond max_lag: `drop` the group; `mask_old_tokens` and train on the others; `reweight` old tokens
     and drop beyond a hard bound. `wait` lets no group get that old: batches are cut strictly in order."""
     hard_max_lag: int | None = None
-    """Under mode=reweight: the lag at which a group is refused after all; null derives eta + ceil(W / B)."""
+    """Under mode=reweight: the lag at which a group is refused after all; null derives it as for max_lag."""
     decay: float = 0.5
     """Under mode=reweight: factor on a token's loss for each step of its lag beyond max_lag."""
     on_stale: OnStale = OnStale.reissue
@@ -157,7 +158,7 @@ class LossConfig:
     anchor: str | None = None
     """Denominator of the ratio: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
     ewma_decay: float = ranged(0.95, ge=0, lt=1)
-    """Decay of the averaged weights behind `loss.anchor=ewma`, for each step."""
+    """Decay of the averaged weights behind `loss.anchor=ewma`, for each step (batch)."""
     correction: str = "disabled"
     """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`, or
     your own as package.module:function."""

@@ -8,9 +8,13 @@ from typing import Any
 
 from streamrl.config.ranges import ranged
 
+Attention = StrEnum(
+    "Attention", ["auto", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
+)
 OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
-PublishWhen = StrEnum("PublishWhen", ["every_step", "drift"])
+PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "drift"])
 Pruner = StrEnum("Pruner", ["none", "median", "asha"])
+SkipZeroAdvantage = StrEnum("SkipZeroAdvantage", ["auto", "always", "never"])
 SweepDirection = StrEnum("SweepDirection", ["maximize", "minimize"])
 WandbMode = StrEnum("WandbMode", ["offline", "online"])
 WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
@@ -18,10 +22,27 @@ WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
 
 @dataclass
 class LearnerConfig:
+    num_minibatches: int = ranged(1, ge=1)
+    """K: equal parts of a batch, in whole groups, that get an optimizer step each; it must divide
+    `rollout.num_prompts_per_step`."""
+    num_epochs: int = ranged(1, ge=1)
+    """E: passes over a batch. It takes K x E optimizer steps; versions and lags count optimizer steps."""
     max_tokens_per_device: int = ranged(4096, gt=0)
     """Token budget of one packed micro-batch on one rank; must hold the longest prompt and response."""
     logprob_chunk_tokens: int = ranged(1024, gt=0)
     """Tokens whose logits exist at once."""
+    share_prompts: bool = True
+    """Compute a prompt once for all answers to it in a micro-batch; models for which that is not exact never do."""
+    attention: Attention = Attention.auto
+    """Kernel of the learner's attention: sdpa; on a GPU also varlen (PyTorch's flash kernel), flex_attention,
+    flash_attention_2 and flash_attention_3 (their packages); auto is varlen on a GPU in half precision, else sdpa."""
+    compile: bool = False
+    """Compile every decoder layer of the policy with torch.compile: the first steps are slow, later ones faster; a
+    critic of `critic.kind=model` is not compiled."""
+    skip_zero_advantage: SkipZeroAdvantage = SkipZeroAdvantage.auto
+    """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto` unless a
+    control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...), `always` (controls then see the
+    other trajectories alone), or `never`. Where a KL or entropy term or a critic reads them, they keep their pass."""
     rank_timeout_s: float = ranged(600.0, gt=0)
     """Longest wait of a rank for the others before the process group gives up."""
     stall_report_s: float = ranged(30.0, gt=0)
@@ -43,7 +64,8 @@ class ActorsConfig:
     num_threads: int = ranged(1, ge=0)
     """Torch threads of one actor on a CPU; 0 leaves torch's own choice."""
     on_install: OnInstall = OnInstall.keep
-    """Running sequences at a new version: `keep` their cache, `recompute` it, or let them `finish` first."""
+    """Running sequences at a new version: switch to it and `keep` their cache or `recompute` it, or `finish` under
+    their own: whole models are installed after that, adapters (policy.lora.rank) serve beside each other."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """vLLM's own engine arguments under `actors.engine=vllm`, e.g. `actors.vllm.tensor_parallel_size=2`."""
     actor_id: str | None = None
@@ -54,6 +76,8 @@ class ActorsConfig:
     """Weight transports this actor may use, best first; your own as package.module:attribute."""
     relay: str | None = None
     """A `streamrl relay` that this actor pulls weights from, tcp://HOST:PORT; the learner if it does not answer."""
+    key: str | None = None
+    """File with this actor's key, as `streamrl keys add` writes it, for a hub with `hub.keys`; null has none."""
     share_weights: bool = True
     """Leave pulled weights in shared memory for the other actors of this host, and take what they left."""
 
@@ -64,6 +88,8 @@ class HubConfig:
     """Where the hub listens; port 0 takes a free one, which is printed and written to `hub.json`."""
     weights_port: int = ranged(0, ge=0)
     """Port of the weight socket, on the same address; 0 takes a free one. Fix it to reach it through a tunnel."""
+    keys: str | None = None
+    """Directory of `streamrl keys new`: only actors whose keys are in it may connect, encrypted; null asks for none."""
     advertise: str | None = None
     """Host name or address that actors should use for the weight socket; null is the bind address."""
     heartbeat_s: float = ranged(1.0, gt=0)
@@ -99,8 +125,8 @@ class PublishConfig:
     delta_max_ratio: float = ranged(0.25, ge=0, le=1, why="a larger delta is worse than a full version")
     """Actors that pull get just what changed since the version they hold, if at most this part of all; 0 never."""
     when: PublishWhen = PublishWhen.every_step
-    """Publish after every step, or only once the predicted drift since the last one exceeds a quarter of
-    `staleness.adaptive.m2_target` (and before the actors' lead runs out)."""
+    """Publish after every step; after every_optimizer_step of a batch that takes several; or only once the predicted
+    drift since the last one exceeds a quarter of `staleness.adaptive.m2_target` (before the actors' lead runs out)."""
     probe_every: int = ranged(20, ge=0)
     """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never."""
     probe_tolerance: float = ranged(0.1, gt=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.config.ranges import ranged
 
+History = StrEnum("History", ["auto", "append"])
 OnBadRecord = StrEnum("OnBadRecord", ["error", "skip"])
 OnEnvError = StrEnum("OnEnvError", ["drop", "floor"])
 PromptOverflow = StrEnum("PromptOverflow", ["skip", "truncate_left", "error"])
@@ -78,10 +79,13 @@ class EnvConfig:
     tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
     max_turns: int = ranged(1, gt=0)
     """Most turns of an episode; the last one ends it even if the environment is not done."""
+    history: History = History.auto
+    """Earlier turns that a chat template rewrites, as without their thinking: `auto` follows it, with several sequences
+    in a trajectory; `append` keeps the turns as they were sampled."""
     step_timeout_s: float = ranged(30.0, gt=0)
     """Longest time that one reset or step of an environment may take."""
-    num_threads: int = ranged(4, gt=0)
-    """Threads in which plain (not async) environments run."""
+    num_threads: int | None = ranged(None, gt=0)
+    """Threads in which plain (not async) environments run; null is 4, and up to 64 while their calls mostly wait."""
     on_error: OnEnvError = OnEnvError.drop
     """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
     reward_floor: float = 0.0
@@ -134,6 +138,14 @@ class JudgeConfig(ServiceConfig):
 
 
 @dataclass
+class ModelRewardConfig(ServiceConfig):
+    path: str | None = None
+    """A reward model that each actor starts for itself: the folder of a sequence classifier with one label."""
+    device: str = "auto"
+    """Where the model of `reward.model.path` runs: auto, cpu, cuda, cuda:1."""
+
+
+@dataclass
 class RewardConfig:
     type: str | None = None
     """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ... (docs/rewards.md)."""
@@ -151,4 +163,4 @@ class RewardConfig:
     """The reward `length` falls from 0 to -1 over so many characters."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    model: ServiceConfig = field(default_factory=ServiceConfig)
+    model: ModelRewardConfig = field(default_factory=ModelRewardConfig)

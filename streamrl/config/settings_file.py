@@ -58,3 +58,31 @@ def _literal(value: Any) -> str:
         quoted = value.replace("\\'", "\\\\'").replace("'", "\\'")
         return f"'{quoted}'"
     return str(value)
+
+
+def key_given_twice(text: str) -> str | None:
+    """The first key that stands twice in one mapping of a value, as `{a: 1, a: 2}`: the parser would drop one."""
+    mappings: list[set[str] | None] = []  # around the place: the keys of a mapping so far, None for a list
+    word, is_key, quote = "", False, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "{[":
+            mappings.append(set() if character == "{" else None)
+            word, is_key = "", character == "{"
+        elif character in "}]":
+            del mappings[-1:]
+            is_key = False
+        elif character == ",":
+            word, is_key = "", bool(mappings) and mappings[-1] is not None
+        elif character == ":" and is_key:
+            keys, name, is_key = mappings[-1], word.strip(), False
+            assert keys is not None
+            if name in keys:
+                return name
+            keys.add(name)
+        else:
+            word += character
+    return None

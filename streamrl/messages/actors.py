@@ -25,7 +25,7 @@ from streamrl.messages.base import (
     Word,
     message,
 )
-from streamrl.messages.weights import Layout, Manifest, NcclState, Offer
+from streamrl.messages.weights import Base, Layout, Manifest, NcclState, Offer
 
 
 class Limits(Message):
@@ -49,6 +49,10 @@ class Limits(Message):
     """Action tokens of one member over its whole episode, all turns together."""
     vocab_size: U32 = 1 << 31
     max_lag: U32 = 1 << 31
+    max_sequences: U16 = 1
+    """Sequences of one trajectory; a hub that does not know of several leaves it at one."""
+    eval_progress_deadline_s: float = 0.0
+    """`progress_deadline_s` of evaluation leases, whose answers may be longer; 0 is the same."""
 
 
 @message(1, TO_HUB)
@@ -94,6 +98,8 @@ class Welcome(Message):
     durable_upto: U64
     durable: Annotated[tuple[SeqRange, ...], Meta(max_length=1024)]
     held: Annotated[tuple[tuple[LeaseRef, bool], ...], Meta(max_length=1024)]
+    base: Base | None = None
+    """What `layout` and `manifest` are an adapter of; None if they are the whole model."""
 
 
 SLOW_CALL_S = 10.0

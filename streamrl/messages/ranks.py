@@ -25,7 +25,7 @@ from streamrl.messages.base import (
     Word,
     message,
 )
-from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest
+from streamrl.messages.weights import Base, IpcBufferTicket, Layout, Manifest
 
 
 @message(32, RANK_TO_HUB)
@@ -54,7 +54,8 @@ class PlanRow(Message):
     num_tokens: U32
     num_action_tokens: U32
     reward: float
-    head_lag: int
+    head_lag: int  # at the batch's first optimizer step
+    minibatch: U16 = 0
 
 
 class GroupOrigin(Message):
@@ -132,6 +133,9 @@ class Publish(Message):
     assets_path: str = ""
     device_manifest: Manifest | None = None
     """The same document in digest_kind 1, for transports from GPU to GPU."""
+    base: Base | None = None
+    """With `layout`, if the versions are adapters; its document is in `base_path`."""
+    base_path: str = ""
 
 
 @message(40, RANK_TO_HUB, HUB_TO_RANK)
@@ -153,6 +157,8 @@ class EvalRequest(Message):
     """Prompts whose transcripts come back with the result."""
     num_responses: U16 = 1
     """Answers of each prompt."""
+    dataset: Word = ""
+    """Name of the evaluation set; empty for the run's own held-out records."""
 
 
 @message(42, HUB_TO_RANK)
@@ -173,6 +179,14 @@ class EvalResult(Message):
     """Transcripts of the prompts that the request named, as far as they were scored."""
     prompt_scores: tuple[tuple[float, ...], ...] = ()
     """The scores of each prompt's answers, in the order of prompts; none for what could not be scored."""
+    dataset: Word = ""
+    """The evaluation set that was asked."""
+    prompt_answers: tuple[tuple[str, ...], ...] = ()
+    """The final answers behind `prompt_scores`."""
+    versions: tuple[U64, U64] | None = None
+    """Oldest and newest version that sampled a token of a scored answer; None without any."""
+    num_unanswered: U32 = 0
+    """Answers that were not waited for, because the version was kept for as long as allowed."""
 
 
 @message(43, HUB_TO_RANK)

@@ -18,14 +18,21 @@ its own (`ContentError.check`):
     version_cover       an action token without a version               (`turn_cover` likewise)
     no_action_tokens    nothing to train on, and not aborted
     response_too_long   more action tokens than the hub allows
+    sequence_count      more sequences in a trajectory than the hub allows
+    sequence_starts     sequences not in order and inside, or one without an action token
+    sequence_prompt_missing, sequence_prompt_length, sequence_prompt_vocabulary     as above, of a later sequence
     reward_finite       a NaN or an infinity                            (`turn_reward_finite`, `score_finite` likewise)
+    reward_size         beyond MAX_MAGNITUDE                            (`turn_reward_size`, `score_size` likewise)
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice, pairwise
+from typing import NoReturn
 
 import numpy as np
 from msgspec import Struct
@@ -36,6 +43,11 @@ from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
+MAX_MAGNITUDE = 1e12
+"""Of a reward or score. An actor refuses a single one beyond a million; an episode's sum may be larger, but not so
+large that squares overflow float32 in the learner."""
+PART_BYTES = 1 << 15
+"""Of token ids that are checked together."""
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
@@ -47,7 +59,7 @@ class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
 
 
 class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
-    """What the ledger keeps of a checked member besides its bytes; `num_tokens` counts prompt and all after it."""
+    """What the ledger keeps of a checked member besides its bytes; `num_tokens` counts prompts and all after them."""
 
     index: int
     status: MemberStatus
@@ -57,6 +69,7 @@ class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
     scores: dict[str, float]
     spans: tuple[VersionTokens, ...]
     all_versions: tuple[VersionRef, ...]
+    cut: bool = False  # by a limit of tokens or turns
 
     @property
     def aborted(self) -> bool:
@@ -66,6 +79,8 @@ class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
 def check_group(group: Group, limits: Limits, leased: Collection[int]) -> tuple[MemberSummary, ...]:
     """Check every rule above; a summary of each member, in message order.
 
+    Short members are looked at end to end, as one array: an array operation costs more than such a member.
+
     Args:
         leased: member indices that this lease may fill.
     Raises:
@@ -74,17 +89,60 @@ def check_group(group: Group, limits: Limits, leased: Collection[int]) -> tuple[
     _check_sampling(group.sampling)
     if not group.members and group.outcome != Outcome.RETURNED:
         raise ContentError("empty", f"group {group.group_id} has no members but outcome {group.outcome}, not RETURNED")
-    seen: set[int] = set()
-    summaries = []
+    _check_indices(group, leased)
+    return tuple(summary for members in _parts(group) for summary in _check_members(group, members, limits))
+
+
+def _parts(group: Group) -> Iterator[list[Member]]:
+    """The members in order, as many at a time as have few enough tokens for arrays that stay in the cache."""
+    part: list[Member] = []
+    num_bytes = 0
     for member in group.members:
-        where = f"group {group.group_id} member {member.index}"
-        if member.index in seen:
-            raise ContentError("member_twice", f"{where} occurs twice in one message")
-        if member.index not in leased:
-            raise ContentError("member_not_leased", f"{where} is not in the lease, which has {sorted(leased)}")
-        seen.add(member.index)
-        summaries.append(_check_member(member, group.members[0].prompt_ids, limits, where))
-    return tuple(summaries)
+        if part and num_bytes + len(member.token_ids) > PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(member)
+        num_bytes += len(member.token_ids)
+    if part:
+        yield part
+
+
+def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> Iterator[MemberSummary]:
+    places = _check_lengths(group, members, limits)
+    _check_vocabulary(group, members, limits)
+    mask = _mask(group, members, places)
+    _check_logprobs(group, members, limits, places, mask)
+    before = np.zeros(len(mask) + 1, dtype=np.int64)  # [N + 1] action tokens before each place
+    np.cumsum(mask, out=before[1:])
+    num_actions = np.diff(before[places]).tolist()
+    _check_counts(group, members, limits, num_actions)
+    of_versions = _cover(group, members, [member.versions for member in members], before, places, "version")
+    _cover(group, members, [member.turns for member in members], before, places, "turn")
+    num_tokens = []
+    for member, first, last in zip(members, places, places[1:], strict=False):
+        _check_rewards(group, member)
+        num_later = _check_sequences(group, member, limits, before, first, last)
+        num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
+        num_tokens.append(num_prompt + num_later + last - first)
+    return map(_summary, members, num_tokens, num_actions, of_versions)
+
+
+def _summary(member: Member, num_tokens: int, num_actions: int, of_versions: Sequence[int]) -> MemberSummary:
+    """of_versions: action tokens of each span."""
+    return MemberSummary(
+        index=member.index, status=member.status, num_tokens=num_tokens, num_action_tokens=num_actions,
+        reward=member.reward, scores=dict(member.scores),
+        spans=tuple(
+            VersionTokens(span.learner_epoch, span.version, n)
+            for span, n in zip(member.versions, of_versions, strict=True) if n
+        ),
+        all_versions=tuple(dict.fromkeys(VersionRef(span.learner_epoch, span.version) for span in member.versions)),
+        cut=member.cut,
+    )
+
+
+def _where(group: Group, member: Member) -> str:
+    return f"group {group.group_id} member {member.index}"
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -93,45 +151,56 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ContentError("sampling", f"{sampling} is not a distribution: every number must be finite and >= 0")
 
 
-def _check_member(member: Member, first_prompt: bytes, limits: Limits, where: str) -> MemberSummary:
-    aborted = member.status == MemberStatus.ABORTED
-    prompt = member.prompt_ids or first_prompt
-    if not prompt and not aborted:
-        raise ContentError("prompt_missing", f"{where} has no prompt, and neither has the first member")
-    num_prompt = _check_ids(prompt, limits.vocab_size, "prompt", where)
-    if num_prompt > limits.max_prompt_tokens:
-        raise ContentError(
-            "prompt_too_long", f"{where} has a prompt of {num_prompt} tokens, the limit is {limits.max_prompt_tokens}"
-        )
-    num_tokens = _check_ids(member.token_ids, limits.vocab_size, "token", where)
-    mask = _mask(member, num_tokens, where)
-    _check_logprobs(member.logprobs, mask, where)
-    before = np.zeros(num_tokens + 1, dtype=np.int64)  # [T + 1] action tokens before position t
-    np.cumsum(mask, out=before[1:])
-    num_actions = int(before[-1])
-    if num_actions == 0 and not aborted:
-        raise ContentError("no_action_tokens", f"{where} has no action token and is not marked aborted")
-    if num_actions > limits.max_new_tokens:
-        raise ContentError(
-            "response_too_long", f"{where} has {num_actions} action tokens, the limit is {limits.max_new_tokens}"
-        )
-    counts = _cover(member.versions, before, "version", where)
-    _cover(member.turns, before, "turn", where)
-    _check_rewards(member, where)
-    return MemberSummary(
-        index=member.index, status=member.status, num_tokens=num_prompt + num_tokens, num_action_tokens=num_actions,
-        reward=member.reward, scores=dict(member.scores),
-        spans=tuple(
-            VersionTokens(span.learner_epoch, span.version, n)
-            for span, n in zip(member.versions, counts, strict=True) if n
-        ),
-        all_versions=tuple(dict.fromkeys(VersionRef(span.learner_epoch, span.version) for span in member.versions)),
-    )
+def _check_indices(group: Group, leased: Collection[int]) -> None:
+    seen: set[int] = set()
+    for member in group.members:
+        if member.index in seen:
+            raise ContentError("member_twice", f"{_where(group, member)} occurs twice in one message")
+        if member.index not in leased:
+            raise ContentError(
+                "member_not_leased", f"{_where(group, member)} is not in the lease, which has {sorted(leased)}"
+            )
+        seen.add(member.index)
 
 
-def _check_ids(raw: bytes, vocab_size: int, what: str, where: str) -> int:
-    with _named(what, where):
-        return len(unpack_ids(raw, vocab_size=vocab_size, what=what))
+def _check_lengths(group: Group, members: Sequence[Member], limits: Limits) -> list[int]:
+    """Where each member's tokens begin in the array of all, and where the last one's end: [members + 1]."""
+    places = [0]
+    for member in members:
+        prompt = member.prompt_ids or group.members[0].prompt_ids
+        if not prompt and member.status != MemberStatus.ABORTED:
+            raise ContentError(
+                "prompt_missing", f"{_where(group, member)} has no prompt, and neither has the first member"
+            )
+        if len(member.prompt_ids) % 4 or len(member.token_ids) % 4 or len(member.logprobs) != len(member.token_ids):
+            _raise_of_codec(group, members, limits)
+        if len(prompt) > 4 * limits.max_prompt_tokens:
+            raise ContentError(
+                "prompt_too_long",
+                f"{_where(group, member)} has a prompt of {len(prompt) // 4} tokens, the limit is "
+                f"{limits.max_prompt_tokens}",
+            )
+        places.append(places[-1] + len(member.token_ids) // 4)
+    return places
+
+
+def _check_vocabulary(group: Group, members: Sequence[Member], limits: Limits) -> None:
+    parts = [raw for member in members for raw in (member.prompt_ids, member.token_ids)]
+    ids = np.frombuffer(b"".join(parts), dtype="<i4")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < limits.vocab_size:
+        _raise_of_codec(group, members, limits)
+
+
+def _raise_of_codec(group: Group, members: Sequence[Member], limits: Limits) -> NoReturn:
+    """Find the member that breaks a rule of the codec, and raise it under its name here."""
+    for member in members:
+        with _named("prompt", _where(group, member)):
+            unpack_ids(member.prompt_ids, vocab_size=limits.vocab_size, what="prompt")
+        with _named("token", _where(group, member)):
+            unpack_ids(member.token_ids, vocab_size=limits.vocab_size, what="token")
+        with _named("logprob", _where(group, member)):
+            unpack_logprobs(member.logprobs, num_tokens=len(member.token_ids) // 4)
+    raise AssertionError("a rule of the codec is broken in all members together and in none alone")
 
 
 @contextmanager
@@ -143,59 +212,134 @@ def _named(what: str, where: str) -> Iterator[None]:
         raise ContentError(f"{what}_{error.check}", f"{where}: {error}") from None
 
 
-def _mask(member: Member, num_tokens: int, where: str) -> np.ndarray:
-    """bool [T]: which tokens are actions."""
-    _check_ranges(member.mask, num_tokens, "mask", where)
-    mask = np.zeros(num_tokens, dtype=bool)
-    for start, end in member.mask:
-        mask[start:end] = True
+def _mask(group: Group, members: Sequence[Member], places: Sequence[int]) -> np.ndarray:
+    """bool [N]: which tokens are actions."""
+    mask = np.zeros(places[-1], dtype=bool)
+    for member, first, end_of_all in zip(members, places, places[1:], strict=False):
+        _check_ranges(member.mask, end_of_all - first, "mask", group, member)
+        for start, end in member.mask:
+            mask[first + start : first + end] = True
     return mask
 
 
-def _check_logprobs(raw: bytes, mask: np.ndarray, where: str) -> None:
-    with _named("logprob", where):
-        logprobs = unpack_logprobs(raw, num_tokens=len(mask))
-    if len(logprobs) and float(logprobs.max()) > MAX_LOGPROB:
+def _check_logprobs(
+    group: Group, members: Sequence[Member], limits: Limits, places: Sequence[int], mask: np.ndarray
+) -> None:
+    logprobs = np.frombuffer(b"".join([member.logprobs for member in members]), dtype="<f4")
+    if not np.isfinite(logprobs).all():
+        _raise_of_codec(group, members, limits)
+    if len(logprobs) and logprobs.max() > MAX_LOGPROB:
         at = int(logprobs.argmax())
-        raise ContentError("logprob_positive", f"{where}: the log-prob of token {at} is {logprobs[at]}, above 0")
+        raise ContentError(
+            "logprob_positive", f"{_token(group, members, places, at)} has the log-prob {logprobs[at]}, above 0"
+        )
     stray = (logprobs != 0.0) & ~mask
     if stray.any():
         at = int(stray.argmax())
-        raise ContentError("logprob_off_mask", f"{where}: token {at} is no action but has log-prob {logprobs[at]}")
+        raise ContentError(
+            "logprob_off_mask", f"{_token(group, members, places, at)} is no action but has log-prob {logprobs[at]}"
+        )
 
 
-def _check_ranges(ranges: Sequence[tuple[int, int]], num_tokens: int, what: str, where: str) -> None:
+def _token(group: Group, members: Sequence[Member], places: Sequence[int], at: int) -> str:
+    """The token at this place of all, for a message."""
+    which = bisect_right(places, at) - 1
+    return f"{_where(group, members[which])}: token {at - places[which]}"
+
+
+def _check_counts(group: Group, members: Sequence[Member], limits: Limits, num_actions: Sequence[int]) -> None:
+    for member, count in zip(members, num_actions, strict=True):
+        if count == 0 and member.status != MemberStatus.ABORTED:
+            raise ContentError(
+                "no_action_tokens", f"{_where(group, member)} has no action token and is not marked aborted"
+            )
+        if count > limits.max_new_tokens:
+            raise ContentError(
+                "response_too_long",
+                f"{_where(group, member)} has {count} action tokens, the limit is {limits.max_new_tokens}",
+            )
+
+
+def _check_ranges(
+    ranges: Sequence[tuple[int, int]], num_tokens: int, what: str, group: Group, member: Member
+) -> None:
     previous = 0
     for start, end in ranges:
         if not previous <= start < end <= num_tokens:
             raise ContentError(
                 f"{what}_ranges",
-                f"{where}: {what} range {start}..{end} must be non-empty, start at {previous} or later and end by "
-                f"{num_tokens}",
+                f"{_where(group, member)}: {what} range {start}..{end} must be non-empty, start at {previous} or later "
+                f"and end by {num_tokens}",
             )
         previous = end
 
 
-def _cover(spans: Sequence[Span | Turn], before: np.ndarray, what: str, where: str) -> list[int]:
-    """Action tokens inside each span; together they must be all of them."""
-    ranges = [(span.start, span.end) for span in spans]
-    _check_ranges(ranges, len(before) - 1, what, where)
-    counts = [int(before[end] - before[start]) for start, end in ranges]
-    if sum(counts) != before[-1]:
-        raise ContentError(
-            f"{what}_cover", f"{where}: {what} spans cover {sum(counts)} of {int(before[-1])} action tokens"
-        )
-    return counts
-
-
-def _check_rewards(member: Member, where: str) -> None:
-    if not math.isfinite(member.reward):
-        raise ContentError("reward_finite", f"{where}: the reward is {member.reward}")
-    for turn in member.turns:
-        if not math.isfinite(turn.reward):
+def _cover(
+    group: Group, members: Sequence[Member], spans: Sequence[Sequence[Span | Turn]], before: np.ndarray,
+    places: Sequence[int], what: str,
+) -> list[list[int]]:
+    """Action tokens inside each of every member's spans; a member's together must be all of its own."""
+    starts, ends = [], []
+    for member, own, first, end_of_all in zip(members, spans, places, places[1:], strict=False):
+        _check_ranges([(span.start, span.end) for span in own], end_of_all - first, what, group, member)
+        starts += [first + span.start for span in own]
+        ends += [first + span.end for span in own]
+    counts = iter((before[ends] - before[starts]).tolist() if starts else [])
+    found = [list(islice(counts, len(own))) for own in spans]
+    for member, own, wanted in zip(members, found, np.diff(before[places]).tolist(), strict=True):
+        if sum(own) != wanted:
             raise ContentError(
-                "turn_reward_finite", f"{where}: the reward of turn {turn.start}..{turn.end} is {turn.reward}"
+                f"{what}_cover",
+                f"{_where(group, member)}: {what} spans cover {sum(own)} of {wanted} action tokens",
             )
+    return found
+
+
+def _check_sequences(
+    group: Group, member: Member, limits: Limits, before: np.ndarray, first: int, last: int
+) -> int:
+    """Prompt tokens of the sequences after the first."""
+    if not member.sequences:
+        return 0
+    num_sequences = 1 + len(member.sequences)
+    if num_sequences > limits.max_sequences:
+        raise ContentError(
+            "sequence_count",
+            f"{_where(group, member)} consists of {num_sequences} sequences, the limit is {limits.max_sequences}",
+        )
+    num_tokens = last - first
+    for start, end in pairwise([0, *(one.start for one in member.sequences), num_tokens]):
+        if not (0 <= start < end <= num_tokens and before[first + end] > before[first + start]):
+            raise ContentError(
+                "sequence_starts",
+                f"{_where(group, member)}: the sequence of tokens {start}..{end} must lie in the {num_tokens} tokens, "
+                "after those before it, and hold an action token",
+            )
+    for one in member.sequences:
+        if not one.prompt_ids:
+            raise ContentError(
+                "sequence_prompt_missing", f"{_where(group, member)}: the sequence at token {one.start} has no prompt"
+            )
+        with _named("sequence_prompt", _where(group, member)):
+            unpack_ids(one.prompt_ids, vocab_size=limits.vocab_size, what="prompt")
+    return sum(len(one.prompt_ids) for one in member.sequences) // 4
+
+
+def _check_rewards(group: Group, member: Member) -> None:
+    _check_number(group, member, member.reward, "reward", "the reward")
+    for turn in member.turns:
+        _check_number(group, member, turn.reward, "turn_reward", "the reward of turn", turn)
     for name, score in member.scores.items():
-        if not math.isfinite(score):
-            raise ContentError("score_finite", f"{where}: score {name!r} is {score}")
+        _check_number(group, member, score, "score", "score", name)
+
+
+def _check_number(
+    group: Group, member: Member, value: float, rule: str, what: str, of: Turn | str | None = None
+) -> None:
+    if abs(value) <= MAX_MAGNITUDE:
+        return  # the usual case, before any text is made
+    which = "" if of is None else f" {of!r}" if isinstance(of, str) else f" {of.start}..{of.end}"
+    where = f"{_where(group, member)}: {what}{which}"
+    if not math.isfinite(value):
+        raise ContentError(f"{rule}_finite", f"{where} is {value}")
+    raise ContentError(f"{rule}_size", f"{where} is {value:g}, beyond {MAX_MAGNITUDE:g}")

@@ -117,6 +117,19 @@ class Offer(Message):
     slots: IpcBufferTicket | None = None
 
 
+class Base(Message):
+    """The weights that never change, of a run that trains an adapter: fetched once, while versions are adapters alone.
+
+    An adapted layer computes with `W + scale * B A` (`streamrl.weights.adapter`).
+    """
+
+    manifest: Manifest
+    layout: Layout
+    scale: float
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=8)] = ()
+    """Best first; empty between rank and hub."""
+
+
 TRANSPORTS = {
     "shm": "streamrl.weights.shm.transport:SHM",
     "zmq": "streamrl.weights.pull.client:ZMQ",

@@ -24,6 +24,9 @@ from streamrl.messages.base import (
     message,
 )
 
+MAX_SEQUENCES = 1024
+"""Most sequences of one trajectory."""
+
 
 class Purpose(IntEnum):
     TRAIN = 0
@@ -44,6 +47,12 @@ class Lease(Message):
     sampling: Sampling
     ttl_s: float
     purpose: Purpose = Purpose.TRAIN
+    dataset: Word = ""
+    """Evaluation set that the prompt is of; empty for the run's own held-out records."""
+    keep_s: float = 0.0
+    """Above 0: answer with exactly `min_version`, and delay installs until this lease is done, so long at most."""
+    num_after: U32 = 0
+    """Prompts that wait for the same version after this one."""
 
     @property
     def ref(self) -> tuple[int, int]:
@@ -78,6 +87,12 @@ class ReturnReason(IntEnum):
 
 
 class MemberStatus(IntEnum):
+    """TRUNCATED: the episode was cut before the environment was done, so its end has a value of its own.
+
+    An answer that a limit of tokens cut and that the environment judged all the same is FINISHED: its reward is all
+    that follows. `Member.finish` tells that it was cut (`length`).
+    """
+
     FINISHED = 0
     TRUNCATED = 1
     ABORTED = 2
@@ -100,12 +115,22 @@ class Turn(Message):
     reward: float
 
 
+class SequenceStart(Message):
+    """From token `start` of a trajectory on, the model read these prompt ids in place of all that came before."""
+
+    start: U32
+    prompt_ids: bytes
+
+
 class Member(Message):
     """One trajectory. `token_ids` holds every token after the prompt, actions and observations alike (T of them).
 
     `logprobs` are natural logs of the sampled token under the *processed* sampling distribution, exactly 0.0 off the
     mask: the denominator of the importance ratio, always. `mask` lists action-token ranges; each action token is in
     exactly one `Span` of `versions` and in one `Turn`.
+
+    Where the history was rewritten between two turns, a trajectory consists of several sequences: `sequences` lists
+    those after the first, whose prompt is `prompt_ids`. Positions count through all of them.
     """
 
     index: U16
@@ -119,6 +144,12 @@ class Member(Message):
     reward: float
     scores: Annotated[dict[Word, float], Meta(max_length=64)]
     finish: Word
+    sequences: Annotated[tuple[SequenceStart, ...], Meta(max_length=MAX_SEQUENCES - 1)] = ()
+
+    @property
+    def cut(self) -> bool:
+        """A limit of tokens or turns ended it, whether or not the environment judged what there was."""
+        return self.status == MemberStatus.TRUNCATED or self.finish == "length"
 
 
 NUM_FAILED_EPISODES = "num_failed_episodes"
@@ -139,6 +170,8 @@ class Group(Message):
     sampling: Sampling
     members: Annotated[tuple[Member, ...], Meta(max_length=1024)]
     stats: Annotated[dict[Word, float], Meta(max_length=64)]
+    answers: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=1024)] = ()
+    """Of an evaluation, the final answer of each member, for majority votes."""
 
     @property
     def num_failed_episodes(self) -> int:

@@ -57,6 +57,17 @@ def majority(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]
     return _estimate(values)
 
 
+def estimates(
+    scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], *, num_responses: int, solved: float
+) -> dict[str, Estimate]:
+    """avg@k, and with several answers to each prompt pass@1, pass@2, pass@4 ... pass@k and maj@k, by these names."""
+    found = {f"avg@{num_responses}": average(scores)}
+    if num_responses > 1:
+        found |= {f"pass@{n}": pass_at(n, scores, solved) for n in powers_of_two(num_responses)}
+        found[f"maj@{num_responses}"] = majority(scores, answers)
+    return found
+
+
 def powers_of_two(num_responses: int) -> list[int]:
     """The k for which pass@k is reported: 1, 2, 4 ... and the number of answers itself."""
     below = [1 << n for n in range(num_responses.bit_length()) if 1 << n < num_responses]

@@ -59,6 +59,8 @@ HUB_METRICS: list[Metric] = section(
     ("hub/lost_on_crash", "leases", "last", "Leases of a learner before this one, whose actor did not come back."),
     ("hub/num_eval_leases", "leases", "last", "Evaluation leases granted since the run began."),
     ("hub/num_eval_groups", "prompts", "last", "Evaluation prompts answered since the run began."),
+    ("hub/num_eval_discarded", "answers", "last", "Answers that another version than the pinned one had a part in."),
+    ("hub/num_evals_started_again", "evaluations", "last", "Evaluations whose pinned version no actor had any more."),
     ("hub/num_rejected_duplicate", "groups", "last", "Groups refused since the run began: delivered before."),
     ("hub/num_rejected_stale", "groups", "last", "The same: too old."),
     ("hub/num_rejected_version", "groups", "last", "The same: sampled by a version off the surviving history."),

@@ -13,7 +13,9 @@ from streamrl.metrics.conditions import CONDITIONS, Settings
 from streamrl.metrics.hub_names import BY_KIND, HUB_METRICS
 from streamrl.metrics.metric import Metric, Reduction, section
 
-__all__ = ["METRICS", "SECTIONS", "Metric", "Reduction", "lookup", "markdown_page", "member", "missing_and_surplus"]
+__all__ = [
+    "METRICS", "SECTIONS", "Metric", "Reduction", "lookup", "markdown_page", "member", "missing_and_surplus", "of_set",
+]
 
 SECTIONS: dict[str, list[Metric]] = {
     "Run": section(
@@ -42,18 +44,26 @@ SECTIONS: dict[str, list[Metric]] = {
         ("rollout/response_tokens/train", "tokens", "mean", "Action tokens of a trained trajectory."),
         ("rollout/length_clip_ratio/train", "fraction", "mean", "Trained trajectories cut by a length or turn limit."),
         ("rollout/num_turns/train", "turns", "mean", "Turns of a trained trajectory."),
+        ("rollout/sequences_per_trajectory", "sequences", "mean",
+         "Sequences of a trained trajectory; more than one where the history was rewritten."),
     ),
     "Evaluation": section(
         ("eval/score", "score", "last", "Mean score over the held-out prompts and their answers."),
         ("eval/score_stderr", "score", "last", "Standard error of this mean, over prompts."),
         ("eval/pass_at_1", "fraction", "last", "Chance that one answer is right (`eval.solved_score`).", "responses"),
+        ("eval/pass_at_1_stderr", "fraction", "last", "Its standard error, over prompts.", "responses"),
         ("eval/pass_at_k", "fraction", "last", "Chance that one of `eval.num_responses` answers is.", "responses"),
+        ("eval/pass_at_k_stderr", "fraction", "last", "Its standard error, over prompts.", "responses"),
+        ("eval/maj_at_k", "score", "last", "Score of the most frequent of these answers.", "responses"),
+        ("eval/maj_at_k_stderr", "score", "last", "Its standard error, over prompts.", "responses"),
         ("eval_parts/*", "score", "last", "A named part of the reward or score, as the task reports it."),
         ("eval/reward", "reward", "last", "Mean reward over the held-out prompts."),
         ("eval/response_tokens", "tokens", "last", "Mean length of the answers."),
         ("eval/truncated_fraction", "fraction", "last", "Answers cut by a length or turn limit."),
         ("eval/num_prompts", "prompts", "last", "Held-out prompts of this evaluation."),
-        ("eval/version", "steps", "last", "Version that the evaluation asked for."),
+        ("eval/version", "steps", "last", "Version that answered; with `eval.pin=false` the oldest that could."),
+        ("eval/*/*", "as above", "last", "The keys above, of a set of `eval.datasets` by its name: `eval/NAME/score`.",
+         ""),
         ("objective/archive_size", "evaluations", "last", "Evaluations on the Pareto front.", "archive"),
         ("objective/hypervolume", "volume", "last", "Volume that the front covers.", "hypervolume"),
         needs="eval",
@@ -121,6 +131,11 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/num_tokens", "tokens", "sum", "Action tokens trained on in this step."),
         ("policy/num_trajectories", "trajectories", "sum", "Trajectories trained on in this step."),
         ("policy/num_groups", "groups", "sum", "Groups trained on in this step."),
+        ("policy/left_out_fraction", "fraction", "mean", "Action tokens without a pass, as they cannot move a gradient "
+                                                         "(`learner.skip_zero_advantage`): ratios, drift, ESS and "
+                                                         "entropy are of the others."),
+        ("policy/shared_fraction", "fraction", "mean", "Tokens without a pass of their own, as another answer to the "
+                                                       "same prompt has them (`learner.share_prompts`)."),
         ("policy/num_microbatches", "micro-batches", "sum", "Micro-batches of this step, over all ranks."),
         ("policy/num_skipped_steps", "steps", "sum", "1 if the step was skipped for a non-finite loss or gradient."),
     ) + section(
@@ -160,6 +175,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("throughput/train_tokens_per_s", "tokens/s", "last", "Action tokens trained on per second of this step."),
         ("throughput/generate_tokens_per_s", "tokens/s", "last", "Action tokens generated per second by all actors."),
         ("throughput/trajectories_per_s", "trajectories/s", "last", "Trajectories trained on per second of this step."),
+        ("throughput/published_bytes", "bytes", "last", "Size of the newest published version."),
         ("throughput/wire_bytes_per_token", "bytes/token", "last", "Bytes on the wire for an action token."),
         ("actors/*", "tokens/s", "last", "Action tokens per second of an actor, by its id; of the first 32."),
     ),
@@ -204,6 +220,10 @@ def lookup(key: str) -> Metric:
     family = METRICS.get(f"{head}/*")
     if family is not None and _LAST_PART.fullmatch(last):
         return family
+    name, _, last = last.partition("/")
+    family = METRICS.get(f"{head}/*/*")
+    if family is not None and _LAST_PART.fullmatch(name) and f"{head}/{last}" in METRICS:
+        return family
     raise KeyError(f"Unknown metric {key!r}: add it to streamrl/metrics/names.py with unit, reduction and meaning.")
 
 
@@ -214,9 +234,15 @@ def member(family: str, name: str) -> str:
         KeyError: there is no such family.
     """
     if f"{family}/*" not in METRICS:
-        known = ", ".join(key[:-2] for key in METRICS if key.endswith("/*"))
+        known = ", ".join(key[:-2] for key in METRICS if key.count("*") == 1)
         raise KeyError(f"{family!r} is not a family of metrics; there are: {known}.")
     return f"{family}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64] or 'unnamed'}"
+
+
+def of_set(key: str, dataset: str) -> str:
+    """The key of an evaluation set: `eval/score` is `eval/gsm8k/score` of gsm8k; of the run's own records it stays."""
+    head, _, last = key.partition("/")
+    return f"{head}/{dataset}/{last}" if dataset else key
 
 
 def missing_and_surplus(written: Collection[str], settings: Settings) -> tuple[list[str], list[str]]:
@@ -237,7 +263,8 @@ def missing_and_surplus(written: Collection[str], settings: Settings) -> tuple[l
 def _is_free(key: str) -> bool:
     """A member of a family, whose name comes from the task, the settings or the kind of an error."""
     head, _, last = key.partition("/")
-    return key not in METRICS and lookup(key).key == f"{head}/*" and (head != "hub" or last.startswith(BY_KIND))
+    in_family = key not in METRICS and lookup(key).key in (f"{head}/*", f"{head}/*/*")
+    return in_family and (head != "hub" or last.startswith(BY_KIND))
 
 
 def _only_with(metric: Metric) -> str:
@@ -253,8 +280,9 @@ def markdown_page() -> str:
         "[five of them](watch.md).\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
         "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",
-        "end in `/*` are families: the last part comes from the task or the hub. A run writes every key of this page,",
-        "except those that name the settings they need; a line leaves out what its step did not measure.\n",
+        "end in `/*` are families: the task, the settings or the hub say what `*` stands for. A run writes every",
+        "key of this page, except those that name the settings they need; a line leaves out what its step did not",
+        "measure.\n",
         "Each line also goes to the trackers of `tracking.trackers`: `wandb`, or your own as `package.module:factory`,",
         "a function that takes a `streamrl.metrics.sinks.TrackedRun` and returns a `Sink`.",
     ]

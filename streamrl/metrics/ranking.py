@@ -84,7 +84,8 @@ class Objective:
         if self.series is None:
             return []
         if self.series.startswith("eval/"):
-            return [(int(row.get("eval/version", row["step"])), row[self.series]) for row in rows if self.series in row]
+            version = f"{self.series.rpartition('/')[0]}/version"  # of a set, if it is that of a set
+            return [(int(row.get(version, row["step"])), row[self.series]) for row in rows if self.series in row]
         return list(zip(*series(rows, self.series), strict=True))
 
     def better(self, value: float, than: float) -> bool:

@@ -20,9 +20,12 @@ TRAINED = "trained"
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn after the prompt: what the model said, or what the environment answered."""
+    """One turn after the prompt: what the model said, what the environment answered, or a rewritten history.
 
-    role: Literal["assistant", "environment"]
+    `context` is all that the model read from there on, in place of what came before: the prompt of another sequence.
+    """
+
+    role: Literal["assistant", "environment", "context"]
     content: str
     reward: float = 0.0
 
@@ -33,13 +36,15 @@ class SampleTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     `texts` joined is the decoded text with its special tokens. `ratios` are pi/mu: the probability of the token under
     the policy that was updated, over the probability with which an actor sampled it; None for a token that the model
     did not sample, and in samples that were not trained on. `versions` are those that sampled each token, -1 where
-    none did.
+    none did. `starts` are the places from which the model read a rewritten history, in the order of the turns whose
+    role is `context`.
     """
 
     ids: list[int]
     texts: list[str]
     ratios: list[float | None]
     versions: list[int]
+    starts: list[int] = []
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
@@ -21,8 +22,10 @@ from streamrl.report.charts.lines import line_chart
 from streamrl.report.page import axis_data, page, section, table, toolbar
 from streamrl.report.run_charts import Chart, charts, evaluation_curves
 
-HEADER = ("run", "steps", "wall", "eval first", "eval last", "lag mean", "lag max", "trained tok/s", "generated tok/s",
+HEADER = ("run", "eval first", "eval last", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s",
           "learner waits")
+SET_SCORE = re.compile(r"eval/[^/]+/score")
+"""The score of a set of `eval.datasets`."""
 MAX_DIFFERENCES = 40
 ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
 """Settings that differ between any two runs, and so are not compared."""
@@ -32,14 +35,20 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.P
                      objective: Objective | None = None) -> str:
     """Write the page to `out` with the suffix .html, and the table beside it as .md; returns the table.
 
-    With an objective the runs are ranked by it, and the table has a column for it if it lacks one.
+    With an objective the runs are ranked by it, and the table has a column for it if it lacks one. Each set of
+    `eval.datasets` has a column, too.
     """
     records = [read_run(path) for path in run_dirs]
     order = range(len(records)) if objective is None else objective.order(records)
     records = [records[i] for i in order]
     labels = _labels(records)
-    rows = [HEADER, *(_row(record, label) for record, label in zip(records, labels, strict=True))]
-    if objective is not None and objective.metric not in ("eval_score_first", "eval_score_last"):
+    sets = list(dict.fromkeys(key for record in records for key in record.keys() if SET_SCORE.fullmatch(key)))
+    at = HEADER.index("eval last") + 1
+    rows = [list(HEADER), *(_row(record, label) for record, label in zip(records, labels, strict=True))]
+    for row, record in zip(rows, [None, *records], strict=True):
+        row[at:at] = [key.removesuffix("/score").replace("/", " ") if record is None else _last(record, key)
+                      for key in sets]
+    if objective is not None and objective.metric not in ("eval_score_first", "eval_score_last", *sets):
         values = [compact(objective.value(record)) for record in records]
         rows = [[row[0], value, *row[1:]] for row, value in zip(rows, [objective.metric, *values], strict=True)]
     text = markdown_table(rows[0], rows[1:])
@@ -102,17 +111,26 @@ def _labels(records: Sequence[RunRecord]) -> list[str]:
     return own if all(own) and len(set(own)) == len(own) else [record.name for record in records]
 
 
+def _last(record: RunRecord, key: str, known: float | None = None) -> str:
+    """The newest score, if it is not known by now, with its standard error."""
+    values, errors = record.series(key)[1], record.series(f"{key}_stderr")[1]
+    score = next((value for value in (known, *values[-1:]) if value is not None), None)
+    return compact(score) + (f" ± {compact(errors[-1], 1)}" if score is not None and errors and errors[-1] else "")
+
+
 def _row(record: RunRecord, label: str) -> list[str]:
-    """Cells in the order of `HEADER`; `-` where a run has no summary."""
+    """Cells in the order of `HEADER`; `-` for what only a summary knows."""
     s = record.summary
     if outcome(record) != Outcome.finished:
         label = f"{label} ({s.stopped if s and s.stopped else outcome(record).name})"
+    first, newest = record.series("eval/score")[1][:1], _last(record, "eval/score", s.eval_score_last if s else None)
     if s is None:
-        step = str(record.rows[-1]["step"]) if record.rows else "0"
-        return [label, step, *["-"] * (len(HEADER) - 2)]
+        found = [label, compact(first[0] if first else None), newest, str(record.step)]
+        return [*found, *["-"] * (len(HEADER) - len(found))]
     waits = f"{s.learner_wait_s / s.wall_s:.0%}" if s.wall_s else "-"
-    return [label, str(s.steps), duration(s.wall_s), compact(s.eval_score_first), compact(s.eval_score_last),
-            compact(s.lag_mean), str(s.lag_max), compact(s.tokens_per_s_train), compact(s.tokens_per_s_generate), waits]
+    return [label, compact(s.eval_score_first), newest, str(s.steps),
+            compact(s.lag_mean), str(s.lag_max), duration(s.wall_s), compact(s.tokens_per_s_train),
+            compact(s.tokens_per_s_generate), waits]
 
 
 def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
@@ -133,8 +151,9 @@ def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:
 
 
 def _number(text: str) -> float | None:
+    """The number at the beginning of a cell, before its error."""
     try:
-        return float(text)
+        return float(text.partition(" ")[0])
     except ValueError:
         return None
 

@@ -99,10 +99,16 @@ def said(sample: Sample) -> str:
     tokens = sample.tokens
     if tokens is None or not tokens.texts:
         turns = [(turn.role, turn.content) for turn in sample.messages] or [("assistant", sample.answer)]
-        return "".join(f'<span class="{"observed" if role == "environment" else "spoken"}">{text(content)}</span>\n'
+        return "".join(f'<span class="{"spoken" if role == "assistant" else "observed"}">{text(content)}</span>\n'
                        for role, content in turns).rstrip("\n")
+    contexts = dict(zip(tokens.starts, (t.content for t in sample.messages if t.role == "context"), strict=False))
+    shown = list(zip(tokens.texts, tokens.ratios, tokens.versions, strict=False))[:MAX_TOKENS]
     out, run, run_css = [], "", ""
-    for token, ratio, version in list(zip(tokens.texts, tokens.ratios, tokens.versions, strict=False))[:MAX_TOKENS]:
+    for place, (token, ratio, version) in enumerate(shown):
+        if place in contexts:
+            out.append(_plain(run, run_css))
+            out.append(f'<div class="observed">history rewritten:\n{text(contexts[place])}</div>')
+            run = run_css = ""
         css = "observed" if version < 0 else shade(ratio)
         if css and ratio is not None:
             out.append(_plain(run, run_css))

@@ -25,6 +25,7 @@ from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import Config
 from streamrl.messages import TO_ACTOR, Hello, Manifest, Message, Probe, VersionRef, Welcome
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.keys import ActorKey
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.transport import ShmPublisher
@@ -95,8 +96,8 @@ class LiveHub:
         self.link.refresh_status()
         return done.manifest
 
-    def connect(self) -> Peer:
-        return Peer(actor_dealer(self.context, self.server.endpoint))
+    def connect(self, key: ActorKey | None = None) -> Peer:
+        return Peer(actor_dealer(self.context, self.server.endpoint, key=key))
 
     def __enter__(self) -> LiveHub:
         return self
@@ -135,9 +136,12 @@ class Peer:
             found += [message] if isinstance(message, kind) else []
         return found
 
-    def join(self) -> Welcome:
-        self.send(Hello(
-            protocol_min=1, protocol_max=1, actor_id="a1", incarnation=11, run_id=None, engine="test", software="test",
-            max_leases=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
-        ))
+    def join(self, actor_id: str = "a1") -> Welcome:
+        self.hello(actor_id)
         return self.receive(Welcome)
+
+    def hello(self, actor_id: str) -> None:
+        self.send(Hello(
+            protocol_min=1, protocol_max=1, actor_id=actor_id, incarnation=11, run_id=None, engine="test",
+            software="test", max_leases=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
+        ))

@@ -71,7 +71,8 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0.0 must be in (0, 1]"),
         (["rollout.num_prompts_per_step=513"], "must be in [1, 512]: a lone actor"),
         (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
-        (["experiment=nope"], "experiment=nope is unknown. There are quickstart"),
+        (["eval.pin=false", "eval.pin_s=60"], "eval.pin_s=60 does nothing with eval.pin=false"),
+        (["experiment=nope"], "experiment=nope is unknown. There are games, quickstart"),
         (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
         (["bare"], "is not a setting"),
     ],
@@ -84,7 +85,7 @@ def test_impossible_settings_say_what_is_wrong(words, message):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("trainer.num_steps=ten", "must be a whole number, e.g. trainer.num_steps=100. Optimizer steps"),
+        ("trainer.num_steps=ten", "must be a whole number, e.g. trainer.num_steps=100. Steps to do"),
         ("trainer.num_steps=1.5", "must be a whole number"),
         ("trainer.num_steps=", "trainer.num_steps= must be a whole number"),
         ("trainer.num_steps=[1", "`trainer.num_steps=[1` cannot be read: a list is trainer.num_steps=[a,b]"),

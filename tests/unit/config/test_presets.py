@@ -57,6 +57,8 @@ COLUMNS = {
     "policy.scheduler.ess_rule": "sqrt none none none none sqrt none none none none none none none",
     "policy.scheduler.ess_floor": " ".join(["0.1"] * 13),
     "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1",
+    "learner.num_minibatches": "1 1 4 1 1 1 1 1 1 1 1 1 1",
+    "learner.num_epochs": " ".join(["1"] * 13),
     "staleness.num_lookahead_groups": "- - - - - - - - - - - - -",
 }
 CLIPS = {  # of the recipes whose surrogate reads them
@@ -91,9 +93,10 @@ def test_the_remaining_cells_of_the_preset_tables(recipes):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_the_pairing_at_its_own_lag(recipes, name):
     config = recipes[name]
-    assert max_lag(config) == config.staleness.eta + 1
+    steps = config.learner.num_minibatches
+    assert max_lag(config) == steps * (config.staleness.eta + 2) - 1
 
-    check_settings(config.advantage, config.loss, max_lag=max_lag(config))
+    check_settings(config.advantage, config.loss, max_lag=max_lag(config), steps_per_batch=steps)
 
 
 def test_the_config_group_holds_the_recipes_and_the_negative_control():

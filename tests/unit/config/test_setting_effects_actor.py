@@ -18,7 +18,8 @@ import zmq
 from actors.__main__ import work
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
-from actors.runtime import ActorRuntime, build_runtime, default_actor_id, pick_device, weight_source
+from actors.runtime import ActorRuntime, build_runtime, default_actor_id, engine_spec, pick_device, weight_source
+from learner.hub_client.settings import limits
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
@@ -190,7 +191,19 @@ def test_the_limits_of_a_turn_are_those_of_its_split(hub, welcome, split, name, 
     with runtime_of(hub, welcome, SCRIPTED, f"rollout.{split}.sampling.{name}={shown}") as runtime:
         for other in ("train", "test"):
             played(runtime, other)
-            assert (getattr(runtime.engine.requests[-1], name) == value) is (other == split)
+            takes = other == split or split == "train"  # evaluation samples as training does, unless set
+            assert (getattr(runtime.engine.requests[-1], name) == value) is takes
+
+
+def test_a_set_has_an_environment_and_limits_of_its_own(hub, welcome):
+    words = "eval.datasets={long: {env: {name: string.sort, max_turns: 2}, sampling: {max_new_tokens: 40}}}"
+    with runtime_of(hub, welcome, SCRIPTED, words) as runtime:
+        runner = runtime.sets["long"]
+        assert (runner.task.name, runner.rules.max_new_tokens, runner.rules.max_turns) == ("string.sort", 40, 2)
+        assert (runtime.test.task.name, runtime.test.rules.max_turns) == ("string.reverse", 1)
+    settings = config_of(*SIZES, words, "learner.max_tokens_per_device=96")
+    assert engine_spec(settings, Path(), None).max_tokens == 64 + 2 * 40
+    assert limits(settings, 64).max_new_tokens == 96  # with the environment's part of a conversation
 
 
 def test_a_prompt_over_the_limit_is_refused(hub, welcome):

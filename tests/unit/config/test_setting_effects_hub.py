@@ -6,12 +6,14 @@ import json
 import logging
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import zmq
 
 from learner.hub.settings import read_settings, write_settings
+from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, steps_between_checkpoints
 from learner.mesh import Ranks
@@ -31,6 +33,7 @@ from streamrl.messages import (
     Chunk,
     ChunkStatus,
     EvalRequest,
+    EvalResult,
     HubHeartbeat,
     HubStatus,
     Installed,
@@ -273,6 +276,44 @@ def test_a_stalled_run_fails_with_the_reason_unless_the_wait_is_unlimited(script
     with pytest.raises(StreamrlError, match=r"120 s although 2 actors.*stall_fail_s=100.*with actor a7"):
         impatient.link.next_batch(0)
     assert patient.link.next_batch(0) is None and endless.link.next_batch(0) is None
+
+
+def scored(num: int) -> HubStatus:
+    return HubStatus(0, {"num_eval_groups": float(num)}, (("a1", "READY", 0.0, 0.0),))
+
+
+def test_actors_that_answer_an_evaluation_do_not_stall_the_run(scripted_hub):
+    hub = scripted_hub("learner.stall_fail_s=100")
+    hub.link.evaluate(0, 0, 9)
+    hub.send(scored(3), BatchPending(0, "an actor takes 4 more", 120.0, 2), StopRequest("enough"))
+    assert hub.link.next_batch(0) is None
+
+
+def test_several_evaluations_may_take_longer_than_one_stall(scripted_hub, monkeypatch):
+    hub, now = scripted_hub("learner.stall_fail_s=100"), [0.0]
+    monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    receive = hub.link._receive
+
+    def slowly():
+        """Each message comes a minute after the one before."""
+        while (message := receive()) is None:
+            pass
+        now[0] += 60.0
+        return message
+
+    monkeypatch.setattr(hub.link, "_receive", slowly)
+    hub.link._heard_at = 0.0
+    hub.link.evaluate(0, 0, 2)
+    hub.link.evaluate(1, 0, 1)
+    means = (1.0, 1.0, 5.0, 0.0)
+    hub.send(scored(1), scored(2), EvalResult(0, 0, 2, *means), scored(3), EvalResult(1, 0, 1, *means))
+    hub.link.wait_for_evals()
+    assert [result.eval_id for result in hub.link.evals] == [0, 1] and now == [300.0]
+
+    hub.link.evaluate(2, 0, 1)
+    hub.send(*[scored(3)] * 4)
+    with pytest.raises(StreamrlError, match="evaluation unfinished for 120 s although 1 actors"):
+        hub.link.wait_for_evals()
 
 
 def test_a_batch_brings_the_hubs_counters_as_of_its_cut(scripted_hub):

@@ -274,3 +274,13 @@ def test_epochs_give_the_steps_that_their_batches_make_and_no_held_out_prompt_co
     fit_to_records(config, load_task("string.reverse", options={"num_train": 100, "num_test": 30}))
 
     assert (config.trainer.num_steps, config.eval.num_samples) == (num_steps, 30)
+
+
+def test_a_set_of_other_records_is_not_cut_to_the_number_of_the_runs_own(tmp_path):
+    (tmp_path / "many.jsonl").write_text("".join(f'{{"question": "{i}", "answer": "{i}"}}\n' for i in range(50)))
+    many = f"{{path: {tmp_path}/many.jsonl, reward: {{type: exact}}}}"
+    config = config_of("eval.num_samples=40", f"eval.datasets={{many: {many}, again: {{sampling: {{top_p: 0.9}}}}}}")
+    config.env.options = {"num_train": 9, "num_test": 7}
+    sets = fit_to_records(config, load_task("string.reverse", options=config.env.options))
+
+    assert {one.name: one.config.eval.num_samples for one in sets} == {"": 7, "many": 40, "again": 7}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from learner.hub.handlers.ranks import plan_batch
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.setup import build_ledger
 from learner.hub_client.settings import hub_settings, limits
 from streamrl.config.load import from_plain, load_config, to_plain
+from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config
 from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
 from streamrl.messages.codec import Decoder
@@ -67,6 +70,22 @@ def state_of(ledger: Ledger) -> tuple[float, float, float]:
 )
 def test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run(word, num_leases):
     assert len(joined(ledger_of(word)).ask()) == num_leases
+
+
+@pytest.mark.shows("learner.num_minibatches")
+def test_the_plan_of_a_batch_has_as_many_equal_minibatches_as_are_set_and_the_bound_knows_their_steps():
+    def planned(*words: str) -> tuple[list[int], int]:
+        settings, ledger = settings_of(*words), ledger_of(*words)
+        actor = joined(ledger)
+        for lease in actor.ask():
+            actor.finish(lease)
+        rows = plan_batch(ledger.cut_batch(0), 1, settings.num_minibatches)
+        ledger.trained(steps_per_batch(config_of(*words)), False, "")
+        return [row.minibatch for row in rows], ledger.lag.rule.max_lag
+
+    assert planned() == ([0, 0, 0, 0], 2)
+    assert planned("learner.num_minibatches=2") == ([0, 0, 1, 1], 5)
+    assert planned("learner.num_epochs=3") == ([0, 0, 0, 0], 8)
 
 
 def test_an_evaluation_only_run_still_leases_evaluations():
@@ -128,6 +147,29 @@ def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
     for lease in leases:
         changed = lease.purpose == (split == "test")
         assert (getattr(lease.sampling, name) == value) is changed
+
+
+@pytest.mark.parametrize(
+    ("words", "keep_s"), [([], 1800.0), (["eval.pin_s=60"], 60.0), (["eval.pin=false"], 0.0)]
+)
+def test_an_evaluation_keeps_its_version_for_as_long_as_set(words, keep_s):
+    ledger = ledger_of(*words)
+    ledger.evals.request(0, version=0, num_prompts=1)
+    (lease,) = [one for one in joined(ledger).ask(free_eval=1) if one.purpose]
+    assert lease.keep_s == keep_s
+
+
+def test_a_set_is_asked_with_its_own_prompts_and_sampling(tmp_path):
+    (tmp_path / "hard.jsonl").write_text('{"question": "abc", "answer": "cba"}\n')
+    hard = f"{{path: {tmp_path}/hard.jsonl, reward: {{type: exact}}, sampling: {{temperature: 0.3}}}}"
+    ledger = ledger_of(f"eval.datasets={{hard: {hard}, upper: {{env: {{name: string.sort}}}}}}")
+    for number, name in enumerate(("", "hard", "upper")):
+        ledger.evals.request(number, version=0, num_prompts=1, dataset=name)
+    own, hard, upper = [one for one in joined(ledger).ask(free_eval=3) if one.purpose]
+
+    assert [lease.dataset for lease in (own, hard, upper)] == ["", "hard", "upper"]
+    assert (json.loads(hard.prompt)["question"], hard.sampling.temperature) == ("abc", 0.3)
+    assert own.prompt != upper.prompt and own.sampling.temperature == upper.sampling.temperature == 0.0
 
 
 # --- staleness -------------------------------------------------------------------------------------------------------

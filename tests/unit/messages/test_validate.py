@@ -19,6 +19,7 @@ from streamrl.messages import (
     Outcome,
     ReturnReason,
     Sampling,
+    SequenceStart,
     Span,
     Turn,
     VersionRef,
@@ -28,7 +29,7 @@ from streamrl.messages.codec import pack_ids, pack_logprobs
 from streamrl.messages.validate import VersionTokens, check_group
 from tests.unit.hub.factories import STEADY
 
-LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6)
+LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6, max_sequences=2)
 
 
 def spans(*rows: tuple[int, int, int, int]) -> tuple[Span, ...]:
@@ -47,6 +48,10 @@ HONEST = Member(
     versions=spans((1, 4, 0, 2), (1, 5, 2, 5), (2, 5, 5, 6)), turns=turns((0, 4, 0.5), (4, 7, 1.0)), reward=1.5,
     scores={"correct": 1.0}, finish="stop",
 )
+
+
+def sequence(start: int, prompt_ids: tuple[int, ...] = (7, 8, 9, 10, 11)) -> SequenceStart:
+    return SequenceStart(start, pack_ids(prompt_ids))
 
 
 def group(*members: Member, outcome: Outcome = Outcome.COMPLETE, sampling: Sampling | None = None) -> Group:
@@ -86,9 +91,17 @@ BROKEN = {
         token_ids=pack_ids([10] * 7), logprobs=pack_logprobs([-1.0] * 7), mask=((0, 7),),
         versions=spans((1, 4, 0, 7)),
     )),
+    "sequence_count": group(changed(sequences=(sequence(1), sequence(2)))),
+    "sequence_starts": group(changed(sequences=(sequence(6),))),
+    "sequence_prompt_missing": group(changed(sequences=(sequence(4, ()),))),
+    "sequence_prompt_length": group(changed(sequences=(SequenceStart(4, b"\0" * 5),))),
+    "sequence_prompt_vocabulary": group(changed(sequences=(sequence(4, (1, 50)),))),
     "reward_finite": group(changed(reward=INF)),
     "turn_reward_finite": group(changed(turns=turns((0, 4, NAN), (4, 7, 1.0)))),
     "score_finite": group(changed(scores={"correct": -INF})),
+    "reward_size": group(changed(reward=1e13)),
+    "turn_reward_size": group(changed(turns=turns((0, 4, -1e13), (4, 7, 1.0)))),
+    "score_size": group(changed(scores={"correct": 1e300})),
 }
 
 
@@ -97,6 +110,24 @@ def test_an_honest_group_gives_its_facts():
 
     assert (facts.index, facts.num_tokens, facts.num_action_tokens, facts.reward) == (0, 10, 5, 1.5)
     assert facts.spans == (VersionTokens(1, 4, 2), VersionTokens(1, 5, 2), VersionTokens(2, 5, 1))
+
+
+def test_the_prompts_of_all_sequences_count_and_actions_count_once():
+    (facts,) = check_group(group(changed(sequences=(sequence(4),))), LIMITS, range(2))
+
+    assert (facts.num_tokens, facts.num_action_tokens) == (3 + 5 + 7, 5)  # a later prompt may exceed the first's limit
+
+
+@pytest.mark.parametrize("starts", [(0,), (3, 3), (4, 2), (7,), (9,), (3, 6)])
+def test_sequences_are_in_order_and_each_holds_an_action(starts):
+    wide = msgspec.structs.replace(LIMITS, max_sequences=9)
+    with pytest.raises(ContentError, match="must lie in the 7 tokens, after those before it, and hold an action"):
+        check_group(group(changed(sequences=tuple(map(sequence, starts)))), wide, range(2))
+
+
+def test_a_hub_that_knows_of_one_sequence_takes_no_more():
+    with pytest.raises(ContentError, match="consists of 2 sequences, the limit is 1"):
+        check_group(group(changed(sequences=(sequence(4),))), Limits(vocab_size=50), range(2))
 
 
 def test_the_first_prompt_serves_the_members_that_name_none():
@@ -138,8 +169,44 @@ def test_each_rule_is_caught_under_its_own_name(check):
     assert check == "sampling" or "group 3" in str(caught.value)
 
 
+@pytest.mark.parametrize("check", [name for name, broken in BROKEN.items() if broken.members and name != "sampling"])
+def test_the_member_that_breaks_a_rule_is_named_among_honest_ones(check):
+    sound = [changed(index=index) for index in (0, 1, 3)]
+    broken = BROKEN[check].members[-1]
+    if check.startswith("member_"):
+        named = broken.index
+    else:
+        named, broken = 2, msgspec.structs.replace(broken, index=2)
+    if check == "prompt_missing":
+        named, sound[0] = 0, changed(index=0, prompt_ids=b"")
+
+    with pytest.raises(ContentError, match=f"member {named}") as caught:
+        check_group(group(*sound[:2], broken, sound[2]), LIMITS, range(4))
+
+    assert caught.value.check == check
+
+
+@pytest.mark.parametrize("part_bytes", [4, 32, 1 << 15])
+def test_the_facts_of_a_member_do_not_depend_on_those_beside_it(part_bytes, monkeypatch):
+    monkeypatch.setattr(group_checks, "PART_BYTES", part_bytes)
+    members = [
+        HONEST,
+        changed(index=1, prompt_ids=b"", token_ids=pack_ids([7]), logprobs=pack_logprobs([-1.0]), mask=((0, 1),),
+                versions=spans((3, 1, 0, 1)), turns=turns((0, 1, 0.0)), reward=0.0),
+        changed(index=2, status=MemberStatus.ABORTED, prompt_ids=b"", token_ids=b"", logprobs=b"", mask=(),
+                versions=(), turns=()),
+        changed(index=3, prompt_ids=pack_ids([5, 6])),
+    ]
+    together = check_group(group(*members), LIMITS, range(4))
+
+    whole = [msgspec.structs.replace(one, prompt_ids=one.prompt_ids or HONEST.prompt_ids) for one in members]
+    assert together == tuple(check_group(group(one), LIMITS, range(4))[0] for one in whole)
+    assert [one.num_tokens for one in together] == [10, 4, 3, 9]
+
+
 def test_every_rule_of_the_table_has_a_broken_example():
-    table = re.findall(r"^    (\w+)  ", group_checks.__doc__, re.M)
+    rows = re.findall(r"^    (\w+(?:, \w+)*)  ", group_checks.__doc__, re.M)
+    table = [name for row in rows for name in row.split(", ")]
     likewise = re.findall(r"`(\w+)`", "".join(re.findall(r"\(`.*?likewise\)", group_checks.__doc__)))
 
     assert sorted(table + likewise) == sorted(BROKEN)

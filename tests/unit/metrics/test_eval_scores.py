@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from streamrl.metrics.eval_scores import average, majority, pass_at, powers_of_two
+from streamrl.metrics.eval_scores import average, estimates, majority, pass_at, powers_of_two
 
 
 def test_the_average_is_over_prompts_and_so_is_its_error():
@@ -39,6 +39,15 @@ def test_the_majority_answer_counts_and_ties_share():
     assert majority([[1.0, 0.0, 0.0]], [["4", "5", "5"]]).value == 0.0
     assert majority([[1.0, 1.0, 0.0]], [["4", "4", "5"]]).value == 1.0
     assert majority([[1.0, 0.0]], [["4", "5"]]).value == 0.5
+
+
+def test_the_estimates_of_an_evaluation_have_the_names_that_people_know():
+    found = estimates([[1.0, 0.0], [0.0, 0.0]], [["4", "5"], ["1", "1"]], num_responses=2, solved=1.0)
+
+    values = {name: one.value for name, one in found.items()}
+    assert values == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "maj@2": 0.25}
+    assert all(one.stderr == pytest.approx(0.5 if name == "pass@2" else 0.25) for name, one in found.items())
+    assert list(estimates([[1.0]], [["4"]], num_responses=1, solved=1.0)) == ["avg@1"]
 
 
 def test_k_goes_in_powers_of_two_up_to_all():
