@@ -8,7 +8,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("data_files", "sandbox", "wire", "engine", "weights", "algorithms", "overlap", "presets")
+BENCHES = (
+    "data_files", "sandbox", "rewards", "wire", "engine", "weights", "algorithms", "shared_prompts", "overlap",
+    "step_overhead", "presets",
+)  # fmt: skip
 
 
 def main() -> int:

@@ -1,0 +1,86 @@
+"""What both systems are given: a model directory, a file of prompts with answers, a reward function, sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_RECORDS = 20_000
+
+REWARDS = '''"""Scores a completion; the same file for every system."""
+
+import re
+
+
+def score(kind, answer, text):
+    if kind == "letters":  # share of right characters, as string.reverse counts them
+        right = sum(a == b for a, b in zip(text, answer))
+        return right / max(len(answer), len(text), 1)
+    found = re.search(r"-?\\d+", text)
+    return float(found is not None and found.group() == answer)
+
+
+def reward_fn(prompts, completions, answer, kind, **kwargs):
+    return [score(k, a, c) for k, a, c in zip(kind, answer, completions)]
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload.
+
+    Attributes:
+        model: "tiny" (made and warm-started by the quickstart) or a directory.
+        micro_batch: samples of one forward and backward pass of the peer; ours packs tokens.
+    """
+
+    name: str
+    model: str
+    prompts: Callable[[random.Random], tuple[str, str]]
+    kind: str
+    num_groups: int
+    group_size: int
+    max_new_tokens: int
+    max_prompt_tokens: int
+    learning_rate: float
+    num_steps: int
+    num_dropped_steps: int
+    micro_batch: int
+
+
+def _letters(random_: random.Random) -> tuple[str, str]:
+    text = "".join(random_.choice("abcdefghij") for _ in range(random_.randint(3, 8)))
+    return f"{text}<sep>", text[::-1]  # the tiny model reads the separator after a prompt
+
+
+def _sum(random_: random.Random) -> tuple[str, str]:
+    a, b = random_.randint(1, 99), random_.randint(1, 99)
+    return f"{a} + {b} =", str(a + b)
+
+
+def _long_sum(random_: random.Random) -> tuple[str, str]:
+    """A prompt of more than 300 tokens: forty solved sums before the one that is asked."""
+    solved = [(random_.randint(10, 99), random_.randint(10, 99)) for _ in range(40)]
+    lines = [f"{a} + {b} = {a + b}" for a, b in solved]
+    question, answer = _sum(random_)
+    return "\n".join([*lines, question]), answer
+
+
+CASES = {
+    "quickstart": Case("quickstart", "tiny", _letters, "letters", 16, 8, 12, 64, 3e-4, 60, 5, 128),
+    "sums": Case("sums", "models/smollm2-135m", _sum, "number", 8, 8, 8, 96, 2e-5, 10, 2, 64),
+    "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 6, 2, 32),
+}
+
+
+def write_inputs(case: Case, folder: Path, seed: int) -> None:
+    """`train.jsonl` and `reward.py` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random_ = random.Random(seed)
+    rows = [dict(zip(("prompt", "answer"), case.prompts(random_), strict=True), kind=case.kind)
+            for _ in range(NUM_RECORDS if case.model == "tiny" else 2_000)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARDS)

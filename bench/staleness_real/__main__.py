@@ -1,0 +1,91 @@
+"""Which correction keeps learning alive on stale data, in the real system? See docs/staleness.md.
+
+Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--max-cells N] [--table] [--publish]
+
+Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "docs" / "results" / "staleness-real"
+NUM_TRIES = 2
+"""A cell whose lag was out of the band is run again so often in all."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few short cells: checks that it runs")
+    parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness-real/full (or quick)")
+    parser.add_argument("--max-cells", type=int, help="stop after so many")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
+    arguments = parser.parse_args(words)
+    folder = arguments.out or ROOT / "runs" / "staleness-real" / ("quick" if arguments.quick else "full")
+    folder = folder.resolve()
+    if not (arguments.table or arguments.publish):
+        run_all(folder, quick=arguments.quick, max_cells=arguments.max_cells)
+    return write_table(folder, publish=arguments.publish)
+
+
+def run_all(folder: Path, *, quick: bool, max_cells: int | None) -> None:
+    """Every cell that has no valid line yet."""
+    from bench.environment import environment_stamp
+    from bench.staleness_real.cells import Cell, all_cells, ordered
+    from bench.staleness_real.run_cell import append, finished, run_cell
+
+    # The learner imports the pacer from here; one thread for each process.
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+                   "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    folder.mkdir(parents=True, exist_ok=True)
+    path, num_run = folder / "results.jsonl", 0
+    while max_cells is None or num_run < max_cells:
+        results = finished(path)
+        tries: dict[Cell, int] = {}
+        for one in results:
+            cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"])
+            tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
+        waiting = ordered((one for one in all_cells(quick=quick) if tries.get(one, 0) < NUM_TRIES),
+                          [one for one in results if one["valid"]])
+        if not waiting:
+            return
+        cell = waiting[0]
+        result = run_cell(cell, folder)
+        result["valid"] = cell.lag_is_right(result)
+        append({**result, "env": environment_stamp()}, path)
+        num_run += 1
+        print(f"{time.strftime('%H:%M:%S')} {cell.name}: end {result['end']:.3f}, area {result['area']:.3f}, "
+              f"lag {result['settled_lag']:.1f}{'' if result['valid'] else ' OUT OF BAND'}, {result['wall_s']:.0f} s; "
+              f"{len(waiting) - 1} cells wait", flush=True)
+
+
+def write_table(folder: Path, *, publish: bool) -> int:
+    """The table of the valid cells, to the terminal and beside the results."""
+    from bench.staleness_real.run_cell import finished
+    from bench.staleness_real.tables import tables
+
+    results = finished(folder / "results.jsonl")
+    if not results:
+        print(f"no results in {folder}", file=sys.stderr)
+        return 1
+    text = tables(results)
+    (folder / "tables.md").write_text(text)
+    print(text)
+    if publish:
+        COMMITTED.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "tables.md", COMMITTED / "tables.md")
+        (COMMITTED / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What is run: every arm at every rate and seed, at lag 0 and at the forced lag, and in which order.
+
+One run is a cell. The order makes every interruption useful: the first seed covers all cells; from then on the rate
+that is best so far of every arm and lag comes first, for one seed after the other, and the other rates last.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+ETA = 24
+NUM_STEPS = 100
+EVERY = 10
+"""Steps between evaluations."""
+LAGS = (ETA, 0)
+RATES = (3e-4, 1e-3, 1e-4)
+"""The quickstart's own first, then about three times as large and as small."""
+SEEDS = (1, 2, 3, 4, 5)
+SLACK = 3
+"""Batches by which the lag may stay below the forced one (`pace.py`)."""
+
+_PLAIN = ("advantage.baseline=leave_one_out", "loss.dual_clip=null", "loss.veto_low=null", "loss.veto_high=null")
+_CLIP = (*_PLAIN, "loss.surrogate=ppo_clip")
+
+ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "uncorrected": ("algorithm=uncorrected",),
+    "tis": ("algorithm=uncorrected", "loss.allow_uncorrected=false", "loss.surrogate=tis", "loss.cap=2.0"),
+    "clip": ("algorithm=dr_grpo", *_CLIP, "loss.clip_high=0.28", "loss.avg_level=token-mean"),
+    "clip_veto": ("algorithm=dr_grpo", *_CLIP, "loss.clip_high=0.28", "loss.avg_level=token-mean",
+                  "loss.veto_low=1e-4", "loss.veto_high=100.0"),
+    "clip_dual": ("algorithm=dr_grpo", *_CLIP, "loss.clip_high=0.28", "loss.avg_level=token-mean",
+                  "loss.dual_clip=3.0"),
+    "decoupled": ("algorithm=areal", "advantage.baseline=leave_one_out", "advantage.scale=none",
+                  "loss.anchor=loglinear", "learner.num_minibatches=1"),
+    "vtrace_critic": ("algorithm=impala",),
+    "stream_default": ("algorithm=stream_default",),
+})
+"""Overrides of each arm. All but the last two share the leave-one-out baseline and the token mean; nothing is tuned
+but the rate."""
+
+MEANING: Mapping[str, str] = MappingProxyType({
+    "uncorrected": "REINFORCE, no importance ratio (negative control)",
+    "tis": "token ratio, truncated at 2",
+    "clip": "PPO clip on the behavior policy, 0.2 and 0.28",
+    "clip_veto": "the same, trajectories with a ratio outside 1e-4 to 100 dropped",
+    "clip_dual": "the same without veto, negative advantages capped at 3 (dual clip)",
+    "decoupled": "decoupled PPO, the proximal policy log-linear between behavior and current policy",
+    "vtrace_critic": "recipe `impala`: V-trace with a critic, policy gradient with truncated ratios",
+    "stream_default": "recipe: PPO clip on the behavior policy, dual clip, veto, OPSM, sqrt-ESS step size",
+})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run. `lag` is the forced lag, in optimizer steps."""
+
+    arm: str
+    lag: int
+    rate: float
+    seed: int
+    num_steps: int = NUM_STEPS
+
+    @property
+    def name(self) -> str:
+        """For directories."""
+        return f"{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
+
+    def overrides(self) -> list[str]:
+        """The run's settings, beside where it stands."""
+        paced = ["tracking.trackers=[bench.staleness_real.pace:open_pacer]"] if self.lag else []
+        return [
+            "experiment=quickstart", *ARMS[self.arm], f"run.seed={self.seed}", f"staleness.eta={self.lag}",
+            "staleness.num_lookahead_groups=0", f"policy.optimizer.lr={self.rate}",
+            f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
+            "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
+            "checkpoint.export_hf=false", "filter.zero_std=false", *paced,
+        ]
+
+    def lag_is_right(self, result: Mapping[str, Any]) -> bool:
+        """Whether a run kept its lag once the lead was full: exactly 0, or at most `SLACK` below the forced one."""
+        return self.lag - SLACK <= result["settled_lag"] <= self.lag
+
+
+def all_cells(*, quick: bool = False) -> list[Cell]:
+    """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning."""
+    if quick:
+        return [Cell(arm, lag, RATES[0], SEEDS[0], 6) for arm in ("uncorrected", "stream_default") for lag in (2, 0)]
+    return [
+        cell for cell in (Cell(*values) for values in product(ARMS, LAGS, RATES, SEEDS))
+        if cell.lag or fresh_arm(cell.arm) == cell.arm or (cell.rate, cell.seed) == (RATES[0], SEEDS[0])
+    ]
+
+
+def fresh_arm(arm: str) -> str:
+    """The arm whose runs at lag 0 are also this one's.
+
+    There every ratio is 1: no cap, clip or veto acts, and all arms without a critic do the same update. They are run
+    once; that the others give the same scores is checked at one rate and seed.
+    """
+    return arm if arm == "vtrace_critic" else "stream_default"
+
+
+def ordered(cells: Iterable[Cell], results: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """The cells in the order in which they are to be run, given what is known now."""
+    rank = _rank_of_rates(results)
+    arms, first = list(ARMS), SEEDS[0]
+
+    def key(cell: Cell) -> tuple[float, ...]:
+        place = (LAGS.index(cell.lag) if cell.lag in LAGS else 0, arms.index(cell.arm))
+        if cell.seed == first:
+            return (0, RATES.index(cell.rate), 0, *place)
+        return (1, rank.get((cell.arm, cell.lag, cell.rate), len(RATES)), cell.seed, *place)
+
+    return sorted(cells, key=key)
+
+
+def _rank_of_rates(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, float], int]:
+    """(arm, lag, rate) -> 0 for the rate with the largest mean area so far, 1 for the next."""
+    areas: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in results:
+        areas[one["arm"], one["lag"]][one["rate"]].append(one["area"])
+    return {
+        (arm, lag, rate): place
+        for (arm, lag), of_rates in areas.items()
+        for place, rate in enumerate(sorted(of_rates, key=lambda rate: -statistics.fmean(of_rates[rate])))
+    }

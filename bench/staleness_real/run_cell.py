@@ -1,0 +1,95 @@
+"""One cell: the run as `streamrl launch` does it, then what is kept of its record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.staleness_real.cells import Cell
+from streamrl.config.load import load_config
+from streamrl.errors import RunFailedError
+from streamrl.launch import EXIT_INTERRUPTED, Launcher
+from streamrl.metrics.run_record import RunRecord, read_run
+
+KEPT = (
+    "ess/token", "ess/sequence_clipped", "drift/m2", "policy/clip_fraction", "keep/veto", "ess/kept_fraction",
+    "policy/grad_norm", "entropy/mean", "lr/scale", "ratio/max",
+)
+"""Metrics of which the mean over the steps with a full lead is kept."""
+
+
+def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Run it and read its record; its directory is removed, the start models of the seeds stay in `folder`.
+
+    Raises:
+        RunFailedError: the run failed; its directory stays.
+        KeyboardInterrupt: it was interrupted.
+    """
+    run_dir = folder / cell.name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    overrides = [*cell.overrides(), f"run.dir={run_dir}", f"policy.tiny.cache_dir={folder / 'models'}"]
+    began, used = time.monotonic(), _cpu_s()
+    log_path = folder / f"{cell.name}.log"
+    with log_path.open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        code = Launcher(load_config(overrides), overrides, run_dir).run()
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != 0:
+        raise RunFailedError(f"{cell.name} ended with status {code}: see {log_path}", code)
+    result = {**measured(cell, read_run(run_dir)), "wall_s": round(time.monotonic() - began, 1),
+              "cpu_s": round(_cpu_s() - used, 1)}
+    shutil.rmtree(run_dir)
+    log_path.unlink()
+    return result
+
+
+def measured(cell: Cell, record: RunRecord) -> dict[str, Any]:
+    """The line of a finished run."""
+    assert record.summary is not None
+    curve = [(int(row["eval/version"]), row["eval/score"]) for row in record.rows if "eval/score" in row]
+    settled = [row for row in record.rows if row["step"] > cell.lag and "lag/token_mean" in row]
+    return {
+        "arm": cell.arm, "lag": cell.lag, "rate": cell.rate, "seed": cell.seed, "num_steps": cell.num_steps,
+        "mean_lag": round(record.summary.lag_mean, 3),
+        "settled_lag": round(statistics.fmean(row["lag/token_mean"] for row in settled), 3),
+        "max_lag": record.summary.lag_max, "num_lag_violations": record.summary.num_lag_violations,
+        "curve": [[version, round(score, 4)] for version, score in curve],
+        "start": curve[0][1], "end": curve[-1][1], "area": round(area(curve), 4),
+        "means": {key: float(f"{statistics.fmean(values):.4g}") for key in KEPT
+                  if (values := [row[key] for row in settled if key in row])},
+        "num_skipped_steps": sum(row.get("policy/num_skipped_steps", 0.0) for row in record.rows),
+    }
+
+
+def area(curve: Sequence[tuple[int, float]]) -> float:
+    """Mean score over the run: the trapezoids between evaluations, divided by the versions that they span."""
+    pieces = [(b - a) * (x + y) / 2 for (a, x), (b, y) in zip(curve, curve[1:], strict=False)]
+    return sum(pieces) / (curve[-1][0] - curve[0][0])
+
+
+def append(result: dict[str, Any], path: Path) -> None:
+    """One line, in the file before the next cell begins; a line that a crash cut short is dropped."""
+    lines = path.read_bytes() if path.exists() else b""
+    with path.open("ab") as file:
+        file.truncate(lines.rfind(b"\n") + 1)
+        file.write(json.dumps(result).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finished(path: Path) -> list[dict[str, Any]]:
+    """The lines so far; one that a crash cut short is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

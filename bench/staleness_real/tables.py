@@ -1,0 +1,96 @@
+"""The table of the experiment as Markdown. Pure: lines of results in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.staleness.summary import Spread, by
+from bench.staleness_real.cells import ARMS, MEANING, RATES, SLACK, fresh_arm
+
+Result = Mapping[str, Any]
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Best rate of each arm against its own lag 0, then every rate, then what the runs measured."""
+    valid = [one for one in results if one["valid"]]
+    stale = max((one["lag"] for one in valid), default=0)
+    seeds = {one["seed"] for one in valid}
+    wall = sum(one["wall_s"] for one in results)
+    return "\n\n".join([
+        "# Learning at a forced lag in the real system: the numbers",
+        f"`python -m bench.staleness_real`: {len(valid)} runs, at most {len(seeds)} seeds in a cell, "
+        f"{wall / 3600:.1f} hours. {len(results) - len(valid)} more runs were left out: their mean lag with a full "
+        f"lead was not within {SLACK} below the forced one. Mean ± standard deviation over seeds, in brackets how "
+        "many.",
+        "## Every arm at its best rate",
+        "The rate with the largest mean area under the curve, chosen for each lag. *Area*: mean score of the run's "
+        "evaluations, 0 to 100 steps. *Kept*: the end at the lag as a share of the arm's own end at lag 0. There every "
+        "ratio is 1, and the arms without a critic are one and the same: they share those runs.",
+        _best(valid, stale),
+        "## Every rate",
+        _rates(valid, "end", stale), _rates(valid, "area", stale),
+        "## What the runs measured at the lag",
+        "Means over the steps with a full lead, at the best rate.",
+        _measured(valid, stale),
+    ]) + "\n"
+
+
+def _best(valid: Sequence[Result], stale: int) -> str:
+    rows = []
+    for arm in ARMS:
+        fresh, old = _at_best(valid, fresh_arm(arm), 0), _at_best(valid, arm, stale)
+        cells = [[_cell(of, "end"), _cell(of, "area"), f"{of[0]['rate']:g}" if of else ""] for of in (fresh, old)]
+        share = "" if not (fresh and old) else f"{_mean(old, 'end') / max(_mean(fresh, 'end'), 1e-9):.0%}"
+        lag = "" if not old else f"{_mean(old, 'mean_lag'):.1f}"
+        rows.append([f"`{arm}`: {MEANING[arm]}", *cells[0], *cells[1], share, lag])
+    header = ["arm", "lag 0: end", "area", "rate", f"lag {stale}: end", "area", "rate", "kept", "mean lag"]
+    return _table(header, rows)
+
+
+def best_rate(valid: Sequence[Result], arm: str, lag: int) -> float | None:
+    """The rate with the largest mean area; of rates with fewer seeds than another, none is chosen."""
+    areas = {rate: spread for (a, k, rate), spread in by(valid, "arm", "lag", "rate", value="area").items()
+             if (a, k) == (arm, lag)}
+    most = max((len(spread.values) for spread in areas.values()), default=0)
+    return max((rate for rate in areas if len(areas[rate].values) == most), key=lambda r: areas[r].mean, default=None)
+
+
+def _rates(valid: Sequence[Result], value: str, stale: int) -> str:
+    spreads = by(valid, "arm", "lag", "rate", value=value)
+    rates = sorted(RATES)
+    rows = [[f"`{arm}`", *(_shown(spreads.get((arm, lag, rate))) for lag in (0, stale) for rate in rates)]
+            for arm in ARMS]
+    return _table([value, *(f"lag {lag}, {rate:g}" for lag in (0, stale) for rate in rates)], rows)
+
+
+def _measured(valid: Sequence[Result], stale: int) -> str:
+    keys = sorted({key for one in valid for key in one["means"]})
+    rows = []
+    for arm in ARMS:
+        old = _at_best(valid, arm, stale)
+        found = {key: [one["means"][key] for one in old if key in one["means"]] for key in keys}
+        rows.append([f"`{arm}`", *(f"{sum(v) / len(v):.3g}" if v else "" for v in found.values())])
+    return _table(["arm", *(f"`{key}`" for key in keys)], rows)
+
+
+def _at_best(valid: Sequence[Result], arm: str, lag: int) -> list[Result]:
+    rate = best_rate(valid, arm, lag)
+    return [one for one in valid if (one["arm"], one["lag"], one["rate"]) == (arm, lag, rate)]
+
+
+def _mean(results: Sequence[Result], value: str) -> float:
+    return Spread(tuple(one[value] for one in results)).mean
+
+
+def _cell(results: Sequence[Result], value: str) -> str:
+    return _shown(Spread(tuple(one[value] for one in results)) if results else None)
+
+
+def _shown(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread} ({len(spread.values)})"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,100 @@
+"""The harness of the experiment in the real system: cells, their order, the pace, and what is read from a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from bench.staleness_real.__main__ import write_table
+from bench.staleness_real.cells import ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
+from bench.staleness_real.pace import Pacer
+from bench.staleness_real.run_cell import append, area, finished
+from bench.staleness_real.tables import best_rate, tables
+from streamrl.config.load import load_config
+from streamrl.config.rules import steps_per_batch
+
+
+def result(arm="clip", lag=ETA, rate=3e-4, seed=1, area=0.5, end=0.6, valid=True):
+    return {"arm": arm, "lag": lag, "rate": rate, "seed": seed, "num_steps": 100, "area": area, "end": end,
+            "mean_lag": 20.0, "settled_lag": 23.5, "wall_s": 30.0, "valid": valid, "means": {"drift/m2": 0.1}}
+
+
+def test_each_arm_is_a_run_of_its_own_at_the_forced_lag():
+    arms = [load_config(Cell(arm, ETA, 1e-3, 3).overrides()) for arm in ARMS]
+    for one in arms:
+        assert (one.staleness.eta, one.staleness.num_lookahead_groups, one.filter.zero_std) == (ETA, 0, False)
+        assert (one.policy.optimizer.lr, one.run.seed, len(one.tracking.trackers)) == (1e-3, 3, 1)
+        assert steps_per_batch(one) == 1
+        assert sum((one.loss, one.advantage) == (other.loss, other.advantage) for other in arms) == 1
+    fresh = load_config(Cell("clip", 0, 1e-3, 3).overrides())
+    assert fresh.staleness.eta == 0 and not fresh.tracking.trackers and LAGS == (ETA, 0)
+
+
+def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
+    cells = all_cells()
+    assert len(set(cells)) == len(cells) == 15 * 8 + 15 * 2 + 6
+    first = ordered(cells, [])
+    num_first = sum(cell.seed == SEEDS[0] for cell in cells)
+    assert all(cell.seed == SEEDS[0] for cell in first[:num_first])
+    assert {cell.arm for cell in first[:8]} == set(ARMS) and {cell.rate for cell in first[:16]} == {RATES[0]}
+    known = [result(rate=3e-4, area=0.3), result(rate=1e-4, area=0.7), result(rate=1e-3, area=0.1)]
+    later = [cell for cell in ordered(cells, known) if cell.seed != SEEDS[0] and (cell.arm, cell.lag) == ("clip", ETA)]
+    assert [cell.rate for cell in later] == [1e-4] * 4 + [3e-4] * 4 + [1e-3] * 4
+
+
+def test_the_pacer_holds_a_step_back_until_the_lead_is_full(tmp_path):
+    pacer, status = Pacer(tmp_path), tmp_path / "status.json"
+    pacer.log_config({"rollout": {"num_prompts_per_step": 2}, "staleness": {"eta": 4}, "trainer": {"num_steps": 50}})
+
+    def hub_holds(groups: float) -> None:
+        beside = tmp_path / "new.json"
+        beside.write_text(json.dumps({"counters": {"num_groups_accepted": groups}}))
+        beside.replace(status)
+
+    hub_holds(9.0)
+    waiting = threading.Thread(target=pacer.log_metrics, args=(1, {"hub/num_groups_accepted": 5.0}), daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive()  # 9 of the 10 groups of five batches
+    hub_holds(10.0)
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+    status.unlink()
+    pacer.log_metrics(2, {"hub/num_groups_accepted": 10.0})  # far enough ahead: the file is not even read
+    pacer.log_metrics(49, {"hub/num_groups_accepted": 100.0})  # nothing is left to generate
+
+
+def test_a_lag_outside_the_band_is_told_and_left_out():
+    cell = Cell("clip", ETA, 3e-4, 1)
+    assert cell.lag_is_right({"settled_lag": 23.0}) and not cell.lag_is_right({"settled_lag": 19.0})
+    assert not Cell("clip", 0, 3e-4, 1).lag_is_right({"settled_lag": 0.01})
+    text = tables([result(), result(seed=2, end=0.9), result(seed=3, end=0.0, valid=False)])
+    assert "0.75 ± 0.21 (2)" in text and "2 runs" in text and "1 more runs were left out" in text
+
+
+def test_the_table_sets_each_arm_against_its_own_lag_0_at_its_best_rate():
+    runs = [result(lag=0, arm="stream_default", end=0.9), result(rate=1e-4, area=0.9, end=0.45), result(area=0.1)]
+    runs += [result(rate=1e-3, area=1.0, valid=False)]
+    assert best_rate([one for one in runs if one["valid"]], "clip", ETA) == 1e-4
+    assert fresh_arm("clip") == "stream_default" and fresh_arm("vtrace_critic") == "vtrace_critic"
+    row = next(line for line in tables(runs).splitlines() if line.startswith("| `clip`:"))
+    assert "0.90 (1)" in row and "0.45 (1)" in row and "50%" in row
+
+
+def test_results_are_lines_and_one_that_was_cut_short_is_run_again(tmp_path):
+    path = tmp_path / "results.jsonl"
+    append(result(), path)
+    with path.open("a") as file:
+        file.write('{"arm": "cli')
+    assert finished(path) == [result()]
+    append(result(seed=2), path)
+    assert finished(path) == [result(), result(seed=2)]
+    assert write_table(tmp_path, publish=False) == 0 and "`clip`" in (tmp_path / "tables.md").read_text()
+    assert write_table(tmp_path / "nothing", publish=False) == 1
+
+
+def test_the_area_is_the_mean_score_over_the_run():
+    assert area([(0, 0.0), (50, 1.0), (100, 1.0)]) == pytest.approx(0.75)
+    assert area([(0, 0.5), (10, 0.5)]) == pytest.approx(0.5)
