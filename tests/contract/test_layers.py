@@ -26,7 +26,8 @@ TRACKERS = {  # each in the module that is named after its library
 }
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ONE_DOOR = TRACKERS | {
-    "bitsandbytes": {"learner/model/optimizer.py"},
+    "bitsandbytes": {"learner/model/optimizer.py", "learner/adapter/quantize.py"},
+    "peft": {"learner/adapter/lora.py", "learner/adapter/quantize.py"},
     "hydra": {"streamrl/config/load.py", "streamrl/config/sweep_words.py"},
     "optuna": {"streamrl/sweep/study.py"},
     "omegaconf": {"streamrl/config/load.py"},
@@ -77,8 +78,8 @@ def test_heavy_libraries_have_one_door(library):
     assert users <= ONE_DOOR[library]
 
 
-IN_SANDBOX = {ROOT / "envs/sandbox/supervisor.py"}
-"""Runs as a process of its own, which gave up its privileges first; nothing imports it."""
+IN_SANDBOX = {ROOT / "envs/sandbox/supervisor.py", ROOT / "envs/sandbox/namespaces.py"}
+"""Run as a process of its own, which gave up its privileges first; nothing imports them."""
 
 
 def test_nothing_reads_the_wall_clock_or_runs_foreign_code():

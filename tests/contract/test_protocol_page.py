@@ -15,6 +15,7 @@ from streamrl.messages import (
     TO_HUB,
     TO_WEIGHTS,
     ActorState,
+    Base,
     Bye,
     ChunkStatus,
     InstallSource,
@@ -33,6 +34,7 @@ from streamrl.messages import (
     RejectReason,
     ReturnReason,
     Sampling,
+    SequenceStart,
     Span,
     StopReason,
     TensorSpec,
@@ -45,8 +47,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 DIRECTIONS = {
     "actor to hub": TO_HUB, "hub to actor": TO_ACTOR, "actor to weights": TO_WEIGHTS, "weights to actor": FROM_WEIGHTS,
 }
-PARTS = (VersionRef, Lineage, Limits, Lease, Sampling, Member, Span, Turn, Rejection, Layout, TensorSpec, Manifest,
-         Offer)
+PARTS = (VersionRef, Lineage, Limits, Lease, Sampling, Member, SequenceStart, Span, Turn, Rejection, Layout,
+         TensorSpec, Manifest, Base, Offer)
 ENUMS = (ActorState, Purpose, Outcome, ReturnReason, MemberStatus, RejectReason, InstallSource, StopReason, PullMode,
          ChunkStatus)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -16,21 +18,25 @@ from tests.docs.extract import ROOT, extract
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/settings.yaml"))
 
 
-def test_there_are_five_and_the_page_lists_them_in_order():
+def test_there_are_six_and_the_page_lists_them_in_order():
     page = (ROOT / "examples" / "README.md").read_text()
 
-    assert [path.name[0] for path in EXAMPLES] == list("12345")
+    assert [path.name[0] for path in EXAMPLES] == list("123456")
     places = [page.index(f"({path.name}/README.md)") for path in EXAMPLES]
     assert places == sorted(places)
 
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)
-def test_an_example_is_complete(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_example_is_complete(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(ROOT)  # its paths are relative to the clone
     page = (folder / "README.md").read_text()
     commands = [item.text for item in extract(folder / "README.md") if item.kind == "shell"]
 
-    check_task(task_of(load_config([f"examples/{folder.name}/settings.yaml"])))
+    written = []
+    if (folder / "make_data.py").exists():
+        subprocess.run([sys.executable, folder / "make_data.py", tmp_path], check=True, timeout=60)
+        written = [f"data.path={tmp_path}/gsm8k_train.jsonl", f"data.test_path={tmp_path}/gsm8k_test.jsonl"]
+    check_task(task_of(load_config([f"examples/{folder.name}/settings.yaml", *written])))
 
     assert any(f"examples/{folder.name}/settings.yaml" in command for command in commands)
     assert all(heading in page for heading in ("## Run it", "## What to expect", "## What to try next"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.flow.processes import RunHarness
@@ -13,6 +15,7 @@ MORE_METRICS = (
     "hub.heartbeat_s=0.2", "loss.opsm_delta=0.01", "loss.zscore_bound=6", "loss.entropy_coef=0.001",
     "loss.anchor=recomputed", "loss.correction=decoupled_token_is", "advantage.rho_bar_ess_target=0.9",
     "objectives.components={reward:1,score:-1}", "eval.num_responses=2", "rollout.test.sampling.temperature=1",
+    "eval.datasets={again: {num_samples: 3, num_responses: 1, sampling: {temperature: 0}}}", "eval.every_steps=2",
 )
 """Modes that have metrics of their own and that no other launched run is in."""
 
@@ -24,6 +27,12 @@ def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(har
     rows = [row for row in harness.metrics() if "policy/lr" in row]
     assert [row["policy/lr"] > 0 for row in rows] == [False, False, True, True]
     assert all("critic/loss" in row for row in rows)
+    evaluated = [json.loads(line) for line in (harness.run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert sorted((one["dataset"], one["version"]) for one in evaluated) == [
+        (name, version) for name in ("", "again") for version in (0, 2, 4)
+    ]
+    assert all(one["sampled_by"] == [one["version"]] * 2 for one in evaluated), "answers of another version count"
+    assert {len(one["scores"]) for one in evaluated if one["dataset"]} == {3}
     assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values start at 0
 
     again = harness.launch("trainer.num_steps=5", "checkpoint.resume=true", *WITH_CRITIC)

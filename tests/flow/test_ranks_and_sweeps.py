@@ -13,15 +13,23 @@ from tests.flow.processes import RunHarness
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 
-def test_two_fsdp2_ranks_under_torchrun_train(harness: RunHarness):
+def test_two_fsdp2_ranks_under_torchrun_train_in_minibatches_and_epochs_inside_a_trust_region(harness: RunHarness):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "learner"]
-    learner = harness.start("learner", [*torchrun, *harness.words("trainer.num_steps=8", "checkpoint.every_steps=4")])
+    learner = harness.start("learner", [*torchrun, *harness.words(
+        "trainer.num_steps=8", "checkpoint.every_steps=4", "algorithm=areal", "learner.num_minibatches=2",
+        "learner.num_epochs=2", "publish.when=every_optimizer_step", "policy.optimizer.lr=3e-3",
+        "loss.cap=1000",  # a truncated weight would count as clipped too
+    )])
     actor = harness.actor("a0")
 
     assert harness.finish(learner, 150) == 0, harness.logs()
     assert harness.finish(actor, 15) == 0
-    assert harness.summary()["num_groups_trained"] == 64
-    shards = sorted(path.name for path in (harness.run_dir / "ckpt-00000008").glob("*.safetensors"))
+    summary, rows = harness.summary(), [row for row in harness.metrics() if "policy/clip_fraction" in row]
+    assert summary["num_groups_trained"] == 64 and summary["steps"] == 8 and summary["num_lag_violations"] == 0
+    assert [row["run/version"] for row in rows] == [4.0 * step for step in range(1, 9)]  # optimizer steps
+    assert max(row["policy/clip_fraction"] for row in rows) > 0.0, "no ratio reached the clip of a recomputed anchor"
+    assert 3 <= max(row["lag/token_max"] for row in rows) <= summary["max_lag_bound"] == 4 * (2 + 1) + 3
+    shards = sorted(path.name for path in (harness.run_dir / "ckpt-00000032").glob("*.safetensors"))
     assert len(shards) == 2, "each rank writes its own shard"
     trained = [one for one in read_samples(harness.run_dir) if one.kind == "train"]
     assert len(trained) == 32 and {one.step for one in trained} == set(range(1, 9)), "drawn from both ranks' groups"

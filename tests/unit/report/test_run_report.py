@@ -4,10 +4,12 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
+from streamrl.cli import main
 from streamrl.report.compare import write_comparison
 from streamrl.report.report import write_report
 
@@ -121,7 +123,29 @@ def test_runs_without_differing_overrides_are_labeled_by_directory(make_run, tmp
     table = write_comparison([make_run("a"), make_run("b", finished=False)], tmp_path / "comparison.html")
 
     assert "| a " in table
-    assert re.search(r"\| b \(unfinished\) +\| +10 \| +- \|", table)
+    assert re.search(r"\| b \(unfinished\) +\| +0.05 \| +0.5 \| +10 \| +- \|", table)
+
+
+def test_runs_are_ranked_by_their_last_evaluation_with_steps_and_lag_beside_it(make_run, tmp_path, monkeypatch):
+    runs = [make_run(name, lag=lag) for name, lag in (("low", 1), ("high", 2), ("middle", 3))]
+    for run, score in zip(runs, (0.25, 0.75, 0.5), strict=True):
+        with (run / "metrics.jsonl").open("a") as file:
+            row = {"step": 10, "eval/score": score, "eval/score_stderr": 0.125, "eval/hard/score": score / 2}
+            file.write(json.dumps(row) + "\n")
+        summary = run / "summary.json"
+        summary.write_text(re.sub(r'"eval_score_last": [0-9.]+', f'"eval_score_last": {score}', summary.read_text()))
+
+    monkeypatch.setattr(sys, "argv", ["streamrl", "report", *map(str, runs)])
+    assert main() == 0
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+                      for line in (tmp_path / "comparison.md").read_text().splitlines()]
+    assert head[:7] == ["run", "eval first", "eval last", "eval hard", "steps", "lag mean", "lag max"]
+    assert [[row[0], *row[2:5], row[6]] for row in rows] == [
+        ["high", "0.75 ± 0.1", "0.375", "10", "2"], ["middle", "0.5 ± 0.1", "0.25", "10", "3"],
+        ["low", "0.25 ± 0.1", "0.125", "10", "1"],
+    ]
+    page = (tmp_path / "comparison.html").read_text()
+    assert re.findall(r'class="best">([^<]*)', page) == ["0.75 ± 0.1"]
 
 
 def test_the_comparison_table_lines_up(make_run, tmp_path):

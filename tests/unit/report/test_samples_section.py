@@ -76,6 +76,16 @@ def test_turns_tell_the_model_from_the_environment():
         '<span class="spoken">call &lt;tool&gt;</span>\n<span class="observed">42</span>')
 
 
+def test_a_rewritten_history_interrupts_the_tokens_where_it_was_read():
+    turns = [Turn("assistant", "ab"), Turn("context", "<user> b"), Turn("assistant", "c")]
+    tokens = SampleTokens([1, 2, 3], ["a", "b", "c"], [1.0, 1.0, 1.0], [4, 4, 4], [2])
+
+    assert said(sample(messages=turns, tokens=tokens)) == (
+        'ab<div class="observed">history rewritten:\n&lt;user&gt; b</div>c'
+    )
+    assert said(sample(messages=turns)).count('class="observed"') == 1
+
+
 def test_nothing_that_a_model_says_becomes_markup(make_run):
     evil = '</div><script>alert("x")</script><img src=x onerror=alert(1)>"\'&<!--trail-->\u202e\x00'
     root = make_run()
