@@ -93,27 +93,30 @@ def pack(
         ConfigError: the longest trajectory alone is over the budget.
     """
     chosen = range(len(trajectories)) if places is None else places
-    trained = [i for i in chosen if trajectories[i].mask.any()]
+    actions = {i: trajectories[i].mask.nonzero()[0] for i in chosen}  # places of action tokens in the response
+    trained = [i for i, places in actions.items() if len(places)]
     longest = max((trajectories[i].num_tokens for i in trained), default=0)
     if longest > max_tokens:
         raise ConfigError(
             f"learner.max_tokens_per_device={max_tokens} is below the longest trajectory of {longest} tokens: "
             "raise it, or lower rollout.max_prompt_tokens or the sampling limit of new tokens."
         )
-    tokens = {i: _needed(trajectories[i], bootstrap) for i in trained}
+    tokens = {i: _needed(trajectories[i], actions[i], bootstrap) for i in trained}
     families = [Family((i,)) for i in trained]
     if share:
         first = {i: sequences[0] for i, sequences in tokens.items()}
         families = find_families(first, trajectories, max_tokens=max_tokens)
     bins = _first_fit(families, trajectories, max_tokens)
-    return [_micro_batch(trajectories, tokens, sorted(one, key=lambda f: f.members), bootstrap) for one in bins]
+    return [
+        _micro_batch(trajectories, actions, tokens, sorted(one, key=lambda f: f.members), bootstrap) for one in bins
+    ]
 
 
-def _needed(row: Trajectory, bootstrap: bool) -> list[np.ndarray]:
+def _needed(row: Trajectory, actions: np.ndarray, bootstrap: bool) -> list[np.ndarray]:
     """The tokens of each sequence of the trajectory that a pass needs."""
-    found, actions = [], np.flatnonzero(row.mask)
+    found = []
     for piece in row.pieces:
-        last = actions[np.searchsorted(actions, piece.end) - 1] - piece.start
+        last = actions[np.searchsorted(actions, piece.end) - 1 if row.later else -1] - piece.start
         # The hidden state before an action token predicts it, so whatever comes after the last one is never needed.
         keep_last = bootstrap and row.bootstraps and piece.end == len(row.token_ids)
         length = len(piece.prompt_ids) + int(last) + int(keep_last)
@@ -219,6 +222,8 @@ def _laid_end_to_end(families: Sequence[Family], tokens: Mapping[int, Sequence[n
 
 def _score_positions(row: Trajectory, actions: np.ndarray, where: Sequence[np.ndarray]) -> np.ndarray:
     """Packed positions from which the action tokens of a trajectory are scored, in their order."""
+    if not row.later:
+        return where[0][len(row.prompt_ids) - 1 + actions]
     found = []
     for piece, packed in zip(row.pieces, where, strict=True):
         mine = actions[(piece.start <= actions) & (actions < piece.end)] - piece.start
@@ -227,13 +232,12 @@ def _score_positions(row: Trajectory, actions: np.ndarray, where: Sequence[np.nd
 
 
 def _micro_batch(
-    trajectories: Sequence[Trajectory], tokens: Mapping[int, Sequence[np.ndarray]], families: Sequence[Family],
-    bootstrap: bool,
+    trajectories: Sequence[Trajectory], actions_of: Mapping[int, np.ndarray],
+    tokens: Mapping[int, Sequence[np.ndarray]], families: Sequence[Family], bootstrap: bool,
 ) -> MicroBatch:
     packed = _laid_end_to_end(families, tokens)
     members = sorted(packed.where)
-    rows = [trajectories[i] for i in members]
-    actions = [np.flatnonzero(row.mask) for row in rows]  # places of action tokens in the response
+    rows, actions = [trajectories[i] for i in members], [actions_of[i] for i in members]
     cut = np.array([bootstrap and row.bootstraps for row in rows])
     counts = np.array([len(places) for places in actions])
     mask = np.arange(counts.max())[None, :] < counts[:, None]

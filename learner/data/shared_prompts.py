@@ -56,7 +56,7 @@ def _common(tokens: Mapping[int, np.ndarray], members: Sequence[int]) -> int:
     common = len(first)
     for row in others:
         common = min(common, len(row))
-        different = np.flatnonzero(first[:common] != row[:common])
+        different = (first[:common] != row[:common]).nonzero()[0]
         common = int(different[0]) if len(different) else common
     return common
 

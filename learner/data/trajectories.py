@@ -59,6 +59,8 @@ class Trajectory:
     @property
     def pieces(self) -> list[Piece]:
         """The sequences in order; together they cover 0 .. T."""
+        if not self.later:
+            return [Piece(self.prompt_ids, 0, len(self.token_ids))]
         starts = [0, *(start for start, _ in self.later), len(self.token_ids)]
         prompts = [self.prompt_ids, *(prompt for _, prompt in self.later)]
         return [Piece(prompt, *ends) for prompt, ends in zip(prompts, pairwise(starts), strict=True)]
