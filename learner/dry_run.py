@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from learner.data.packing import MicroBatch, pack
+from learner.data.selection import LeaveOut
 from learner.data.trajectories import Trajectory
 from learner.hub_client.settings import answer_limit
 from learner.mesh import Ranks
@@ -74,7 +75,7 @@ def _one_step(config: Config, loss: LossConfig) -> float:
     objective = Objective(
         config.advantage, loss, regularizers=Regularizers(config.kl, config.constraint, loss, controls),
         max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=Ranks(),
-        filter_truncated=config.filter.truncated, leave_out=True, steps_per_batch=steps_per_batch(config),
+        filter_truncated=config.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=steps_per_batch(config),
     )
     rows, total = _answers(), 0.0
     objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from itertools import chain
 
+import torch
+
+from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch
 from learner.model.gradients import BatchResult, optimizer_step
 from learner.model.policy import Policy
@@ -75,15 +78,19 @@ def update(run: Run, minibatches: list[list[MicroBatch]]) -> tuple[Meter, BatchR
 
 
 def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> float:
-    """Add the gradients of one micro-batch; returns its share of the loss. Statistics go to the objective.
+    """Add the gradients, if it has any, of one micro-batch; returns its share of the loss. The objective measures it.
 
     The loss is normalized by counts of the whole batch, so gradients of micro-batches and ranks simply add up. FSDP2
     divides their sum over data-parallel ranks by the number of these; the loss is multiplied by it, which cancels.
     """
     batch = micro_batch.to(objective.ranks.device)
-    logprobs, entropy = policy(
-        batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
-    )
-    loss = objective.loss(batch, logprobs, entropy)
-    (loss * objective.ranks.mesh.dp_size).backward()
+    with torch.set_grad_enabled(batch.has_gradient):
+        logprobs, entropy = policy(
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+        )
+        loss = objective.loss(batch, logprobs, entropy)
+    if batch.has_gradient:
+        (loss * objective.ranks.mesh.dp_size).backward()
+    else:
+        reshard(policy)  # no backward pass will free the gathered root, whose gradients would be lost with it
     return float(loss.detach())

@@ -153,7 +153,8 @@ class Run:
         learner = self.config.learner
         return pack_minibatches(
             rows, plan, learner.max_tokens_per_device, self.ranks, num_minibatches=learner.num_minibatches,
-            bootstrap=self.objective.has_critic, places=self.objective.places, share=self.shares_prompts,
+            bootstrap=self.objective.has_critic, places=self.objective.places, measured=self.objective.measured,
+            share=self.shares_prompts,
         )
 
     @property

@@ -22,6 +22,7 @@ from learner.adapter.lora import adapter_parameters
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
+from learner.data.selection import LeaveOut
 from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess, private_rank_endpoint
@@ -172,10 +173,13 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     return run
 
 
-def leaves_out(config: Config, staleness: StalenessControl) -> bool:
-    """Whether trajectories that cannot change the gradient get no pass, as far as the control allows it."""
+def leaves_out(config: Config, staleness: StalenessControl) -> LeaveOut:
+    """What trajectories that cannot change the gradient go without, as far as the control allows it."""
     wish = config.learner.skip_zero_advantage
-    return wish is SkipZeroAdvantage.always or (wish is SkipZeroAdvantage.auto and not staleness.reads_ratios)
+    if wish is SkipZeroAdvantage.never:
+        return LeaveOut.NOTHING
+    needed = wish is SkipZeroAdvantage.auto and staleness.reads_ratios
+    return LeaveOut.BACKWARD if needed else LeaveOut.PASS
 
 
 def fit_to_records(config: Config, task: Task) -> list[EvalSet]:

@@ -1,7 +1,7 @@
 """`python -m tests.failed_again EXIT_STATUS`: runs the few tests that failed beside others once more, alone.
 
-Tests start real processes with real time limits, and a machine that others use as well makes one of some 11,000 late now
-and then. Only a handful is given this second chance; what fails again, or fails in numbers, is a failure.
+Tests start real processes with real time limits, and a machine that others use as well makes one of some 11,000 late
+now and then. Only a handful is given this second chance; what fails again, or fails in numbers, is a failure.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Legend: N packed tokens, S trajectories, M scored tokens, A most action tokens o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -49,6 +49,7 @@ class MicroBatch:
     bootstrap_index: Tensor  # int64 [E] packed position of the last token of trajectories that were cut short
     bootstrap_rows: Tensor  # int64 [E] which of the S trajectories they are
     num_shared: int = 0  # tokens that were not packed, because another trajectory has the same beginning
+    has_gradient: bool = True  # False: only a forward pass, for statistics
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +72,7 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         target = torch.device(device)
-        movable = (f.name for f in fields(self) if f.name not in ("trajectory_ids", "num_shared"))
+        movable = (f.name for f in fields(self) if f.name not in ("trajectory_ids", "num_shared", "has_gradient"))
         return replace(self, **{name: getattr(self, name).to(target) for name in movable})
 
 
@@ -144,12 +145,15 @@ def _first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_token
 
 def pack_minibatches(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], max_tokens: int, ranks: Ranks, *,
-    num_minibatches: int = 1, bootstrap: bool = False, places: Iterable[int] | None = None, share: bool = False,
+    num_minibatches: int = 1, bootstrap: bool = False, places: Iterable[int] | None = None,
+    measured: Collection[int] | None = None, share: bool = False,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each minibatch, in the order of training, as many on every rank; a collective call.
 
     Args:
         plan: says which minibatch each trajectory belongs to.
+        measured: those of the places that have no gradient and are only measured, in micro-batches of their own at the
+            end; the same on every rank whether it is None.
         bootstrap, places, share: as for `pack`.
     """
     number_of = {(row.group_id, row.index): row.minibatch for row in plan}
@@ -157,18 +161,26 @@ def pack_minibatches(
     for place in range(len(trajectories)) if places is None else places:
         row = trajectories[place]
         parts[number_of[row.group_id, row.index]].append(place)
-    return [
-        equalize(pack(trajectories, max_tokens, bootstrap=bootstrap, places=one, share=share), ranks) for one in parts
-    ]
+    found = []
+    for one in parts:
+        moved = one if measured is None else [place for place in one if place not in measured]
+        passes = pack(trajectories, max_tokens, bootstrap=bootstrap, places=moved, share=share)
+        found.append(equalize(passes, ranks))
+        if measured is not None:
+            still = [place for place in one if place in measured]
+            passes = pack(trajectories, max_tokens, bootstrap=bootstrap, places=still, share=share)
+            found[-1] += [replace(micro, has_gradient=False) for micro in equalize(passes, ranks, least=0)]
+    return found
 
 
-def equalize(micro_batches: list[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
+def equalize(micro_batches: list[MicroBatch], ranks: Ranks, *, least: int = 1) -> list[MicroBatch]:
     """The same number on every rank, because each pass runs FSDP2's collectives; a collective call itself.
 
     What is missing is filled with empty ones: one token, nothing scored, zero loss, zero gradients. There is at least
-    one, because an optimizer step with gradients of 0 is not the same as none: moments and weights decay.
+    one that has gradients, because an optimizer step with gradients of 0 is not the same as none: moments and weights
+    decay.
     """
-    most = max(1, int(ranks.maximum(float(len(micro_batches)))))
+    most = max(least, int(ranks.maximum(float(len(micro_batches)))))
     return micro_batches + [empty_micro_batch() for _ in range(most - len(micro_batches))]
 
 

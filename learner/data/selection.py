@@ -6,12 +6,21 @@ A trajectory counts in every denominator whether it gets a pass or not, so leavi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
+
+
+class LeaveOut(Enum):
+    """What trajectories do without that cannot move a parameter."""
+
+    NOTHING = "nothing"
+    BACKWARD = "backward"  # a control reads their log-probs
+    PASS = "pass"
 
 
 def places_with_gradient(

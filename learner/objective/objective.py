@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
-from learner.data.selection import places_with_gradient
+from learner.data.selection import LeaveOut, places_with_gradient
 from learner.data.trajectories import Trajectory
 from learner.mesh import Ranks
 from learner.model.critic import Targets
@@ -62,7 +62,7 @@ class Objective:
         regularizers: KL, entropy and constraints; None is what `loss` alone asks for.
         reward_rules: what a trajectory's reward is made of; None takes the task's.
         filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
-        leave_out: make no pass over trajectories that cannot change the gradient, where no term reads them.
+        leave_out: what trajectories that cannot change the gradient go without, where no term reads them.
         steps_per_batch: optimizer steps of one batch.
     Raises:
         ConfigError: unknown names, a double or a missing importance ratio, a setting that would do nothing.
@@ -71,7 +71,7 @@ class Objective:
     def __init__(
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
         ranks: Ranks, regularizers: Regularizers | None = None, reward_rules: RewardRules | None = None,
-        filter_truncated: bool = False, leave_out: bool = False, steps_per_batch: int = 1,
+        filter_truncated: bool = False, leave_out: LeaveOut = LeaveOut.NOTHING, steps_per_batch: int = 1,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag, steps_per_batch=steps_per_batch)
         self._steps_per_batch = steps_per_batch
@@ -82,7 +82,7 @@ class Objective:
         self._max_new_tokens, self._lag_policy = max_new_tokens, LagPolicy()
         self._regularizers = regularizers or Regularizers.of_loss(loss)
         self._reward_rules, self._filter_truncated = reward_rules, filter_truncated
-        self._leaves_out = leave_out and self._may_leave_out
+        self._leave_out = leave_out if self._may_leave_out else LeaveOut.NOTHING
         self._left_out: dict[int, Trajectory] = {}
         self._stats: batch_stats.BatchStats | None = None
         self._rows: RowAdvantages | None = None
@@ -95,7 +95,9 @@ class Objective:
         self._first_version = self._version = 0
         self._meter = Meter()
         self.places: tuple[int, ...] = ()
-        """Places of this rank's trajectories that are to be packed: those that can change the gradient."""
+        """Places of this rank's trajectories that are to be packed."""
+        self.measured: frozenset[int] | None = None
+        """Those of them that cannot change the gradient; None if such trajectories are not told apart."""
         self.ranks = ranks
 
     @property
@@ -175,16 +177,18 @@ class Objective:
         )
         self.places = self._with_gradient(trajectories)
         left_out = sorted(set(range(len(trajectories))) - set(self.places))
+        if self._leave_out is LeaveOut.BACKWARD:
+            self.places, self.measured, left_out = tuple(range(len(trajectories))), frozenset(left_out), []
         self._left_out = {place: trajectories[place] for place in left_out}
         self.begin_step(0)
         return list(trajectories)
 
     def _with_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
-        """Places of the trajectories that need a pass at the steps of their minibatch."""
+        """Places of the trajectories that may move a parameter at the steps of their minibatch."""
         assert self._stats is not None and self._rows is not None
         everything = tuple(range(len(trajectories)))
         known = self._estimator.of_rows or self._estimator.scales_scores
-        return everything if not self._leaves_out else places_with_gradient(
+        return everything if self._leave_out is LeaveOut.NOTHING else places_with_gradient(
             trajectories, weights=self._stats.weights, advantages=self._rows.advantages if known else None,
             oldest_lags=self._oldest_lags, version=self._first_version,
         )

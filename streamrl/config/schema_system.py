@@ -40,9 +40,10 @@ class LearnerConfig:
     """Compile every decoder layer of the policy with torch.compile: the first steps are slow, later ones faster; a
     critic of `critic.kind=model` is not compiled."""
     skip_zero_advantage: SkipZeroAdvantage = SkipZeroAdvantage.auto
-    """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto` unless a
-    control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...), `always` (controls then see the
-    other trajectories alone), or `never`. Where a KL or entropy term or a critic reads them, they keep their pass."""
+    """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto`, or only a
+    forward pass if a control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...); `always`
+    (controls then see the other trajectories alone); or `never`. Where a KL or entropy term or a critic reads them,
+    they keep both passes."""
     rank_timeout_s: float = ranged(600.0, gt=0)
     """Longest wait of a rank for the others before the process group gives up."""
     stall_report_s: float = ranged(30.0, gt=0)

@@ -60,14 +60,15 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     tiny_checkpoint(folder / "model", "qwen3", tied=True)
     (folder / "model" / "tokenizer_config.json").write_text("{}")
-    folders = ("one", "one/lora", "one/muon", "one/minibatches", "two", "two/lora", "two/lora-resumed", "two/muon",
-               "two/minibatches", "two/resumed", "one-resumed")
+    folders = ("one", "one/lora", "one/muon", "one/minibatches", "one/measured", "two", "two/lora",
+               "two/lora-resumed", "two/muon", "two/minibatches", "two/measured", "two/resumed", "one-resumed")
     for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
     two_ranks.train(folder, folder / "one" / "lora", Ranks(), two_ranks.LORA)
     two_ranks.muon(folder, folder / "one" / "muon", Ranks())
     two_ranks.minibatches(folder, folder / "one" / "minibatches", Ranks())
+    two_ranks.measured(folder, folder / "one" / "measured", Ranks())
     launch(2, folder, folder / "two", folder / "one" / "run")
     return folder
 
@@ -80,6 +81,10 @@ def test_minibatches_and_epochs_do_the_same_over_two_ranks(work):
     assert_same(work / "one" / "minibatches", work / "two" / "minibatches")
     _, numbers = result(work / "two" / "minibatches")
     assert numbers["stats"]["policy/clip_fraction"] > 0.1
+
+
+def test_trajectories_without_a_backward_pass_may_all_be_on_one_rank(work):
+    assert_same(work / "one" / "measured", work / "two" / "measured")
 
 
 def test_two_ranks_train_an_adapter_as_one_process_does_and_resume_it(work):

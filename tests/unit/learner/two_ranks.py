@@ -5,6 +5,7 @@
     resume(work, folder)    from a checkpoint, the last step; the result
     muon(work, folder)      two steps with another optimizer, the result
     minibatches(...)        a batch of four optimizer steps, the result
+    measured(...)           a step with trajectories that have no backward pass, the result
     fail(work, folder)      rank 1 cannot write its shard
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from dataclasses import replace as replace_row
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from learner.adapter.frozen import FrozenAdapter
 from learner.adapter.lora import add_adapter
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import equalize, pack, pack_minibatches
+from learner.data.selection import LeaveOut
 from learner.loop import forward_backward, update
 from learner.mesh import Ranks
 from learner.model.export import export_model
@@ -161,6 +164,22 @@ def minibatches(work: Path, folder: Path, ranks: Ranks) -> None:
     write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
 
 
+def measured(work: Path, folder: Path, ranks: Ranks) -> None:
+    """Trajectories without a gradient are measured alone; one rank has all of them, and the other all the rest."""
+    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
+    objective = Objective(AdvantageConfig(estimator="group"), LossConfig(), max_new_tokens=16, max_lag=9, ranks=ranks,
+                          leave_out=LeaveOut.BACKWARD)  # fmt: skip
+    rows = [replace_row(row, reward=1.0) if row.group_id % 2 else row for row in batch(6, 3, seed=4)]
+    plan = plan_of(rows, world=ranks.mesh.dp_size)
+    mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
+    run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)), SCHEDULE, objective, num_epochs=1,
+                  version=0, ranks=ranks)  # fmt: skip
+    mine = objective.begin(mine, plan, version=5)
+    passes = pack_minibatches(mine, plan, 40, ranks, places=objective.places, measured=objective.measured)
+    meter, result = update(run, passes)
+    write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
+
+
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     """A full disk under one rank must be every rank's error, and leave nothing that looks like a checkpoint."""
     import learner.checkpoint.checkpoint as module
@@ -190,6 +209,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     resume(work, folder / "lora-resumed", ranks, run=other_run.parent / "lora" / "run", lora=LORA)
     muon(work, folder / "muon", ranks)
     minibatches(work, folder / "minibatches", ranks)
+    measured(work, folder / "measured", ranks)
     fail(work, folder, ranks)
     ranks.close()
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from learner.control.staleness import StalenessControl
-from learner.data.packing import equalize, pack
+from learner.data.packing import pack_minibatches
+from learner.data.selection import LeaveOut
 from learner.loop import forward_backward
 from learner.mesh import Ranks
 from learner.model.policy import load_policy
@@ -44,20 +45,26 @@ def rows_with_idle_groups():
     return [replace(row, reward=2.0 if row.group_id in (1, 3) else rewards[row.index]) for row in rows]
 
 
-def made(leave_out: bool, advantage=GROUP, loss=None, **options) -> Objective:
+def made(leave_out: bool | LeaveOut, advantage=GROUP, loss=None, **options) -> Objective:
+    if isinstance(leave_out, bool):
+        leave_out = LeaveOut.PASS if leave_out else LeaveOut.NOTHING
     return Objective(
         advantage, loss or LossConfig(), max_new_tokens=16, max_lag=6, ranks=Ranks(), leave_out=leave_out, **options
     )
 
 
 def trained(policy, objective, rows, plan=None, lag_policy=None):
-    """(loss, gradients, statistics, packed tokens) of one batch."""
+    """(loss, gradients, statistics, tokens that were packed for gradients) of one batch."""
     policy.zero_grad()
-    objective.begin(rows, plan or plan_of(rows), version=VERSION, lag_policy=lag_policy)
-    batches = equalize(pack(rows, 60, places=objective.places), Ranks())
+    plan = plan or plan_of(rows)
+    objective.begin(rows, plan, version=VERSION, lag_policy=lag_policy)
+    (batches,) = pack_minibatches(
+        rows, plan, 60, Ranks(), places=objective.places, measured=objective.measured
+    )
     loss = sum(forward_backward(policy, micro, objective) for micro in batches)
     gradients = [p.grad.clone() for p in policy.parameters()]
-    return loss, gradients, objective.finish().flush(1), sum(micro.num_tokens for micro in batches)
+    num_tokens = sum(micro.num_tokens for micro in batches if micro.has_gradient)
+    return loss, gradients, objective.finish().flush(1), num_tokens
 
 
 @pytest.mark.shows("learner.skip_zero_advantage")
@@ -82,6 +89,24 @@ def test_loss_gradients_and_what_needs_no_pass_are_the_same_with_fewer_tokens(ch
     for key, value in stats.items():
         if not key.startswith((*OF_PASSES, "policy/left_out")):
             assert fewer_stats[key] == pytest.approx(value, abs=1e-6), key
+
+
+def test_where_a_control_reads_ratios_they_are_measured_without_a_backward_pass(checkpoints):
+    policy, rows = load_policy(checkpoints["qwen3-tied"]), rows_with_idle_groups()
+    whole, expected, stats, num_tokens = trained(policy, made(False), rows)
+    less, gradients, same_stats, fewer_tokens = trained(policy, made(LeaveOut.BACKWARD), rows)
+
+    assert less == pytest.approx(whole, abs=1e-6)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    assert fewer_tokens < 0.8 * num_tokens
+    of_micro_batches = "policy/num_microbatches"
+    assert stats.pop(of_micro_batches) <= same_stats.pop(of_micro_batches)
+    assert same_stats.keys() == stats.keys()
+    for key, value in stats.items():
+        if isinstance(value, float | dict):
+            value = pytest.approx(value, abs=1e-6, rel=1e-5)
+        assert same_stats[key] == value, key
 
 
 def test_cut_and_over_old_trajectories_are_left_out_too(checkpoints):
@@ -228,13 +253,13 @@ def test_a_surrogate_with_a_term_of_its_own_keeps_every_trajectory(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "auto"),
     [
-        ((), True),
-        (("staleness.adaptive.enabled=true",), False),
-        (("policy.scheduler.ess_rule=sqrt",), False),
-        (("publish.when=drift",), False),
-        (("loss.zscore_bound=3",), False),
-        (("loss.opsm_delta=0.5", "loss.opsm_when=always"), True),
-        (("loss.opsm_delta=0.5", "loss.opsm_when=over_budget"), False),
+        ((), LeaveOut.PASS),
+        (("staleness.adaptive.enabled=true",), LeaveOut.BACKWARD),
+        (("policy.scheduler.ess_rule=sqrt",), LeaveOut.BACKWARD),
+        (("publish.when=drift",), LeaveOut.BACKWARD),
+        (("loss.zscore_bound=3",), LeaveOut.BACKWARD),
+        (("loss.opsm_delta=0.5", "loss.opsm_when=always"), LeaveOut.PASS),
+        (("loss.opsm_delta=0.5", "loss.opsm_when=over_budget"), LeaveOut.BACKWARD),
     ],
     ids=str,
 )
@@ -245,4 +270,4 @@ def test_a_control_that_reads_ratios_keeps_their_tokens_unless_told_otherwise(wo
         config = config_of(*plain, *words, f"learner.skip_zero_advantage={wish}")
         found.append(leaves_out(config, StalenessControl(config)))
 
-    assert found == [auto, True, False]
+    assert found == [auto, LeaveOut.PASS, LeaveOut.NOTHING]
