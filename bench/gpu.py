@@ -1,42 +1,67 @@
 """What one GPU does to our path: every number beside the floor that physics sets on the same machine, in the same run.
 
-    ceilings   copies inside the device, from pinned host memory, and a bf16 matrix product: the floors of the rest
+    ceilings   copies inside the device, to and from pinned host memory, and a bf16 matrix product: floors of the rest
     fold       the digest of buckets on the device, against reading them once
     ipc        a version from the sender's memory into another process, per GB, against two copies inside the device;
                and from the host's document, against one copy from the host
-    install    pause and whole install of the native engine under running sequences, against one copy of the weights
     nccl       forming a group and a broadcast call through cupy, on a world of one (two ranks on one GPU where NCCL is
                2.30.3 or later); nothing moves in a world of one, so these are costs of the calls
-    fsdp2      an optimizer step of one sharded rank, against the matrix product; and a publish, folded on the device
+    shapes     attention of shapes that were never seen, with and without cuDNN, which builds a plan for each
+    attention  one layer over a packed row, in padded blocks and without padding
+    head       log-probs and entropies of the output layer, forward and backward, against its matrix products
+    lagzero    log-probs that an actor sampled with against the learner's for the same weights and tokens
+    install    pause and whole install of the native engine under running sequences, of a document on the device and of
+               one on the host, against one copy of the weights
+    fsdp2      an optimizer step of one sharded rank on mixed lengths, against the matrix product; and a publish to
+               shared memory, against one copy to the host
+    quickstart the quickstart launched on one shared GPU, by shm and by ipc
+    realsize   5 steps of a 0.6B model, launched: where the time of a step goes
 
-Run: bench/gpu.sh [--quick], or python -m bench.gpu --only ipc [--quick]
+Run: bench/gpu.sh [--quick], or python -m bench.gpu --only ipc [--quick]. With --dry-run every section does its work on
+the CPU with small shapes and no goals, to find wrong imports and arguments; its numbers mean nothing and are not kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from bench import gpu_paths
+from bench import record as recording
 from bench.record import exit_status, record, shared_arguments
 
 GIB = 1 << 30
-SECTIONS = ("ceilings", "fold", "ipc", "install", "nccl", "fsdp2")
+DRY_RUN = "--dry-run" in sys.argv
+if DRY_RUN:  # before the sections are imported, here and in the processes that they start
+    os.environ["STREAMRL_BENCH_DRY_RUN"] = tempfile.mkdtemp(prefix="gpu-dry-run-")
+DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
+SECTIONS = (
+    "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "head", "lagzero", "install", "fsdp2", "quickstart",
+    "realsize",
+)
+SHAPES = ("tiny",) if DRY_RUN else ("0.6b", "1.5b")
+
+
+def wait() -> None:
+    if not DRY_RUN:
+        torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], object], repeats: int, warm_up: int = 3) -> list[float]:
     """Seconds of each call, the device synchronized at both ends."""
     samples = []
     for number in range(repeats + warm_up):
-        torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        wait()
         if number >= warm_up:
             samples.append(time.perf_counter() - started)
     return samples
@@ -51,36 +76,42 @@ class Floors:
 
     def samples(self, name: str) -> list[float]:
         if name not in self._known:
-            self._known[name] = timed(getattr(self, f"_{name}")(), 10)
+            self._known[name] = timed(getattr(self, f"_{name}")(), 2 if DRY_RUN else 10)
         return self._known[name]
 
     def seconds_per_gib(self, name: str) -> float:
         return statistics.median(self.samples(name)) * GIB / self.nbytes
 
     def _copy(self) -> Callable[[], object]:
-        source, target = (torch.empty(self.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        source, target = (torch.empty(self.nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
         return lambda: target.copy_(source)
 
     def _read(self) -> Callable[[], object]:
-        source = torch.ones(self.nbytes // 4, dtype=torch.int32, device="cuda")
+        source = torch.ones(self.nbytes // 4, dtype=torch.int32, device=DEVICE)
         return lambda: source.amax()
 
-    def _pinned(self) -> Callable[[], object]:
-        source = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
+    def _from_pinned(self) -> Callable[[], object]:
+        source = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=not DRY_RUN)
+        target = torch.empty(self.nbytes, dtype=torch.uint8, device=DEVICE)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    def _to_pinned(self) -> Callable[[], object]:
+        target = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=not DRY_RUN)
+        source = torch.empty(self.nbytes, dtype=torch.uint8, device=DEVICE)
         return lambda: target.copy_(source, non_blocking=True)
 
     def matmul_flops(self) -> float:
         """bf16 matrix product of random numbers, FLOP/s."""
+        size = 64 if DRY_RUN else 8192
         if "matmul" not in self._known:
-            a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
             self._known["matmul"] = timed(lambda: a @ b, 10)
-        return 2 * 8192**3 / statistics.median(self._known["matmul"])
+        return 2 * size**3 / statistics.median(self._known["matmul"])
 
 
 def ceilings(args: argparse.Namespace, floors: Floors) -> list[dict]:
     lines = []
-    for name, moved in (("copy", 2), ("read", 1), ("pinned", 1)):
+    for name, moved in (("copy", 2), ("read", 1), ("from_pinned", 1), ("to_pinned", 1)):
         rates = [moved * floors.nbytes / s / 1e9 for s in floors.samples(name)]
         params = {"bytes": floors.nbytes, "counts": "bytes read and written" if moved == 2 else "bytes"}
         lines.append(
@@ -95,7 +126,7 @@ def ceilings(args: argparse.Namespace, floors: Floors) -> list[dict]:
 def fold(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from streamrl.weights.gpu.fold128 import fold128, fold128_numpy
 
-    data = torch.randint(0, 256, (floors.nbytes,), dtype=torch.uint8, device="cuda")
+    data = torch.randint(0, 256, (floors.nbytes,), dtype=torch.uint8, device=DEVICE)
     if fold128(data[: 1 << 20]) != fold128_numpy(data[: 1 << 20].cpu().numpy()):
         sys.exit("wrong: the device's digest is not the host's")
     samples = [s * GIB / floors.nbytes * 1000 for s in timed(lambda: fold128(data), args.repeats)]
@@ -107,16 +138,18 @@ def fold(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def ipc(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench import gpu_paths
+
     lines = []
-    sizes = [0.25] if args.quick else [0.5, 1.0, 3.0]
+    sizes = [2**-10] if DRY_RUN else [0.25] if args.quick else [0.5, 1.0, 3.0]
     with gpu_paths.ReaderProcess() as reader:
-        for kind, floor, copies in (("device", "copy", 2), ("host", "pinned", 1)):
+        for kind, floor, copies in (("device", "copy", 2), ("host", "from_pinned", 1)):
             for gib in sizes:
-                with gpu_paths.SlotScene(int(gib * GIB), kind, args.bucket_mib << 20) as scene:
+                with gpu_paths.SlotScene(int(gib * GIB), kind, args.bucket_bytes) as scene:
                     results = [scene.update(reader) for _ in range(args.repeats + 2)][2:]
                 samples = [1000 * (transfer + verify) / gib for transfer, verify, _ in results]
                 params = {
-                    "gib": gib, "source": kind, "bucket_mib": args.bucket_mib, "quick": args.quick,
+                    "gib": gib, "source": kind, "bucket_bytes": args.bucket_bytes, "quick": args.quick,
                     "verify_ms_per_gib": 1000 * statistics.median(v for _, v, _ in results) / gib,
                     "first_ms": scene.first_ms,
                 }
@@ -127,31 +160,8 @@ def ipc(args: argparse.Namespace, floors: Floors) -> list[dict]:
     return lines
 
 
-def install(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    lines = []
-    for layers in [8] if args.quick else [16, 28]:
-        for running in [8] if args.quick else [0, 64]:
-            found = gpu_paths.measure_installs(layers, running, args.repeats, args.seed)
-            gib = found.nbytes / GIB
-            params = {
-                "parameters": found.num_parameters, "gib": gib, "running": running, "dtype": "bfloat16",
-                "decode_step_ms": found.step_ms, "quick": args.quick,
-            }
-            size = f"{found.num_parameters / 1e9:.1f}b_{running}running"
-            pauses, installs = found.pause_ms, found.install_ms
-            lines.append(record(
-                f"gpu.install.pause_{size}", statistics.median(pauses), "ms", "lower", pauses, params,
-                bound={"pointer_swap_ms": 0.0, "one_decode_step_ms": found.step_ms},
-                goal={"id": "U3", "op": "<=", "value": 20.0},
-            ))
-            lines.append(record(
-                f"gpu.install.whole_{size}", statistics.median(installs), "ms", "lower", installs, params,
-                bound={"one_copy_ms": 1000 * gib * floors.seconds_per_gib("copy")},
-            ))
-    return lines
-
-
 def nccl(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench import gpu_paths
     from streamrl.errors import ConfigError
 
     try:
@@ -177,42 +187,157 @@ def nccl(args: argparse.Namespace, floors: Floors) -> list[dict]:
     return [*lines, record("gpu.nccl.broadcast_two_ranks", value, "ms/GiB", "lower", samples, params, bound=bound)]
 
 
-def fsdp2(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    found = gpu_paths.measure_fsdp2(8 if args.quick else 28, 2048 if args.quick else 8192, args.repeats, args.seed)
-    flops = 6 * found.num_parameters * found.num_tokens  # forward and backward, attention left out
-    gib = found.nbytes / GIB
-    params = {
-        "parameters": found.num_parameters, "tokens": found.num_tokens, "dtype": "bfloat16", "wire_gib": gib,
-        "quick": args.quick,
-    }
-    floor = 1000 * flops / floors.matmul_flops()
-    samples = found.step_ms
+def shapes(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_new_shapes
+
+    found = measure_new_shapes(3 if DRY_RUN else 20)
     return [
-        record(
-            "gpu.fsdp2.step", statistics.median(samples), "ms", "lower", samples, params, seed=args.seed,
-            bound={"matmul_ms": floor},
-        ),
-        record(
-            "gpu.fsdp2.publish", statistics.median(found.publish_ms), "ms", "lower", found.publish_ms, params,
-            bound={"one_copy_to_pinned_host_ms": 1000 * gib * floors.seconds_per_gib("pinned")}, seed=args.seed,
-        ),
+        record(f"gpu.shapes.new_{name}", statistics.median(samples), "ms", "lower", samples, {"quick": args.quick},
+               bound={"without_cudnn_ms": statistics.median(found["without_cudnn"])}, seed=args.seed)
+        for name, samples in found.items()
     ]
+
+
+def attention(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_attention
+
+    num_tokens = 256 if DRY_RUN else 16_384
+    found, missing = measure_attention(num_tokens, args.repeats, args.seed)
+    if missing:
+        print(f"gpu.attention varlen: skipped, it {missing}", file=sys.stderr)
+    return [
+        record(f"gpu.attention.{kind}", statistics.median(samples), "ms", "lower", samples, {"tokens": num_tokens},
+               seed=args.seed)
+        for kind, samples in found.items()
+    ]
+
+
+def head(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_head
+
+    num_tokens, hidden, vocab = (64, 32, 512) if DRY_RUN else (4096, 1024, 151_936)
+    samples = measure_head(num_tokens, hidden, vocab, args.repeats)
+    bound = {"four_products_ms": 1000 * 4 * 2 * num_tokens * hidden * vocab / floors.matmul_flops()}
+    params = {"tokens": num_tokens, "hidden": hidden, "vocabulary": vocab}
+    value = statistics.median(samples)
+    return [record("gpu.head.forward_backward", value, "ms", "lower", samples, params, bound=bound)]
+
+
+def lagzero(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_lag_zero
+
+    sequences, tokens = (2, 8) if DRY_RUN else (16, 128)
+    found = measure_lag_zero(SHAPES[0], sequences, tokens, args.seed)
+    params = {"model": SHAPES[0], "tokens": len(found), "largest": max(found), "dtype": "bfloat16"}
+    goal = {"id": "U7", "op": "<=", "value": 0.05}  # half of publish.probe_tolerance
+    mean = statistics.fmean(found)
+    return [record("gpu.lagzero.mean_difference", mean, "nats", "lower", [mean], params, goal=goal, seed=args.seed)]
+
+
+def install(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench import gpu_paths
+
+    lines = []
+    for shape in SHAPES[:1] if args.quick else SHAPES:
+        for running, on_host in ((8, False),) if args.quick else ((0, False), (64, False), (64, True)):
+            count = min(running, 2) if DRY_RUN else running
+            found = gpu_paths.measure_installs(shape, count, args.repeats, args.seed, on_host=on_host)
+            gib, floor = found.nbytes / GIB, "from_pinned" if on_host else "copy"
+            params = {
+                "model": shape, "parameters": found.num_parameters, "gib": gib, "running": count, "dtype": "bfloat16",
+                "decode_step_ms": found.step_ms, "document": "host" if on_host else "device", "quick": args.quick,
+            }
+            name = f"{shape}_{count}running_{params['document']}"
+            pauses, installs = found.pause_ms, found.install_ms
+            lines.append(record(
+                f"gpu.install.pause_{name}", statistics.median(pauses), "ms", "lower", pauses, params,
+                bound={"pointer_swap_ms": 0.0, "one_decode_step_ms": found.step_ms},
+                goal={"id": "U3", "op": "<=", "value": 20.0},
+            ))
+            lines.append(record(
+                f"gpu.install.whole_{name}", statistics.median(installs), "ms", "lower", installs, params,
+                bound={f"one_{floor}_ms": 1000 * gib * floors.seconds_per_gib(floor)},
+            ))
+    return lines
+
+
+def fsdp2(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_fsdp2
+
+    lines = []
+    for shape in SHAPES[:1] if args.quick else SHAPES:
+        num_tokens = 128 if DRY_RUN else 4096 if args.quick else 16_384
+        found = measure_fsdp2(shape, num_tokens, args.repeats, args.seed)
+        flops = 6 * found.num_parameters * found.num_tokens  # forward and backward, attention left out
+        gib, step = found.nbytes / GIB, statistics.median(found.step_ms)
+        floor = 1000 * flops / floors.matmul_flops()
+        params = {
+            "model": shape, "parameters": found.num_parameters, "tokens": found.num_tokens, "dtype": "bfloat16",
+            "wire_gib": gib, "attention": found.attention, "of_matmul": floor / step, "peak_bytes": found.peak_bytes,
+            "recomputes_layers": True, "quick": args.quick,
+        }
+        lines.append(record(f"gpu.fsdp2.step_{shape}", step, "ms", "lower", found.step_ms, params, seed=args.seed,
+                            bound={"matmul_ms": floor}))
+        bound = {"one_copy_to_pinned_host_ms": 1000 * gib * floors.seconds_per_gib("to_pinned")}
+        for kind, samples in found.publish_ms.items():
+            lines.append(record(f"gpu.fsdp2.publish_{kind}_{shape}", statistics.median(samples), "ms", "lower", samples,
+                                params, bound=bound, seed=args.seed))
+    return lines
+
+
+def quickstart(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_runs import quickstart_words
+
+    return [line for kind in ("shm,zmq", "ipc,shm,zmq")
+            for line in _launched(f"quickstart_{kind.partition(',')[0]}", quickstart_words(20, kind))]
+
+
+def realsize(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_runs import make_model, real_size_words
+    from bench.gpu_shapes import large_folder
+
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        model = make_model(Path(folder) / "model", SHAPES[0])
+        return _launched(f"realsize_{SHAPES[0]}", real_size_words(model, 5))
+
+
+def _launched(name: str, words: list[str]) -> list[dict]:
+    from bench import gpu_runs
+
+    out = Path(os.environ.get("OUT") or tempfile.gettempdir())
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = gpu_runs.launch(words, Path(folder) / "run", out / f"{name}.launch.log")
+        finally:
+            if not DRY_RUN:
+                gpu_runs.keep_logs(Path(folder) / "run", out / f"{name}.logs.txt")
+    if found is None:
+        return []
+    params = {"steps": found.steps, "phases_ms": found.phases_ms}
+    seconds = found.seconds_per_step
+    return [record(f"gpu.{name}.step", statistics.median(seconds), "s", "lower", seconds, params)]
 
 
 def main() -> int:
     parser = shared_arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS, action="append", help="this section; may be repeated")
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-bytes", type=int, default=256 << 20)
+    parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU; nothing is recorded")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not DRY_RUN and not torch.cuda.is_available():
         print("bench.gpu needs a CUDA device, and none is visible here: nothing was measured", file=sys.stderr)
         return 3
-    if args.quick:
-        args.repeats, args.bucket_mib = min(args.repeats, 3), min(args.bucket_mib, 64)
-    floors, lines = Floors(GIB // 4 if args.quick else GIB), []
+    if args.quick or DRY_RUN:
+        args.repeats, args.bucket_bytes = min(args.repeats, 3), min(args.bucket_bytes, 64 << 20)
+    nbytes = GIB // 4 if args.quick else GIB
+    if DRY_RUN:
+        args.repeats, args.bucket_bytes, args.check, nbytes = 1, 1 << 18, False, 1 << 20
+        recording.RESULTS = Path(os.environ["STREAMRL_BENCH_DRY_RUN"])
+    floors, lines = Floors(nbytes), []
     for name in args.only or SECTIONS:
         lines += globals()[name](args, floors)
-        torch.cuda.empty_cache()
+        if not DRY_RUN:
+            torch.cuda.empty_cache()
     return exit_status(lines, args.check)
 
 

@@ -1,18 +1,42 @@
 #!/usr/bin/env bash
 # Everything that one GPU can show, each section in a process of its own; device settings are left alone.
-# Usage: bench/gpu.sh [--quick] [--check]     PYTHON chooses the interpreter.
+# Usage: bench/gpu.sh [--quick] [--check] [--dry-run]
+#   PYTHON      the interpreter (.venv/bin/python, else python3)
+#   SECTIONS    only these, e.g. "ceilings fsdp2"
+#   LIMIT_S     begin no section that could end later than this
+#   WHEELS      wheels of packages that the image lacks (see bench/gpu_wheels.sh); .whl if it is there
+#   OUT         results and logs are copied here
+#   STREAMRL_BENCH_COMMIT   the commit, where .git is not at hand
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || command -v "$python" >/dev/null || python=python3
-export HF_HUB_OFFLINE=1 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0
-if ! "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)'; then
+wheels=${WHEELS:-.whl}
+if [ -d "$wheels" ]; then
+    site=$(mktemp -d)
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 4
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0
+export CUDA_MODULE_LOADING=EAGER  # two ranks in one process: a kernel's first use would wait for the one that spins
+case " $* " in *" --dry-run "*) dry=1 ;; *) dry=0 ;; esac
+if [ $dry = 0 ] && ! "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)'; then
     echo "bench/gpu.sh needs a CUDA device that torch can see, and there is none here: nothing was measured" >&2
     exit 3
 fi
+declare -A limit=([install]=200 [fsdp2]=200 [quickstart]=300 [realsize]=250)
 failed=0
-for section in ceilings fold ipc install nccl fsdp2; do
+for section in ${SECTIONS:-ceilings fold ipc nccl shapes attention head lagzero install fsdp2 quickstart realsize}; do
+    most=${limit[$section]:-120}
+    if [ -n "${LIMIT_S:-}" ] && [ $((SECONDS + most)) -gt "$LIMIT_S" ]; then
+        echo "== $section is left out: $SECONDS s are gone, and it may take $most of $LIMIT_S" >&2
+        continue
+    fi
     echo "== $section" >&2
-    timeout 600 "$python" -m bench.gpu --only "$section" "$@" || { echo "section $section failed" >&2; failed=1; }
+    timeout "$most" "$python" -m bench.gpu --only "$section" "$@" || { echo "section $section failed" >&2; failed=1; }
+    if [ $dry = 0 ] && [ -n "${OUT:-}" ]; then
+        cat bench/results/gpu/*.jsonl >"$OUT/gpu.jsonl" 2>/dev/null  # after each: a section that hangs loses no other
+    fi
 done
 exit $failed

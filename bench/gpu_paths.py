@@ -14,44 +14,28 @@ from pathlib import Path
 import msgspec
 import torch
 import zmq
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
 from actors.engines.native.weight_sets import checkpoint_tensors
-from learner.data.layout import make_layout as packed_layout
-from learner.mesh import Ranks
-from learner.model.gradients import optimizer_step
-from learner.model.optimizer import Schedule, make_optimizer
-from learner.model.policy import load_policy
-from learner.publish.publisher import Publisher, policy_parameters
-from streamrl.config.schema import OptimizerConfig
+from bench.gpu_shapes import DEVICE, DRY, free_device_memory, pinned, random_model
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
-from streamrl.weights.gpu.cuda_memory import CudaMemory, wait_for_device
+from streamrl.weights.gpu.communicator import CommunicatorLibrary, GuardedCommunicator, Threads
+from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory, wait_for_device
 from streamrl.weights.gpu.device_document import BucketSource, HostBuckets
 from streamrl.weights.gpu.fold128 import DocumentFold
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_digest, bucket_ranges, make_layout, make_manifest
-from streamrl.weights.shm.transport import ShmPublisher
+from tests.fakes.communicator import FakeLibrary
+from tests.fakes.device_memory import FakeDeviceMemory
 
-DEVICE = "cuda"
-VOCAB = 32_000
 MULTI_RANK_FROM = 23003
-
-
-def random_model(layers: int, *, hidden: int = 1536) -> AutoModelForCausalLM:
-    """Random weights of a Qwen3-like model on the CPU; 16 layers are about 0.6 B parameters, 28 about 1 B."""
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 128, num_key_value_heads=hidden // 256, head_dim=128,
-        max_position_embeddings=8192, tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def slot_memory() -> IpcBufferMemory:
+    return FakeDeviceMemory(Path(DRY)) if DRY else CudaMemory(DEVICE)
 
 
 # --- slots --------------------------------------------------------------------------------------------------------
@@ -76,7 +60,7 @@ class SlotScene:
         self._home, self._context = tempfile.TemporaryDirectory(prefix="slots-"), zmq.Context()
         self.layout = make_layout([("w", "uint8", (nbytes,))], bucket_bytes)
         self._server = IpcBufferServer(
-            CudaMemory(DEVICE), self._context, f"ipc://{self._home.name}/slots", slot_bytes=bucket_bytes,
+            slot_memory(), self._context, f"ipc://{self._home.name}/slots", slot_bytes=bucket_bytes,
             deadline_s=60.0,
         )
         body = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
@@ -88,8 +72,7 @@ class SlotScene:
             host = body.cpu().numpy()
             digests = [bucket_digest(memoryview(host[a:b])) for a, b in bucket_ranges(self.layout)]
             document = Document(host, make_manifest(self.layout, VersionRef(1, 0), None, digests), self.layout)
-            bounce = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=True)
-            self._source = HostBuckets(document.verify(), bounce)
+            self._source = HostBuckets(document.verify(), None if DRY else pinned(bucket_bytes))
         self._version, self.first_ms = 0, 0.0
 
     def update(self, reader: ReaderProcess) -> tuple[float, float, float]:
@@ -113,7 +96,7 @@ class SlotScene:
         self._context.destroy(linger=0)
         self._home.cleanup()
         self._source = None  # type: ignore[assignment]
-        torch.cuda.empty_cache()
+        free_device_memory()
 
 
 class ReaderProcess:
@@ -143,7 +126,7 @@ class ReaderProcess:
 
 
 def read_forever() -> None:
-    reader = IpcBufferReader(CudaMemory(DEVICE), zmq.Context())
+    reader = IpcBufferReader(slot_memory(), zmq.Context())
     for line in sys.stdin:
         layout, manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Layout, Manifest, Offer])
         document, transfer_s, verify_s = IpcBufferReceiver(offer, reader).receive(
@@ -165,24 +148,25 @@ class Installs:
     install_ms: list[float]
 
 
-def measure_installs(layers: int, running: int, repeats: int, seed: int) -> Installs:
-    """Weights that lie on the device go into an engine whose sequences run on."""
+def measure_installs(shape: str, running: int, repeats: int, seed: int, *, on_host: bool) -> Installs:
+    """Weights that lie on the device, or on the host as `shm` has them, go into an engine whose sequences run on."""
     torch.manual_seed(seed)
-    model = random_model(layers).to(DEVICE)
-    weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
+    model, longest, new = random_model(shape), 256 if DRY else 4096, 150 if DRY else 4000
+    place = "cpu" if on_host else DEVICE
+    weights = {name: tensor.detach().to(place, copy=True) for name, tensor in checkpoint_tensors(model).items()}
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     async def work() -> tuple[float, list[float], list[float]]:
-        engine = NativeEngine(model, None, max_num_seqs=max(1, running), max_tokens=4096, device=DEVICE)
+        engine = NativeEngine(model, None, max_num_seqs=max(1, running), max_tokens=longest, device=DEVICE)
         await engine.install(weights, VersionRef(1, 0))
         requests = [
-            GenerateRequest([5 + n % 7] * 64, Sampling(), 4000, seed=n, ignore_eos=True) for n in range(running)
+            GenerateRequest([5 + n % 7] * 64, Sampling(), new, seed=n, ignore_eos=True) for n in range(running)
         ]
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-        while running and engine.stats().steps_total < 20:
+        while running and engine.stats().steps_total < (2 if DRY else 20):
             await asyncio.sleep(0.01)
         before, began = engine.stats().steps_total, time.perf_counter()
-        await asyncio.sleep(1.0 if running else 0.0)
+        await asyncio.sleep(1.0 if running and not DRY else 0.0)
         steps = engine.stats().steps_total - before
         step_ms = 1000 * (time.perf_counter() - began) / steps if steps else 0.0
         pauses, installs = [], []
@@ -214,7 +198,7 @@ class NcclNumbers:
 
 def measure_nccl(repeats: int, nbytes: int) -> NcclNumbers:
     """Raises ConfigError if cupy or NCCL is missing."""
-    library = CupyNccl(DEVICE)
+    library = FakeLibrary() if DRY else CupyNccl(DEVICE)
     sender, form_ms, call_ms = Broadcaster(library, DEVICE), [], []
     data = torch.ones(nbytes, dtype=torch.uint8, device=DEVICE)
     for epoch in range(1, repeats + 2):
@@ -228,13 +212,14 @@ def measure_nccl(repeats: int, nbytes: int) -> NcclNumbers:
         guard.broadcast(data, 60.0)
         call_ms.append(1000 * (time.perf_counter() - started))
     sender.close()
-    if library.version < MULTI_RANK_FROM:
-        why = f"NCCL {library.version} refuses two ranks on one GPU; 2.30.3 and later can be told to"
-        return NcclNumbers(library.version, form_ms[1:], call_ms[2:], None, why)
-    return NcclNumbers(library.version, form_ms[1:], call_ms[2:], _two_ranks(library, repeats, nbytes), "")
+    version = MULTI_RANK_FROM if DRY else library.version
+    if version < MULTI_RANK_FROM:
+        why = f"NCCL {version} refuses two ranks on one GPU; 2.30.3 and later can be told to"
+        return NcclNumbers(version, form_ms[1:], call_ms[2:], None, why)
+    return NcclNumbers(version, form_ms[1:], call_ms[2:], _two_ranks(library, repeats, nbytes), "")
 
 
-def _two_ranks(library: CupyNccl, repeats: int, nbytes: int) -> list[float]:
+def _two_ranks(library: CommunicatorLibrary, repeats: int, nbytes: int) -> list[float]:
     """Needs NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment (bench/gpu.sh sets it): two threads of this process."""
     unique_id, samples = library.unique_id(), []
 
@@ -257,58 +242,6 @@ def _two_ranks(library: CupyNccl, repeats: int, nbytes: int) -> list[float]:
     rank(0)
     other.join(60.0)
     return samples[2:]
-
-
-# --- FSDP2 --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Steps:
-    num_parameters: int
-    num_tokens: int
-    nbytes: int
-    step_ms: list[float]
-    publish_ms: list[float]
-
-
-def measure_fsdp2(layers: int, num_tokens: int, repeats: int, seed: int) -> Steps:
-    """One rank, sharded, bf16 compute over float32 masters: forward, backward, clip, AdamW; then a publish."""
-    torch.manual_seed(seed)
-    ranks = Ranks.start(DEVICE, sharded=True)
-    with tempfile.TemporaryDirectory() as folder:
-        random_model(layers).save_pretrained(folder)
-        policy = load_policy(folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks)
-        optimizer, schedule = make_optimizer(policy, OptimizerConfig()), Schedule("constant", 1e-6, 1000)
-        length = 1024
-        count = num_tokens // length
-        tokens = torch.randint(0, VOCAB, (count * length,), device=DEVICE)
-        positions = torch.arange(length, device=DEVICE).repeat(count)
-        index = torch.cat([torch.arange(length - 1, device=DEVICE) + i * length for i in range(count)])
-        packing, ones = packed_layout([length] * count).to(ranks.device), torch.ones(len(index), device=DEVICE)
-
-        def step(number: int) -> float:
-            wait_for_device(torch.device(DEVICE))
-            started = time.perf_counter()
-            scored = policy(tokens, positions, packing, index, tokens[index + 1], ones)
-            (-scored[0].mean()).backward()
-            optimizer_step(policy, optimizer, schedule, step=number, max_grad_norm=1.0, ranks=ranks)
-            wait_for_device(torch.device(DEVICE))
-            return 1000 * (time.perf_counter() - started)
-
-        step_ms = [step(number) for number in range(repeats + 3)][3:]
-        with ShmPublisher(Path(folder) / "docs", "bench") as shm:
-            publisher = Publisher(
-                policy_parameters(policy.model), wire_dtype=torch.bfloat16, bucket_bytes=256 << 20, shm=shm, fold=True
-            )
-            publish_ms = []
-            for version in range(repeats + 2):
-                published = publisher.publish(VersionRef(1, version))
-                assert published is not None
-                publish_ms.append(1000 * published.seconds)
-                shm.settle()
-        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
-    ranks.close()
-    return Steps(num_parameters, count * length, published.nbytes, step_ms, publish_ms[2:])
 
 
 if __name__ == "__main__":

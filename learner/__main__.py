@@ -41,11 +41,18 @@ def main() -> int:
         level=os.environ.get("STREAMRL_LOG", "INFO" if rank == 0 else "WARNING").upper(),
         format=f"%(asctime)s learner{'' if rank == 0 else rank}  %(message)s", datefmt="%H:%M:%S",
     )
+    prepare_allocator()
     try:
         return learn(load_config(words), words)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
+
+
+def prepare_allocator() -> None:
+    """Before torch is imported: batches differ in shape, fixed segments leave holes. The user's own choice wins."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def check_only(words: list[str]) -> int:

@@ -123,7 +123,9 @@ class Ranks:
             return cls(rank, mesh, where)
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if mesh.world == 1 else {}
         backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout_s), device_id=where if where.type == "cuda" else None, **alone
+        )
         # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
         return cls(rank, mesh, where, init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",)))
 

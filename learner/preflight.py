@@ -29,6 +29,7 @@ from streamrl.config.schema import Config, LoraBase
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
+from streamrl.gpus import gpu_of
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.transport.keys import KeyDirectory
 
@@ -72,7 +73,9 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     checked_eval_sets(config, notify=notify)
     if config.policy.tiny.enabled:
         check_tiny_prompts(task, config.rollout.max_prompt_tokens)
-    check_settings(config, _device(config))
+    device = _device(config)
+    _check_memory(config, device, notify)
+    check_settings(config, device)
 
 
 def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> list[EvalSet]:
@@ -211,6 +214,14 @@ def _check_vllm_heads(config: Config) -> None:
             f"{tiny.hidden_size} is split over policy.tiny.num_heads={tiny.num_heads}: set policy.tiny.num_heads="
             f"{max(1, tiny.hidden_size // SMALLEST_VLLM_CPU_HEAD)}, or take actors.engine=native."
         )
+
+
+def _check_memory(config: Config, device: torch.device, notify: Callable[[str], None]) -> None:
+    from learner.model.memory import check_memory
+
+    gpu, path = gpu_of(str(device)), config.policy.model_path
+    if gpu is not None and gpu.total_bytes and path is not None:
+        notify(str(check_memory(config, path, gpu.total_bytes)))
 
 
 def num_gpus() -> int:

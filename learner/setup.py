@@ -62,9 +62,18 @@ log = logging.getLogger("streamrl.learner")
 def start_ranks(config: Config) -> Ranks:
     """Join the other learner processes, if there are any."""
     ranks = Ranks.start(config.run.device, timeout_s=config.learner.rank_timeout_s)
+    limit_gpu_memory(config.learner.gpu_memory_share, ranks.device)
     if config.run.num_threads and ranks.device.type == "cpu":
         torch.set_num_threads(config.run.num_threads)
     return ranks
+
+
+def limit_gpu_memory(share: float | None, device: torch.device) -> None:
+    """Keep to this part of the GPU, and tell that it does nothing where there is none."""
+    if device.type == "cuda" and share is not None:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    elif share is not None:
+        log.warning("learner.gpu_memory_share=%g only divides a GPU's memory, and the learner is on a CPU", share)
 
 
 def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:

@@ -17,15 +17,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
 from streamrl.config.rules import sampling_differences
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.gpus import Placement, environment_for, visible_gpus
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import NOTICE, child_environment, program
 from streamrl.report.live.view import LiveView
@@ -112,8 +114,11 @@ class Interrupts:
 class Launcher:
     """One run: a learner (one process, or several ranks under torchrun) and `launch.num_actors` actors."""
 
-    def __init__(self, config: Config, overrides: Sequence[str], run_dir: Path) -> None:
+    def __init__(
+        self, config: Config, overrides: Sequence[str], run_dir: Path, placement: Placement | None = None
+    ) -> None:
         self.config, self.run_dir = config, run_dir
+        self._placement = placement or Placement()
         self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
         self._learner: Child | None = None
         self._actors: list[Child] = []
@@ -196,26 +201,33 @@ class Launcher:
         ] if ranks > 1 else []
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         print("starting the learner", flush=True)
-        return self._start("learner", [*torchrun, *program("learner"), *overrides])
+        where = self._placement
+        if where.learner_share is not None:
+            overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
+        return self._start("learner", [*torchrun, *program("learner"), *overrides], environment_for(where.learner))
 
-    def _start(self, name: str, command: list[str]) -> Child:
+    def _start(self, name: str, command: list[str], more: Mapping[str, str]) -> Child:
         log_path = self.run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(exist_ok=True)
         with log_path.open("ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=child_environment(),
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                env={**child_environment(), **more}, start_new_session=True,
             )
         return Child(name, process, time.monotonic(), log_path)
 
     def _start_actor(self, index: int) -> Child:
+        where = self._placement
+        share = where.actor_shares[index] if where.actor_shares else None
         return self._start(f"actor-{index}", [
             *program("actors"), f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
             f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
             *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
-        ])
+            *([f"actors.gpu_memory_share={share:g}"] if share is not None else []),
+            *([f"actors.device={self.config.actors.device}"] if self.config.actors.device != "auto" else []),
+        ], environment_for(where.actors[index] if where.actors else ()))
 
     def _written_at(self, name: str) -> int:
         path = self.run_dir / name
@@ -353,10 +365,13 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
         choose_run_dir(config)  # refused before anything that takes time; no directory is made
     for line in eval_notes(config):
         print(line, flush=True)
+    placement = placement_of(config, visible_gpus(os.environ))
     check_settings(config, overrides)
     run_dir = choose_run_dir(config)
     print(f"run directory: {run_dir}", flush=True)
-    code = Launcher(config, overrides, run_dir).run()
+    if placement.learner or any(placement.actors):
+        print(placement, flush=True)
+    code = Launcher(config, overrides, run_dir, placement).run()
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
         print("\n" + Summary.load(summary).table(), end="")

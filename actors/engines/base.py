@@ -50,6 +50,8 @@ class EngineSpec:
             has room for several: under "drain" it installs at once, and running sequences end with their own.
         options: the engine's own arguments (`actors.vllm.*`).
         adapter: versions are adapters; None if they are whole models. Only an engine that `TakesAdapters` need read it.
+        memory_share: part of its GPU's memory that it may plan with (`actors.gpu_memory_share`); None is what is free.
+        num_device_documents: whole documents that the actor holds on the GPU beside the engine, for ipc and nccl.
     """
 
     model_dir: Path
@@ -63,6 +65,8 @@ class EngineSpec:
     install_policy: str = "continue"
     options: Mapping[str, Any] = field(default_factory=dict)
     adapter: AdapterSpec | None = None
+    memory_share: float | None = None
+    num_device_documents: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import zmq
 from streamrl.messages import Layout, Manifest, NcclState, Offer
 from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
 from streamrl.weights.gpu.communicator import CommunicatorLibrary
-from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory
+from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 from streamrl.weights.gpu.nccl import CupyNccl
+from streamrl.weights.manifest import document_nbytes
 from streamrl.weights.source import ReceiverFactory
 
 
@@ -28,7 +29,7 @@ class DeviceWeights:
     ) -> None:
         self.report: Callable[[NcclState], None] = lambda state: None
         """Called for each communicator that is built, formed or lost; the client sets it."""
-        self.device_id = ""
+        self.device_id = device_id(device)
         self._member: BroadcastMember | None = None
         self._reader: IpcBufferReader | None = None
         if "ipc" in transports:
@@ -54,6 +55,7 @@ class DeviceWeights:
         """An announcement: take part in its broadcast, if any, whether or not the installer wants the version."""
         if self._member is None:
             return
+        self._member.expect(document_nbytes(layout))
         for offer in offers:
             if offer.nccl is not None and offer.manifest is not None:
                 self._member.invite(offer.manifest, layout, offer.nccl)

@@ -23,7 +23,7 @@ from enum import Enum
 from actors.engines.base import Engine, InstallTimes
 from actors.weights.base_weights import HeldBase, install_version
 from actors.weights.probe import probe_engine
-from actors.weights.watchdog import EngineHungError, run_with_watchdog
+from actors.weights.watchdog import EngineHungError, patience, run_with_watchdog
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
 from streamrl.weights.document import Document, Superseded
@@ -254,8 +254,10 @@ class Installer:
 
     async def _engine_install(self, document: Document, ref: VersionRef) -> InstallTimes:
         work = install_version(self._engine, document, ref, self._base)
+        nbytes = document.nbytes + (self._base.document.nbytes if self._base is not None else 0)
         return await run_with_watchdog(
-            self._engine, work, silent_s=self._install_deadline_s, doing=f"install version {ref}"
+            self._engine, work, silent_s=patience(self._install_deadline_s, nbytes),
+            doing=f"install version {ref}",
         )
 
     def close(self) -> None:

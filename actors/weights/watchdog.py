@@ -10,10 +10,17 @@ from actors.engines.base import Engine
 from streamrl.errors import EngineError
 
 T = TypeVar("T")
+SECONDS_PER_GB = 10.0
+"""More patience for a document: copying it moves no counter of the engine, and neighbors may share the way."""
 
 
 class EngineHungError(EngineError):
     """The engine made no progress; what it holds now is unknown."""
+
+
+def patience(silent_s: float, nbytes: int) -> float:
+    """How long an engine may show no progress while it takes a document of this size."""
+    return silent_s + SECONDS_PER_GB * (nbytes // 10**9)
 
 
 async def run_with_watchdog(engine: Engine, work: Awaitable[T], *, silent_s: float, doing: str) -> T:

@@ -13,11 +13,12 @@ import torch
 import zmq
 
 from learner.broadcaster.service import BroadcasterService
+from learner.hub.broadcaster_process import EXIT_NO_MEMORY
 from learner.hub.settings import HubSettings, read_settings
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import watch
 from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.cuda_memory import CudaMemory
+from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.gpu.nccl import CupyNccl
 
@@ -39,6 +40,7 @@ def serve(settings: HubSettings, home: str) -> int:
     service = BroadcasterService(
         context, settings.rank_endpoint, broadcaster=broadcaster, slots=slots,
         init_deadline_s=publish.nccl_init_deadline_s, bucket_deadline_s=publish.nccl_bucket_deadline_s, pinned=True,
+        device=device_id(settings.device),
     )
     return service.run(lambda: bool(parent_gone))
 
@@ -54,6 +56,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="streamrl-slots-") as home:
         try:
             return serve(settings, home)
+        except torch.OutOfMemoryError as error:
+            logging.getLogger("streamrl.broadcaster").error("the GPU has no memory left: %s", error)
+            return EXIT_NO_MEMORY
         except StreamrlError as error:
             logging.getLogger("streamrl.broadcaster").error("%s", error)
             return 2

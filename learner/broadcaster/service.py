@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 import zmq
 
+from learner.hub.broadcaster_process import EXIT_NO_MEMORY
 from streamrl.errors import StreamrlError, WeightsError
 from streamrl.messages import (
     HUB_TO_BROADCASTER,
@@ -58,14 +59,15 @@ class BroadcasterService:
         broadcaster: None without the transport nccl.
         slots: None without the transport ipc.
         pinned: whether documents go to the device through pinned host memory.
+        device: this process's GPU, as actors name theirs.
     """
 
     def __init__(
         self, context: zmq.Context, endpoint: str, *, broadcaster: Broadcaster | None, slots: IpcBufferServer | None,
-        init_deadline_s: float, bucket_deadline_s: float, pinned: bool,
+        init_deadline_s: float, bucket_deadline_s: float, pinned: bool, device: str = "",
     ) -> None:
         self._broadcaster, self._slots, self._pinned = broadcaster, slots, pinned
-        self._init_s, self._bucket_s = init_deadline_s, bucket_deadline_s
+        self._init_s, self._bucket_s, self._device = init_deadline_s, bucket_deadline_s, device
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.connect(endpoint)
@@ -78,21 +80,23 @@ class BroadcasterService:
         self._over: set[int] = set()
         self._alive_at = float("-inf")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="document")
-        self._stuck = threading.Event()
+        self._ends = threading.Event()
+        self._exit_status = 0
         self._thread = threading.Thread(target=self._do_work, name="epochs", daemon=True)
 
     def run(self, stop: Callable[[], bool]) -> int:
         """Serve until the hub says Shutdown, `stop` is true, or a call cannot be ended; returns the exit status."""
         self._thread.start()
         slots = self._slots
-        self._socket.send(encode(BroadcastUp(
-            slots.ticket.device if slots else "", slots.endpoint if slots else "", slots.ticket if slots else None
-        )))
+        self._socket.send(encode(
+            BroadcastUp(self._device or slots.ticket.device, slots.endpoint, slots.ticket) if slots is not None
+            else BroadcastUp(self._device, "", None)
+        ))
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         try:
-            while not stop() and not self._stuck.is_set():
+            while not stop() and not self._ends.is_set():
                 ready = dict(poller.poll(POLL_MS))
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
@@ -101,7 +105,7 @@ class BroadcasterService:
                 self._say_alive()
                 if self._socket in ready and not self._hear(self._decoder.decode(self._socket.recv())):
                     return 0
-            return EXIT_STUCK if self._stuck.is_set() else 0
+            return self._exit_status
         finally:
             self._close()
 
@@ -191,14 +195,20 @@ class BroadcasterService:
         try:
             work(broadcaster)
         except Exception as error:  # a library may raise anything; the hub must be told
+            if isinstance(error, torch.OutOfMemoryError):
+                log.error("the GPU has no memory left: %s", error)
+                return self._end(EXIT_NO_MEMORY)
             if not isinstance(error, StreamrlError):
                 log.exception("epoch %d failed", epoch)
             if isinstance(error, CommunicatorStuck) or broadcaster.threads.num_abandoned:
                 log.error("a call neither returns nor can be aborted: %s", error)
-                self._stuck.set()
-                self._wake()
-                return
+                return self._end(EXIT_STUCK)
             self._report(BroadcastReport(epoch, BroadcastStage.FAILED, error=str(error)[:2000]))
+
+    def _end(self, status: int) -> None:
+        self._exit_status = status
+        self._ends.set()
+        self._wake()
 
     def _report(self, report: BroadcastReport) -> None:
         self._reports.append(report)

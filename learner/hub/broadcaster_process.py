@@ -10,6 +10,8 @@ from streamrl.parent_watch import child_environment, program
 
 START_S = 300.0
 """Deadline of its first report: it loads its libraries and opens its device."""
+EXIT_NO_MEMORY = 10
+"""Exit status of a broadcaster for which the GPU has no memory: another start would end alike."""
 _LONGEST_TICK_S = 1.0
 
 
@@ -27,6 +29,10 @@ class BroadcasterProcess:
     def alive(self) -> bool:
         """Whether it runs; a call after its end also reaps it."""
         return self._process.poll() is None
+
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
 
     def kill(self) -> None:
         """Returns at once: a process that the GPU driver holds may take minutes to end, or never do."""

@@ -17,7 +17,7 @@ from learner.checkpoint.resume import ResumeState
 from learner.mesh import Ranks
 from learner.model.critic import Critic
 from learner.model.critic_network import build_critic
-from learner.model.optimizer import make_optimizer
+from learner.model.optimizer import allocate_moments, make_optimizer
 from learner.model.paths import compute_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.reference import FrozenPolicy, load_reference
@@ -74,6 +74,10 @@ def load_networks(
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, networks.optimizer, ranks)
         _restore_beside(past.checkpoint, networks, reference_moves=bool(config.reference.sync_every_steps))
+    if config.learner.gpu_memory_share is not None:  # before actors measure what is free beside this process
+        allocate_moments(networks.optimizer)
+        if critic is not None:
+            allocate_moments(critic.optimizer)
     return networks
 
 

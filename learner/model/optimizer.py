@@ -136,6 +136,28 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, setting: str =
         raise ConfigError(f"{setting}.name={config.name} refuses these settings: {error}") from error
 
 
+@torch.no_grad()
+def allocate_moments(optimizer: Optimizer) -> None:
+    """Take the memory of gradients and moments now instead of in the first step; no later step differs for it.
+
+    A step at a rate of zero, whose state is then forgotten: torch's allocator keeps the memory for the process.
+    """
+    if optimizer.state:
+        return  # restored from a checkpoint
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)  # not zeros: some rules divide by a norm of them
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.state.clear()
+    if isinstance(optimizer, LocalOptimizer):
+        optimizer.forget()
+
+
 def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
     """Refuse what `make_optimizer` would refuse, before any network is loaded: our own are tried on a small layer."""
     _arguments(resolve(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
@@ -185,6 +207,10 @@ class LocalOptimizer(Optimizer):
         self._inner.step(closure)
         for parameter, local in pairs:
             self.state[parameter] = self._inner.state[local]
+
+    def forget(self) -> None:
+        """Drop what the inner optimizer holds."""
+        self._inner.state.clear()
 
 
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 
 from streamrl.config.addresses import is_address, is_loopback, is_wildcard
+from streamrl.config.devices import check_devices
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
@@ -108,6 +109,7 @@ def check(config: Config) -> None:
     _check_sizes(config)
     _check_names(config)
     _check_hub(config)
+    check_devices(config)
     _check_lora(config)
 
 

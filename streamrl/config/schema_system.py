@@ -50,6 +50,9 @@ class LearnerConfig:
     """With no batch for this long, report what the run waits for; repeated at this interval."""
     stall_fail_s: float = ranged(600.0, ge=0)
     """Actors are connected but no group arrives for this long: exit with the reason; 0 never."""
+    gpu_memory_share: float | None = ranged(None, gt=0, le=1)
+    """Part of its GPU's memory that a learner rank may take, moments first; null is all of it, or what
+    `streamrl launch` sets where actors share the GPU (half)."""
 
 
 @dataclass
@@ -62,6 +65,9 @@ class ActorsConfig:
     """Device of the engine: auto, cpu, cuda."""
     dtype: str = "auto"
     """Compute type of the engine; auto is float32 on a CPU."""
+    gpu_memory_share: float | None = ranged(None, gt=0, le=1)
+    """Part of its GPU's memory that the engine plans with; null is all that is free, or what `streamrl launch` sets
+    where actors share a GPU (what the learner leaves, divided by them)."""
     num_threads: int = ranged(1, ge=0)
     """Torch threads of one actor on a CPU; 0 leaves torch's own choice."""
     on_install: OnInstall = OnInstall.keep
@@ -187,6 +193,11 @@ class LaunchConfig:
     """Actors that `streamrl launch` starts and keeps alive."""
     num_learner_ranks: int = ranged(1, gt=0)
     """Learner processes (FSDP2 ranks) that `streamrl launch` starts through torchrun."""
+    gpus_per_actor: int | None = ranged(None, ge=1)
+    """GPUs of each actor that launch starts, after those of the learner; null is as many as its engine needs: one, or
+    the tensor-parallel times the pipeline-parallel size of vLLM."""
+    share_gpus: bool | None = None
+    """Whether processes of the run may share GPUs where there are too few; null: where no device is set to cuda."""
     num_max_restarts: int = ranged(20, ge=0)
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
 

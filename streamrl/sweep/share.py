@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 
 
@@ -41,18 +39,3 @@ def describe(places: Sequence[Mapping[str, str]]) -> str:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them. The supervisor has no torch."""
-    listed = environment.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip() and name.strip() != "-1"]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return []
-    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")] if done.returncode == 0 else []
-    return [str(index) for index in range(len(lines))]

@@ -15,6 +15,7 @@ from streamrl.config.load import load_config, read_files
 from streamrl.config.schema import Config, Pruner, SweepDirection
 from streamrl.config.sweep_words import SweepWords, parse_sweep
 from streamrl.errors import ConfigError
+from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
@@ -22,7 +23,7 @@ from streamrl.metrics.sinks import write_atomic
 from streamrl.report.compare import write_comparison
 from streamrl.report.pages import write_pages
 from streamrl.sweep.pool import Pool
-from streamrl.sweep.share import describe, num_cores, shares, visible_gpus
+from streamrl.sweep.share import describe, num_cores, shares
 from streamrl.sweep.sources import Grid, Source, Trials
 from streamrl.sweep.study import GRID, Search, check_search
 

@@ -30,7 +30,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py", "actors/trajectory/"),
     "Model and optimizer": ("learner/model/", "learner/data/"),
-    "Devices and packages": ("learner/preflight.py", "learner/mesh.py", "streamrl/weights/gpu/", "actors/runtime.py"),
+    "Devices and packages": ("learner/preflight.py", "learner/mesh.py", "streamrl/weights/gpu/", "streamrl/gpus.py",
+                             "actors/runtime.py"),
     "Engines": ("actors/engines/", "actors/weights/"),
     "Run directories and checkpoints": (
         "streamrl/run_dirs.py", "learner/checkpoint/", "learner/hub/ledger/snapshots.py", "streamrl/metrics/",

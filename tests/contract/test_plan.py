@@ -14,7 +14,7 @@ MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES = 14, 400, 10
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
-    ("streamrl.extension",),
+    ("streamrl.extension", "streamrl.gpus"),
     ("streamrl.messages",),
     ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch",
      "streamrl.architectures"),

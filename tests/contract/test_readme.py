@@ -58,7 +58,7 @@ def test_every_folder_in_the_table_exists_and_every_package_is_in_it():
 def test_every_extra_of_the_package_is_in_the_table():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = README[README.index("| extra | brings |") : README.index("| command | what it does |")]
-    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.M)))) == set(extras)
+    assert set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.M)))) == set(extras)
 
 
 def test_every_file_it_tells_to_read_exists():

@@ -16,7 +16,7 @@ if sys.argv[1:2] == ["--check"]:
     sys.exit(0)
 here = Path.cwd()
 rank = int(os.environ.get("RANK", "0"))
-(here / f"learner-{rank}").write_text(" ".join(sys.argv[1:]))
+(here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 if (here / "stubborn").exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getppid(), signal.SIGINT)
@@ -76,7 +76,7 @@ from pathlib import Path
 
 here = Path.cwd()
 draft = here / f"draft-{os.getpid()}"
-draft.write_text(" ".join(sys.argv[1:]))
+draft.write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 draft.rename(here / f"actor-{os.getpid()}")
 if (here / "mortal").exists():
     print("RuntimeError: the reason of the death", file=sys.stderr)

@@ -62,6 +62,9 @@ class BroadcasterThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def exit_status(self) -> int | None:
+        return None if self.alive() else 0
+
     def kill(self) -> None:
         self._stop.set()
         self._library.die()

@@ -54,7 +54,7 @@ def check_engine(device: str, dtype: torch.dtype, tolerance: float) -> None:
     one, other = document(first, 1), document(second, 2)
 
     async def work() -> None:
-        engine = NativeEngine(model(9, device, dtype), None, slots=16, max_tokens=256, device=device)
+        engine = NativeEngine(model(9, device, dtype), None, max_num_seqs=16, max_tokens=256, device=device)
         await engine.install(one.tensors(), VersionRef(1, 1))
         assert first_difference(engine.live_tensors(), one) is None
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests(16, 128)]

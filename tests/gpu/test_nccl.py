@@ -16,7 +16,7 @@ from tests.gpu.device import finish, needs_gpu, start
 
 pytestmark = [
     *needs_gpu,
-    pytest.mark.skipif(find_spec("cupy") is None, reason="needs cupy (cupy-cuda12x or cupy-cuda13x)"),
+    pytest.mark.skipif(find_spec("cupy") is None, reason="needs cupy: pip install 'streamrl[nccl]'"),
     pytest.mark.timeout(300),
 ]
 

@@ -96,9 +96,9 @@ class AdapterSets:
 
     def _add(self, layer: str, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """A hook after the layer: in place, for one pass through memory."""
-        inputs, outputs = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+        inputs, outputs = args[0].reshape(-1, args[0].shape[-1]).to(output.dtype), output.view(-1, output.shape[-1])
         for index, factors in self._active:
-            down, up = factors[layer]
+            down, up = (factor.to(outputs.dtype) for factor in factors[layer])  # logits are wider than the model
             if index is None:
                 outputs.addmm_(inputs @ down.T, up.T, alpha=self._scale)
             else:

@@ -111,6 +111,8 @@ class NativeEngine:
 
     @classmethod
     def from_spec(cls, spec: EngineSpec) -> NativeEngine:
+        if spec.memory_share is not None and spec.device != "cpu":
+            torch.cuda.set_per_process_memory_fraction(spec.memory_share, torch.device(spec.device))
         model = build_model(spec.model_dir, dtype=spec.dtype, device=spec.device)
         return cls(
             model, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens, device=spec.device,

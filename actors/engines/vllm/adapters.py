@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from actors.engines.base import AdapterSpec, EngineSpec, GenerateRequest, Generation, InstallTimes, VersionSpan
 from actors.engines.vllm.engine import PAUSES, VllmEngine
 from actors.engines.vllm.imports import vllm
+from actors.engines.vllm.process import EngineProcessGroup
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.adapter import adapted_layers
@@ -72,6 +73,9 @@ class AdapterVllmEngine(VllmEngine):
         self._in_use: dict[VersionRef, int] = {}
         self._number = 0
         super().__init__(spec)
+
+    def _model_folder(self, group: EngineProcessGroup, arguments: Mapping[str, Any]) -> str:
+        return group.folder  # the base is written into it
 
     def _more_arguments(self) -> dict[str, Any]:
         return lora_arguments(self._adapter, pinning=self._pinning)

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
+from actors.engines.vllm.gpu import num_engine_gpus, starts_alone
 from actors.engines.vllm.imports import check_names, vllm
 from actors.engines.vllm.process import (
     EngineProcessGroup,
@@ -40,7 +41,8 @@ class Core:
 
     def start(self) -> None:
         """Block until vLLM runs, without weights. Raises EngineError if it does not, or does not know an argument."""
-        with self._environment(), block_interrupts():
+        gpus = num_engine_gpus(self._arguments)
+        with self._environment(), block_interrupts(), starts_alone(self._device, gpus):
             self._check()
             try:
                 self.llm = vllm().AsyncLLM.from_engine_args(vllm().AsyncEngineArgs(**self._arguments))

@@ -40,6 +40,7 @@ from actors.engines.vllm.client import (
     scoring_arguments,
 )
 from actors.engines.vllm.core import Core
+from actors.engines.vllm.gpu import gpu_arguments
 from actors.engines.vllm.imports import vllm
 from actors.engines.vllm.process import (
     EngineProcessGroup,
@@ -47,9 +48,11 @@ from actors.engines.vllm.process import (
     check_model,
     engine_arguments,
     kv_bytes_per_token,
+    lasting_folder,
 )
 from streamrl.architectures.rope import original_length
 from streamrl.errors import EngineError, WeightsError
+from streamrl.gpus import gpu_of
 from streamrl.messages import VersionRef
 
 log = logging.getLogger("streamrl.actor")
@@ -94,8 +97,14 @@ class VllmEngine:
             kv_bytes_per_token=kv_bytes_per_token(config, spec.dtype.itemsize),
         )
         check_model(model.config, spec.device)
+        if spec.device != "cpu":
+            nbytes = sum(tensor.numel() for tensor in self._expected.values()) * spec.dtype.itemsize
+            arguments |= {**gpu_arguments(
+                spec.device, spec.options, half=spec.dtype.itemsize == 2, document_nbytes=nbytes,
+                num_documents=spec.num_device_documents, share=spec.memory_share, gpu=gpu_of(spec.device),
+            )}
         group = EngineProcessGroup(spec.model_dir)
-        arguments |= {**self._more_arguments(), "model": group.folder}
+        arguments |= {**self._more_arguments(), "model": self._model_folder(group, arguments)}
         self._core = Core(group, arguments, spec.device, spec.num_threads)
         self._start_empty()
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
@@ -109,6 +118,10 @@ class VllmEngine:
         self._deaths_in_a_row = 0
         self._running = self._waiting = self._tokens = self._installs = self._restarts = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
+
+    def _model_folder(self, group: EngineProcessGroup, arguments: Mapping[str, Any]) -> str:
+        """Where vLLM finds the model's files; one that lasts where vLLM compiles."""
+        return group.folder if arguments.get("enforce_eager") else lasting_folder(group.folder)
 
     def _more_arguments(self) -> dict[str, Any]:
         """Engine arguments over all others."""

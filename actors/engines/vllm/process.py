@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import mmap
 import os
 import secrets
@@ -99,7 +100,9 @@ def environment(mark: str, device: str, num_threads: int | None, eager: bool) ->
     values = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets that a fork must not copy
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "ERROR" if device == "cpu" else "WARNING",
+        # By default it depends on the platform and on Triton. This one is what the tests run.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "SPT_NOENV": "1",  # process titles must not overwrite the mark
     }
     if device == "cpu":
@@ -151,7 +154,7 @@ class EngineProcessGroup:
     def __init__(self, model_dir: str | Path) -> None:
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self.folder = tempfile.mkdtemp(prefix="streamrl-vllm-")
-        shutil.copytree(model_dir, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        _copy_files(model_dir, self.folder)
         self._reaper = subprocess.Popen(
             [*program("actors.engines.vllm.reaper"), str(os.getpid()), self.mark, self.folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
@@ -167,6 +170,33 @@ class EngineProcessGroup:
         self._reaper.kill()
         self._reaper.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _copy_files(model_dir: str | Path, folder: str | Path) -> None:
+    shutil.copytree(model_dir, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def lasting_folder(model_dir: str | Path, root: str | Path | None = None) -> str:
+    """A folder with the model's files whose path follows from their content, for every actor and every start.
+
+    vLLM's compilation cache has the model's path in its key: with a fresh folder every start would compile.
+    """
+    files = sorted(path for path in Path(model_dir).rglob("*") if path.is_file() and path.suffix != ".safetensors")
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(model_dir)}\0{len(content)}\0".encode() + content)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(root or cache / "streamrl" / "models") / digest.hexdigest()
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = tempfile.mkdtemp(prefix="draft-", dir=folder.parent)
+        _copy_files(model_dir, draft)
+        try:
+            os.rename(draft, folder)
+        except OSError:  # another actor was faster
+            shutil.rmtree(draft)
+    return str(folder)
 
 
 class StagedDocument:

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from learner.hub.broadcaster_process import BroadcasterProcess, BroadcasterWatch
+from learner.hub.broadcaster_process import EXIT_NO_MEMORY, BroadcasterProcess, BroadcasterWatch
 from learner.hub.context import HubContext
 from learner.hub.handlers.connections import Connection
 from streamrl.messages import (
@@ -66,6 +66,7 @@ class BroadcastHandler:
         self._backoff_s = RESTART_FIRST_S
         self._publish: Publish | None = None
         self._recent: deque[VersionRef] = deque(maxlen=RECENT_VERSIONS)
+        self._told_shared: set[str] = set()
         self.num_started = 0
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -139,8 +140,13 @@ class BroadcastHandler:
             alive, silent_s = self._broadcaster.alive(), self._watch.silent_s
             what = f"sent no report for {silent_s:.0f} s and is killed" if alive else "exited"
             log.error("the broadcaster process %s; actors pull until its successor is ready", what)
+            full = self._broadcaster.exit_status() == EXIT_NO_MEMORY
             self._lost(now)
             self._do(self.membership.broadcaster_down(now), now)
+            if full:
+                log.error("the learner's GPU has no memory for the broadcaster: no more weights by ipc or nccl in this "
+                          "run, actors pull (leave both off publish.transports, or lower learner.gpu_memory_share)")
+                self._start_at = float("inf")
         if self._broadcaster is None and now >= self._start_at:
             self._broadcaster = self._start()
             self._watch.started()
@@ -187,13 +193,30 @@ class BroadcastHandler:
                 self._do(one.failed(None, epoch, report.error, now), now)
 
     def _candidates(self) -> dict[str, int]:
-        """READY actors that use nccl, are not reached by ipc, and have a recent version."""
-        return {
-            link.actor_id: RANKS_PER_ACTOR
-            for link in self._hub.connections.all()
-            if "nccl" in link.transports and not link.nccl.broken and not self._shares_device(link)
+        """READY actors that use nccl and have a recent version, one for each GPU, none on the broadcaster's."""
+        able = [
+            link for link in self._hub.connections.all()
+            if "nccl" in link.transports and not link.nccl.broken
             and link.state == "running" and link.installed in self._recent
-        }
+        ]
+        # Members first: an epoch must not end because another actor of a GPU became able to join.
+        able.sort(key=lambda link: (link.actor_id not in self.membership.members, link.actor_id))
+        found: dict[str, int] = {}
+        taken = {self._up.device: "the broadcaster"} if self._up is not None and self._up.device else {}
+        for link in able:
+            if link.device and (other := taken.setdefault(link.device, link.actor_id)) != link.actor_id:
+                self._tell_shared(link, other)
+            else:
+                found[link.actor_id] = RANKS_PER_ACTOR
+        return found
+
+    def _tell_shared(self, link: Connection, other: str) -> None:
+        """NCCL takes one rank of a GPU: a second one would end every epoch that it joins."""
+        if link.actor_id not in self._told_shared:
+            self._told_shared.add(link.actor_id)
+            if not self._shares_device(link):
+                log.info("%s is on the GPU of %s (%s) and takes no part in nccl: it pulls", link.actor_id, other,
+                         link.device)
 
     def _shares_device(self, link: Connection) -> bool:
         """Whether this actor reports the broadcaster's GPU; opening the buffers will prove it."""

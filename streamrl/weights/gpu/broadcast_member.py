@@ -26,13 +26,16 @@ from streamrl.weights.gpu.communicator import (
     GuardedCommunicator,
     Threads,
 )
-from streamrl.weights.gpu.device_document import DeviceDocument, check_device_bucket
+from streamrl.weights.gpu.cuda_memory import free_bytes
+from streamrl.weights.gpu.device_document import DeviceDocument, check_device_bucket, empty_document
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.05
 _MEND_S = 1.0
+NUM_DOCUMENTS = 2
+"""The one that serves, kept for a rollback, and the one that comes."""
 MAX_ABANDONED = 1
 """Threads stuck in a library call before this process stops forming communicators."""
 
@@ -60,10 +63,12 @@ class BroadcastMember:
 
     Args:
         report: told where this member is, whenever that changes, from the member's thread.
+        free: memory of the device that is left; None where nothing limits it.
     """
 
     def __init__(
-        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[NcclState], None]
+        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[NcclState], None],
+        free: Callable[[torch.device], int | None] = free_bytes,
     ) -> None:
         self.threads = Threads()
         self._library, self._device, self._report = library, torch.device(device), report
@@ -74,14 +79,32 @@ class BroadcastMember:
         self._epoch = 0  # of `_guard`, or of the last one that failed
         self._last: VersionRef | None = None  # received in this epoch
         self._closing = False
+        self._free, self._no_room = free, ""
         self._state = NcclState()
         self._thread = threading.Thread(target=self._run, name="broadcasts", daemon=True)
         self._thread.start()
 
     @property
     def broken(self) -> bool:
-        """A thread is stuck in the library: nothing more is formed here."""
-        return self.threads.num_abandoned >= MAX_ABANDONED
+        """A thread is stuck in the library, or documents do not fit into the device: nothing more is formed here."""
+        return bool(self._no_room) or self.threads.num_abandoned >= MAX_ABANDONED
+
+    def expect(self, nbytes: int) -> None:
+        """Documents are of this size: without room for them this member leaves the broadcasts, for good.
+
+        It leaves before it is invited: one member that runs out of memory ends the epoch of all.
+        """
+        free = self._free(self._device)
+        with self._changed:
+            if self._last is None and free is not None and free < NUM_DOCUMENTS * nbytes:
+                self._give_up(f"{free >> 20} MiB of the GPU are free, {NUM_DOCUMENTS} documents of {nbytes >> 20} are "
+                              "more")
+
+    def _give_up(self, why: str) -> None:
+        if not self._no_room:
+            log.warning("no weights by nccl from now on, other transports bring them: %s", why)
+            self._no_room = why
+            self._changed.notify_all()
 
     def invite(self, manifest: Manifest, layout: Layout, ticket: NcclTicket) -> None:
         """Expect a version by this ticket's epoch; a newer epoch ends the present one. Idempotent."""
@@ -154,6 +177,10 @@ class BroadcastMember:
                     self._receive(invitation)
             except CommunicatorStuck as error:
                 self._over(error)
+            except torch.OutOfMemoryError as error:
+                with self._changed:
+                    self._give_up(str(error))
+                self._over(NotAvailable(self._no_room))
             except Exception as error:  # a library may raise anything; the other ranks must not wait for this one
                 ours = error if isinstance(error, WeightsError) else WeightsError(f"a broadcast failed: {error!r}")
                 log.warning("epoch %d failed on this rank: %s", invitation.ticket.epoch, error)
@@ -165,7 +192,7 @@ class BroadcastMember:
         """The oldest invitation of the newest epoch; None once closed."""
         with self._changed:
             while not self._closing:
-                if self._guard is not None and self._guard.stopped:
+                if (self._guard is not None and self._guard.stopped) or (self._no_room and not self._state.broken):
                     break
                 if self._invitations:
                     return self._invitations[min(self._invitations)]
@@ -174,11 +201,11 @@ class BroadcastMember:
                     break
             if self._closing:
                 return None
-            mended = self._guard is None
+            mended = self._guard is None and not self._no_room
         if mended:
             self._say(broken=False)  # the stuck thread has returned
             return self._next()
-        self._over(NotAvailable(f"epoch {self._epoch} was ended"))
+        self._over(NotAvailable(self._no_room or f"epoch {self._epoch} was ended"))
         return self._next()
 
     def _form(self, ticket: NcclTicket) -> None:
@@ -186,7 +213,7 @@ class BroadcastMember:
         with self._changed:
             self._epoch, self._last = ticket.epoch, None
             if self.broken:
-                raise CommunicatorError("a thread of this process is stuck in an earlier epoch")
+                raise CommunicatorError(self._no_room or "a thread of this process is stuck in an earlier epoch")
             guard = self._guard = GuardedCommunicator(
                 self._library, self.threads, rank=ticket.rank, world=ticket.world, unique_id=ticket.unique_id,
                 what=f"epoch {ticket.epoch} as rank {ticket.rank}",
@@ -206,7 +233,7 @@ class BroadcastMember:
         ref = unpack_header(header)
         invitation = self._invitation_of(ref, started + ticket.bucket_deadline_s)
         check_manifest(invitation.manifest, invitation.layout, DIGEST_FOLD128)
-        body = torch.empty(document_nbytes(invitation.layout), dtype=torch.uint8, device=self._device)
+        body = empty_document(document_nbytes(invitation.layout), self._device)
         verify_s, failure = 0.0, None
         for index, (start, end) in enumerate(bucket_ranges(invitation.layout)):
             guard.broadcast(body[start:end], ticket.bucket_deadline_s)

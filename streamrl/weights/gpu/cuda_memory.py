@@ -7,12 +7,14 @@ whatever the settings of torch's allocator are.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from streamrl.errors import ConfigError, WeightsError
+from streamrl.gpus import gpu_of
 
 
 class IpcBufferMemory(Protocol):
@@ -44,6 +46,22 @@ def require_ipc(device: str) -> None:
     require_gpu("ipc", "inside one GPU", device)
 
 
+def device_id(device: str | torch.device) -> str:
+    """`host|uuid` of a GPU of this process, the same in every process; "" for a CPU.
+
+    Without nvidia-smi the uuid is torch's, which opens CUDA in this process.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        return ""
+    listed = gpu_of(str(where))
+    uuid = listed.uuid if listed is not None else str(torch.cuda.get_device_properties(where).uuid)
+    return f"{os.uname().nodename[:20]}|{uuid.removeprefix('GPU-')}"
+
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
@@ -73,7 +91,7 @@ class CudaMemory:
     def __init__(self, device: str | torch.device) -> None:
         require_ipc(str(device))
         self.device = torch.device("cuda", torch.device(device).index or 0)
-        self.device_id = str(torch.cuda.get_device_properties(self.device).uuid)
+        self.device_id = device_id(self.device)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         self._driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
@@ -109,7 +127,16 @@ class CudaMemory:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorName(code, ctypes.byref(text))
             said = text.value.decode() if text.value else "an unknown error"
-            raise WeightsError(f"{name} failed with {said} ({code})")
+            kind = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else WeightsError
+            raise kind(f"{name} failed with {said} ({code})")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that this process could still take; None where the device is the host."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def wait_for_device(device: torch.device) -> None:

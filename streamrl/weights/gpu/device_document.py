@@ -69,6 +69,14 @@ class DeviceDocument:
         return found
 
 
+def empty_document(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] on the device. Raises torch.OutOfMemoryError, on the host too."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise torch.OutOfMemoryError(f"{device} has no memory for a document of {nbytes} bytes") from error
+
+
 def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> None:
     """Raise WeightsError unless this uint8 tensor is bucket `index` of the manifest; waits for the device."""
     check_digest(index, fold128(data), manifest)

@@ -25,7 +25,7 @@ from streamrl.messages.ranks import IpcBufferEnd, IpcBufferFilled, IpcBufferFree
 from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest, Offer
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
 from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
-from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket
+from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket, empty_document
 from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, Fill, IpcBufferRing, Tell
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
@@ -209,6 +209,18 @@ class IpcBufferReader:
         self.silence = PeerBackoff()
         self._open: tuple[IpcBufferTicket, list[torch.Tensor]] | None = None
         self._lock = threading.Lock()
+        self._full_at = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] for a document. Raises NotAvailable without room for it, at once after the first time."""
+        if 0 < self._full_at <= nbytes:
+            raise NotAvailable("the GPU had no memory for a document before")
+        try:
+            return empty_document(nbytes, self.memory.device)
+        except torch.OutOfMemoryError as error:
+            self._full_at = nbytes
+            log.warning("no weights by ipc from now on, other transports bring them: %s", error)
+            raise NotAvailable(f"the GPU has no memory for a document of {nbytes >> 20} MiB") from error
 
     def slots(self, ticket: IpcBufferTicket) -> list[torch.Tensor]:
         """The broadcaster's slots here; opened at the first call, and again when the broadcaster is a new one.
@@ -255,7 +267,7 @@ class IpcBufferReceiver:
         slots = self._reader.slots(ticket)
         started = time.monotonic()
         device = self._reader.memory.device
-        body = torch.empty(document_nbytes(layout), dtype=torch.uint8, device=device)
+        body = self._reader.allocate(document_nbytes(layout))
         socket = self._reader.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         verify_s = 0.0

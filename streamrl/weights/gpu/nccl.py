@@ -33,8 +33,8 @@ def _nccl() -> Any:
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         raise ConfigError(
-            f"the transport nccl needs cupy, which cannot be imported here ({error}): install cupy-cuda12x or "
-            "cupy-cuda13x, whichever fits the driver, or take nccl off the list of transports"
+            f"the transport nccl needs cupy, which cannot be imported here ({error}): pip install "
+            "'streamrl[nccl]' (a driver of CUDA 12: 'streamrl[nccl-cu12]'), or take nccl off the list of transports"
         ) from error
     if not nccl.available:
         raise ConfigError(

@@ -19,7 +19,7 @@ from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Manifest, ReturnReason, Sampling, VersionRef
 from streamrl.transport.session import LinkClosed
-from streamrl.weights.document import Superseded
+from streamrl.weights.document import Document, Superseded
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, Weights, actor, always, jump, lease, run, says, until
 from tests.unit.actors.test_probe import ProbedWeights
@@ -216,6 +216,27 @@ def test_an_engine_that_falls_silent_while_it_is_to_install_is_hung():
         with pytest.raises(EngineError, match="did not install version 1:1 and made no progress for 120 s"):
             await install
         assert engine.installs == [], "nor is anything loaded in its place"
+        installer.close()
+
+    run(work, loop_factory=JumpingLoop)
+
+
+def test_a_large_document_may_be_copied_for_longer_before_its_engine_is_hung(monkeypatch):
+    """70B are 141 GB: a minute to stage and load them alone, without one counter of vLLM's that moves."""
+    monkeypatch.setattr(Document, "nbytes", 141 * 10**9)
+
+    async def work():
+        line, engine = Line(), Held()
+        installer = Installer(engine, line, install_deadline_s=120.0)
+        line.lets(1)
+        install = await line.announced(installer, 1)
+        await until(lambda: installer.state is InstallState.INSTALLING)
+        await jump(0.0)
+        await jump(1400.0)
+        assert not install.done()
+        await jump(140.0)
+        with pytest.raises(EngineError, match="made no progress for 1530 s"):
+            await install
         installer.close()
 
     run(work, loop_factory=JumpingLoop)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, NUM_SAME_DEATHS, Child, Launcher, check_engine, launch_run
 from tests.unit.config.setting_harness import config_of
@@ -35,6 +36,26 @@ def test_launch_starts_so_many_actors_and_passes_them_their_own_settings(here, n
     for index in range(num_actors):
         assert any(f"actors.actor_id=actor-{index}" in line for line in words)
     assert all("actors.transports=[zmq]" in line and "actors.give_up_after_s=7" in line for line in words)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "actors"),
+    [
+        (["4", "5", "7"], "GPUS=4", ["GPUS=5", "GPUS=7"]),
+        (["4"], "learner.gpu_memory_share=0.5 GPUS=4", ["actors.gpu_memory_share=0.25 GPUS=4"] * 2),
+    ],
+)
+def test_every_process_gets_its_gpus_and_its_part_of_a_shared_one(here, monkeypatch, gpus, learner, actors):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (here / "hub-please").write_text("2")
+    words = ("launch.num_actors=2",)
+    config = config_of(*words)
+
+    assert Launcher(config, words, here / "run", placement_of(config, gpus)).run() == 0
+
+    assert started(here, "learner")[0].endswith(learner)
+    by_name = sorted(started(here, "actor"), key=lambda line: "actor-1" in line)
+    assert all(line.endswith(end) for line, end in zip(by_name, actors, strict=True)), by_name
 
 
 @pytest.mark.parametrize("num_max", [0, 1])

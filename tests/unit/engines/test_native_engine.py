@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import VersionSpan
+from actors.engines.native.attention import ATTENTION_NAME, Prompt
 from actors.engines.native.engine import NativeEngine, build_model
+from actors.engines.native.forward import Forward
 from actors.engines.native.sampling import uniforms
+from learner.model.scoring.logit_rule import PLAIN
+from learner.model.scoring.logprob_head import _logits
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling
 from tests.unit.engines.tiny_models import (
@@ -57,6 +61,21 @@ def test_greedy_tokens_equal_generate_for_prompts_admitted_at_different_times(ma
             assert generation.spans == [VersionSpan(V1, 0, new)]
 
     run(work)
+
+
+def test_a_half_precision_model_gives_float32_logits_as_the_learner_does():
+    """Logits of this size, rounded to bfloat16, are up to 0.06 off, which the weight probe would take for damage."""
+    model = qwen3(tied=False).bfloat16()
+    model.lm_head.weight.data.mul_(20)
+    head, hidden = model.lm_head, torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.inference_mode():
+        learners = _logits(hidden, head.weight, None, PLAIN, torch.ones(5))
+        assert float((head(hidden).float() - learners).abs().max()) > 0.03 and float(learners.abs().max()) > 16
+        model.set_attn_implementation(ATTENTION_NAME)
+        forward = Forward(model, 2, 64)
+        torch.testing.assert_close(head(hidden), learners, atol=1e-4, rtol=0)
+        logits = forward.run(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 0, [Prompt([3, 4])])
+    assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
 
 
 @MODELS

@@ -39,12 +39,13 @@ def until(condition: Callable[[], object]) -> None:
 class ScriptedBroadcaster:
     """A broadcaster that does what the test says. One at a time, as the hub has them."""
 
-    def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None) -> None:
+    def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None, device: str = "") -> None:
         self.settings, self.killed = settings, threading.Event()
+        self.status: int | None = None
         self._decoder = Decoder(HUB_TO_BROADCASTER)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(settings.rank_endpoint)
-        self._socket.send(encode(BroadcastUp(slots.device if slots else "", "ipc:///nowhere", slots)))
+        self._socket.send(encode(BroadcastUp(slots.device if slots else device, "ipc:///nowhere", slots)))
 
     def receive(self, kind):
         while True:
@@ -58,6 +59,9 @@ class ScriptedBroadcaster:
 
     def alive(self) -> bool:
         return not self.killed.is_set()
+
+    def exit_status(self) -> int | None:
+        return self.status
 
     def kill(self) -> None:
         self.killed.set()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.hub.broadcaster_process import EXIT_NO_MEMORY
 from learner.preflight import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -21,6 +22,7 @@ from streamrl.messages import (
 )
 from streamrl.weights.manifest import DIGEST_FOLD128, check_manifest
 from tests.unit.config.setting_harness import LiveHub, config_of
+from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -133,6 +135,41 @@ def test_an_actor_on_the_same_device_is_offered_slots_and_no_place_in_a_communic
     assert broadcaster.receive(BroadcastForm) == BroadcastForm(1, 2)
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
     assert ways(far.receive(Announce)) == ["nccl", "shm", "zmq"]
+
+
+def test_a_gpu_takes_part_in_a_communicator_once_and_its_member_keeps_its_place(harness, caplog):
+    """A second rank on one GPU is an error of NCCL's that ends the epoch of all, again and again."""
+    caplog.set_level("INFO", "streamrl.hub")
+    one = harness(make_broadcaster=lambda settings: ScriptedBroadcaster(settings, device="host|learner"))
+    broadcaster = one.broadcaster()
+    one.actor("beside-the-learner", device="host|learner")
+    two, _ = one.actor("b", device="host|gpu-1"), one.actor("elsewhere", device="host|gpu-2")
+    one.candidates(2)
+    one.publish()
+    assert broadcaster.receive(BroadcastForm) == BroadcastForm(1, 3)
+    broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
+    assert ways(two.receive(Announce))[0] == "nccl"
+
+    one.actor("a", device="host|gpu-1")  # before "b" by its name, but later
+    one.publish()
+    until(lambda: "a is on the GPU of b" in caplog.text)
+    one.candidates(2)
+    assert set(one.hub.server.broadcast.membership.members) == {"b", "elsewhere"}
+    assert caplog.text.count("beside-the-learner is on the GPU of the broadcaster") == 1
+
+
+def test_a_broadcaster_without_memory_is_not_started_again(harness, caplog):
+    one = harness()
+    broadcaster = one.broadcaster()
+    peer = one.actor("a")
+    one.candidates(1)
+    broadcaster.status = EXIT_NO_MEMORY
+    broadcaster.killed.set()
+
+    until(lambda: "the learner's GPU has no memory for the broadcaster" in caplog.text)
+    one.publish()
+    assert ways(peer.receive(Announce)) == ["shm", "zmq"]
+    assert one.hub.server.broadcast._start_at == float("inf") and len(one.broadcasters) == 1
 
 
 @pytest.mark.parametrize("order", [["shm", "zmq"], ["zmq", "shm"], ["zmq"]])

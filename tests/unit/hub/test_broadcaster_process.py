@@ -48,7 +48,10 @@ class RealBroadcaster:
         self.process = subprocess.Popen([sys.executable, "-c", SENDER, *map(str, words)], cwd=ROOT)
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.exit_status() is None
+
+    def exit_status(self) -> int | None:
+        return self.process.poll()
 
     def kill(self) -> None:
         self.process.kill()

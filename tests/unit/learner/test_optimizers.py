@@ -13,7 +13,7 @@ import torch
 from learner.mesh import Ranks
 from learner.model import optimizer as optimizers
 from learner.model.gradients import optimizer_step
-from learner.model.optimizer import OPTIMIZERS, Schedule, check_optimizer, make_optimizer
+from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
 from learner.model.policy import load_policy
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import ConfigError
@@ -126,6 +126,21 @@ def test_muon_takes_the_matrices_of_hidden_layers_and_adamw_the_rest(checkpoints
     layers = {name for name, p in policy.named_parameters() if p.dim() == 2 and (".layers." in name or ".h." in name)}
     assert by_muon == layers
     assert all("exp_avg" in optimizer.state[p] for name, p in policy.named_parameters() if name not in by_muon)
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in NAMES), ("sgd", {"momentum": 0.9})])
+def test_memory_taken_before_the_first_step_changes_no_later_one(checkpoints, name, options, monkeypatch):
+    plain = trained(checkpoints["qwen3"], name, options=options)
+    before = torch.cat([p.detach().flatten() for p in load_policy(checkpoints["qwen3"]).parameters()])
+
+    def allocated(policy, config):
+        optimizer = optimizers.make_optimizer(policy, config)
+        allocate_moments(optimizer)
+        assert torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
+        return optimizer
+
+    monkeypatch.setattr("tests.unit.learner.test_optimizers.make_optimizer", allocated)
+    assert torch.equal(trained(checkpoints["qwen3"], name, options=options), plain)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

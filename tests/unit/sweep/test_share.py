@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.sweep.share import shares, visible_gpus
+from streamrl.sweep.share import shares
 
 
 def test_one_job_alone_is_not_limited():
@@ -34,21 +34,3 @@ def test_a_smaller_number_of_threads_that_was_set_stays():
 )
 def test_gpus_are_dealt_in_turn(gpus, num_jobs, seen):
     assert [place["CUDA_VISIBLE_DEVICES"] for place in shares(num_jobs, 8, gpus, {})] == seen
-
-
-@pytest.mark.parametrize(
-    ("listed", "gpus"), [("2, 3", ["2", "3"]), ("", []), ("-1", []), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])]
-)
-def test_gpus_that_the_user_allows_are_those_that_are_shared(listed, gpus):
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": listed}) == gpus
-
-
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g: (UUID: z)'\necho 'GPU 1: A (UUID: y)'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert visible_gpus({}) == ["0", "1"]
-
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert visible_gpus({}) == []

@@ -17,7 +17,7 @@ import torch
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Layout, Manifest, NcclState, NcclTicket, VersionRef
 from streamrl.weights.document import NotAvailable, Superseded
-from streamrl.weights.gpu import communicator
+from streamrl.weights.gpu import broadcast_member, communicator
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.broadcast_member import BroadcastMember
 from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
@@ -185,6 +185,38 @@ def test_a_damaged_bucket_is_named_and_the_others_are_not_disturbed(group):
     assert group.states[0].wait(lambda state: state.failed == 1).formed == 0
 
 
+def test_a_member_that_runs_out_of_memory_ends_one_epoch_and_comes_back_to_none(group, monkeypatch):
+    ref, _, _ = group.document(1)
+    group.form(1, ref)
+    monkeypatch.setattr(broadcast_member, "document_nbytes", lambda layout: 1 << 60)  # no allocator has that
+    with pytest.raises(CommunicatorError):
+        group.send(ref, deadline_s=1.0)
+
+    for member, states in zip(group.members, group.states, strict=True):
+        states.wait(lambda state: state.failed == 1 and state.broken)
+        with pytest.raises(NotAvailable, match="no memory for a document"):
+            receive(member, ref)
+    monkeypatch.undo()
+    again, _, _ = group.document(2)
+    group.invite(2, again, group.sender.name())
+    for states, member in zip(group.states, group.members, strict=True):
+        states.wait(lambda state: state.failed == 2)
+        assert member.broken and states.seen[-1].broken
+
+
+@pytest.mark.parametrize(("free", "broken"), [(None, False), (2.0, False), (1.9, True)])
+def test_a_member_without_room_for_two_documents_says_so_before_it_is_invited(free, broken):
+    nbytes, states = 1 << 20, States()
+    member = BroadcastMember(
+        FakeLibrary(), "cpu", states, free=lambda device: None if free is None else int(free * nbytes)
+    )
+    member.expect(nbytes)
+    if broken:
+        states.wait(lambda state: state.broken)
+    member.close()
+    assert member.broken == broken
+
+
 def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_until_it_ends(layout, monkeypatch):
     monkeypatch.setattr("streamrl.weights.gpu.broadcast_member.GRACE_S", 0.1)
     one = Group(layout, 1)
@@ -342,5 +374,5 @@ def test_nccl_without_cupy_says_what_to_install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
-    with pytest.raises(ConfigError, match="install cupy-cuda12x or cupy-cuda13x"):
+    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[nccl\]'"):
         CupyNccl("cuda")

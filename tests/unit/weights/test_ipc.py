@@ -90,6 +90,15 @@ def test_a_reader_without_memory_to_check_a_bucket_in_frees_its_place_at_once(sl
     assert slots.read(slots.reader(), server) == slots.body
 
 
+def test_a_reader_without_memory_for_a_document_asks_for_no_slot_and_not_again(tmp_path, context, caplog):
+    reader = IpcBufferReader(FakeDeviceMemory(tmp_path), context)
+    for _ in range(2):
+        with pytest.raises(NotAvailable, match="memory for a document"):
+            reader.allocate(1 << 60)
+    assert caplog.text.count("no weights by ipc from now on") == 1
+    assert reader.allocate(8).numel() == 8  # a smaller model
+
+
 def test_a_broadcaster_that_says_nothing_is_left_out_for_a_while_and_its_successor_is_asked_at_once(slots, monkeypatch):
     server = slots.serve(deadline_s=0.2)
     hangs = threading.Event()

@@ -1,0 +1,196 @@
+"""The learner on a GPU: attention, the output layer, a step with its publish, and log-probs against an actor's."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from actors.engines.base import GenerateRequest
+from actors.engines.native.engine import NativeEngine
+from actors.engines.native.weight_sets import checkpoint_tensors
+from bench.gpu_shapes import DEVICE, DRY, SHAPES, Packed, free_device_memory, large_folder, mixed_lengths, random_model
+from learner.attention.choice import ATTENTIONS, choose_attention, why_not
+from learner.data.layout import make_layout
+from learner.mesh import Ranks
+from learner.model.attention import registered
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.policy import Policy, load_policy
+from learner.model.scoring.logprob_head import score_tokens
+from learner.publish.publisher import Publisher, policy_parameters
+from streamrl.architectures.masks import CAUSAL
+from streamrl.config.schema import OptimizerConfig
+from streamrl.messages import Sampling, VersionRef
+from streamrl.weights.gpu.cuda_memory import wait_for_device
+from streamrl.weights.shm.transport import ShmPublisher
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call, the device waited for at both ends."""
+    wait_for_device(torch.device(DEVICE))
+    started = time.perf_counter()
+    work()
+    wait_for_device(torch.device(DEVICE))
+    return time.perf_counter() - started
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def measure_new_shapes(count: int) -> dict[str, list[float]]:
+    """Milliseconds of a forward and a backward pass of blocks that were never seen, with and without cuDNN's plans."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    heads, found = 2 if DRY else 16, {}
+    for name, cudnn in (("default", True), ("without_cudnn", False)):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        found[name] = []
+        for number in range(count):
+            length = (8 if DRY else 500) + 37 * number + 17 * cudnn  # new to each of the two
+            q, k, v = (
+                torch.randn(2, heads, length, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+            found[name].append(1000 * seconds(
+                lambda q=q, k=k, v=v: attend(q, k, v, is_causal=True).sum().backward()
+            ))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    return found
+
+
+def measure_attention(num_tokens: int, repeats: int, seed: int) -> tuple[dict[str, list[float]], str]:
+    """Milliseconds of one layer over a packed row, in blocks and without padding; and why the latter is missing."""
+    heads, size, device = (4, 16, torch.device(DEVICE)) if DRY else (16, 128, torch.device(DEVICE))
+    packing = make_layout(mixed_lengths(num_tokens, seed)).to(device)
+    missing = why_not("varlen", device=device, dtype=torch.bfloat16)
+    found: dict[str, list[float]] = {}
+    for kind in ["sdpa"] if missing else ["sdpa", "varlen"]:
+        def work(kind: str = kind) -> None:
+            q, k, v = (
+                torch.randn(num_tokens, n, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+                for n in (heads, heads // 2, heads // 2)
+            )
+            ATTENTIONS[kind](q, k, v, packing, CAUSAL).sum().backward()
+
+        found[kind] = [1000 * seconds(work) for _ in range(repeats + 2)][2:]
+    return found, missing
+
+
+# --- the output layer ---------------------------------------------------------------------------------------------
+
+
+def measure_head(num_tokens: int, hidden_size: int, vocab_size: int, repeats: int) -> list[float]:
+    """Milliseconds of log-probs and entropies of hidden states, forward and backward."""
+    hidden = torch.randn(num_tokens, hidden_size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size, device=DEVICE, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    targets, ones = torch.randint(0, vocab_size, (num_tokens,), device=DEVICE), torch.ones(num_tokens, device=DEVICE)
+
+    def work() -> None:
+        logprobs, entropy = score_tokens(hidden, weight, targets, ones)
+        (logprobs.sum() + 0.01 * entropy.sum()).backward()
+
+    return [1000 * seconds(work) for _ in range(repeats + 2)][2:]
+
+
+# --- the same numbers in actor and learner --------------------------------------------------------------------------
+
+
+def measure_lag_zero(shape: str, num_sequences: int, num_tokens: int, seed: int) -> list[float]:
+    """Absolute differences of the log-probs that the native engine sampled with and those that the learner computes.
+
+    Random weights are scaled until the policy is as sure of itself as a trained one: logits of 10 to 30.
+    """
+    torch.manual_seed(seed)
+    model = random_model(shape, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8.0)
+    weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
+
+    async def generate() -> list[tuple[list[int], list[int], list[float]]]:
+        engine = NativeEngine(model, None, max_num_seqs=num_sequences, max_tokens=64 + num_tokens, device=DEVICE)
+        await engine.install(weights, VersionRef(1, 1))
+        prompts = [[5 + (7 * n + k) % 300 for k in range(16)] for n in range(num_sequences)]
+        done = await asyncio.gather(*(
+            engine.generate(GenerateRequest(prompt, Sampling(), num_tokens, seed=n, ignore_eos=True))
+            for n, prompt in enumerate(prompts)
+        ))
+        await engine.close()
+        return [(prompt, one.token_ids, one.logprobs) for prompt, one in zip(prompts, done, strict=True)]
+
+    sampled = asyncio.run(generate())
+    attention = choose_attention("auto", device=torch.device(DEVICE), dtype=torch.bfloat16)
+    scorer = random_model(shape, tie_word_embeddings=False)
+    scorer.load_state_dict(weights)
+    scorer.eval().set_attn_implementation(registered(attention))
+    with torch.no_grad():
+        scored = Packed.of([torch.tensor(prompt + tokens) for prompt, tokens, _ in sampled]).score(Policy(scorer)).cpu()
+    differences, at = [], 0
+    for prompt, tokens, logprobs in sampled:
+        at += len(prompt) - 1
+        differences += (scored[at : at + len(tokens)] - torch.tensor(logprobs)).abs().tolist()
+        at += len(tokens)
+    return differences
+
+
+# --- FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    num_parameters: int
+    num_tokens: int
+    nbytes: int
+    attention: str
+    step_ms: list[float]
+    publish_ms: dict[str, list[float]]  # by whether buckets are digested on the device too
+    peak_bytes: int
+
+
+def measure_fsdp2(shape: str, num_tokens: int, repeats: int, seed: int) -> Steps:
+    """One rank, sharded, bf16 compute over float32 masters: forward, backward, clip, AdamW; then publishes."""
+    torch.manual_seed(seed)
+    ranks = Ranks.start(DEVICE, sharded=True)
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        random_model(shape).save_pretrained(folder)
+        free_device_memory()
+        attention = choose_attention("auto", device=torch.device(DEVICE), dtype=torch.bfloat16)
+        policy = load_policy(
+            folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks, attention=attention
+        )
+        optimizer, schedule = make_optimizer(policy, OptimizerConfig()), Schedule("constant", 1e-6, 1000)
+        vocab_size = SHAPES[shape]().vocab_size
+
+        def step(number: int) -> float:
+            rows = [torch.randint(0, vocab_size, (length,)) for length in mixed_lengths(num_tokens, number)]
+            batch = Packed.of(rows)
+            wait_for_device(torch.device(DEVICE))
+            started = time.perf_counter()
+            (-batch.score(policy).mean()).backward()
+            optimizer_step(policy, optimizer, schedule, step=number, max_grad_norm=1.0, ranks=ranks)
+            wait_for_device(torch.device(DEVICE))
+            return 1000 * (time.perf_counter() - started)
+
+        step_ms = [step(number) for number in range(repeats + 3)][3:]
+        publish_ms: dict[str, list[float]] = {}
+        for fold in (False, True):
+            with ShmPublisher(Path(folder) / f"docs-{fold}", "bench") as shm:
+                publisher = Publisher(
+                    policy_parameters(policy.model), wire_dtype=torch.bfloat16, bucket_bytes=64 << 20, shm=shm,
+                    fold=fold,
+                )
+                found = []
+                for version in range(repeats + 2):
+                    published = publisher.publish(VersionRef(1, version))
+                    assert published is not None
+                    found.append(1000 * published.seconds)
+                    shm.settle()
+            publish_ms["fold" if fold else "plain"] = found[2:]
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    ranks.close()
+    peak = 0 if DRY else torch.cuda.max_memory_allocated()
+    return Steps(num_parameters, num_tokens, published.nbytes, attention, step_ms, publish_ms, peak)

@@ -1,0 +1,85 @@
+"""An estimate of what a learner rank needs of its GPU, from the checkpoint's headers and the settings alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+GIB = 1 << 30
+STATE_BYTES = {"adamw": 16, "muon": 12, "sgd": 8, "adam8bit": 10}
+"""Of each trained parameter, over all ranks: float32 master and gradient (4 + 4), and the moments."""
+_LAYER_COPIES = 2  # the one that computes, and the next one, which is fetched meanwhile
+_LOGIT_COPIES = 3
+_KEPT_PER_TOKEN = 34  # bytes a hidden unit of a layer keeps for its backward pass in half precision, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the GPU of one rank. `states` and `gathered` are certain; the others depend on the batch."""
+
+    states: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def least(self) -> int:
+        return self.states + self.gathered
+
+    @property
+    def total(self) -> int:
+        return self.least + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = ("states", "gathered", "activations", "logits")
+        listed = ", ".join(f"{name} {getattr(self, name) / GIB:.1f}" for name in parts)
+        return f"about {self.total / GIB:.1f} GiB on the GPU of a learner rank ({listed})"
+
+
+def estimate_memory(config: Config, model_dir: str | Path) -> MemoryEstimate:
+    """What a rank of `launch.num_learner_ranks` needs, computing in half precision."""
+    shapes = dict(tensor_shapes(model_dir))
+    whole = sum(prod(shape) for shape in shapes.values())
+    root = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name and ".h." not in name)
+    settings: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
+    settings = settings.get("text_config", settings)
+    layers, hidden = int(settings["num_hidden_layers"]), int(settings["hidden_size"])
+    ranks, learner = config.launch.num_learner_ranks, config.learner
+    per_parameter = 2 if config.policy.lora.rank is not None else STATE_BYTES.get(config.policy.optimizer.name, 8)
+    kept = 2 if config.policy.gradient_checkpointing else _KEPT_PER_TOKEN
+    return MemoryEstimate(
+        states=per_parameter * whole // ranks,
+        gathered=2 * (root + _LAYER_COPIES * (whole - root) // layers),
+        activations=learner.max_tokens_per_device * hidden * layers * kept,
+        logits=_LOGIT_COPIES * 4 * learner.logprob_chunk_tokens * int(settings["vocab_size"]),
+    )
+
+
+def tensor_shapes(model_dir: str | Path) -> Iterator[tuple[str, list[int]]]:
+    """Name and shape of every tensor, from the headers of a checkpoint's safetensors files."""
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, entry["shape"]
+
+
+def check_memory(config: Config, model_dir: str | Path, total_bytes: int) -> MemoryEstimate:
+    """Raise ConfigError if the model's states alone exceed the part of such a GPU that a rank may take."""
+    found, limit = estimate_memory(config, model_dir), total_bytes * (config.learner.gpu_memory_share or 1.0)
+    if found.least > limit:
+        raise ConfigError(
+            f"policy.model_path={config.policy.model_path} needs {found}, and a rank may take {limit / GIB:.1f} of "
+            f"{total_bytes / GIB:.1f}: raise launch.num_learner_ranks={config.launch.num_learner_ranks} or "
+            "learner.gpu_memory_share, or train an adapter with policy.lora.rank=32"
+        )
+    return found

@@ -1,0 +1,77 @@
+"""Rules on devices: what contradicts itself, and which GPUs the processes of a launched run get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.gpus import Placement, place
+
+
+def gpus_per_engine(config: Config) -> int:
+    """GPUs that the engine of one actor computes on, where it computes on GPUs."""
+    if config.actors.engine != "vllm":
+        return config.launch.gpus_per_actor or 1 if ":" in config.actors.engine else 1
+    given = config.actors.vllm
+    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+
+
+def check_devices(config: Config) -> None:
+    """Raise ConfigError, with the setting, its value and the remedy, for the first rule that is broken."""
+    launch, actors, engine = config.launch, config.actors, gpus_per_engine(config)
+    if ":" in config.run.device:
+        raise ConfigError(
+            f"run.device={config.run.device}: ranks take the GPUs that they see by number: set run.device=cuda, and "
+            "CUDA_VISIBLE_DEVICES to the ones of the learner"
+        )
+    if config.policy.dtype == "float16":
+        raise ConfigError(
+            f"policy.dtype={config.policy.dtype} would need scaled losses, which the learner lacks: take bfloat16"
+        )
+    if launch.gpus_per_actor is not None and actors.device == "cpu":
+        raise ConfigError(
+            f"launch.gpus_per_actor={launch.gpus_per_actor} with actors.device=cpu: leave one of them out"
+        )
+    if launch.gpus_per_actor not in (None, engine):
+        raise ConfigError(
+            f"launch.gpus_per_actor={launch.gpus_per_actor}, but the engine of an actor computes on {engine}: set "
+            f"actors.vllm.tensor_parallel_size={launch.gpus_per_actor} under actors.engine=vllm, or leave it out"
+        )
+    if ":" in actors.device and (engine > 1 or launch.gpus_per_actor is not None or launch.share_gpus is False):
+        raise ConfigError(
+            f"actors.device={actors.device} puts every actor on that one GPU, against launch.gpus_per_actor="
+            f"{launch.gpus_per_actor}, launch.share_gpus={launch.share_gpus} or an engine on {engine}: set "
+            "actors.device=cuda"
+        )
+    if actors.gpu_memory_share is not None and "gpu_memory_utilization" in actors.vllm:
+        raise ConfigError(
+            f"actors.gpu_memory_share={actors.gpu_memory_share} and actors.vllm.gpu_memory_utilization say the same: "
+            "leave one of them out"
+        )
+
+
+def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
+    """Which of these GPUs the learner and each actor get; none where the settings keep them on a CPU.
+
+    Raises ConfigError: too few GPUs, and the settings do not let processes share them.
+    """
+    launch, on_gpu, named = config.launch, config.actors.device in ("auto", "cuda"), "cuda" in (
+        config.run.device, config.actors.device
+    )
+    if not gpus:
+        if launch.gpus_per_actor is not None or launch.share_gpus:
+            raise ConfigError(
+                f"launch.gpus_per_actor={launch.gpus_per_actor} and launch.share_gpus={launch.share_gpus}, but no GPU "
+                "is visible here: leave them out, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            )
+        return Placement()
+    num_ranks = 0 if config.run.device == "cpu" else launch.num_learner_ranks
+    if not named:
+        num_ranks = min(num_ranks, len(gpus))
+    return place(
+        gpus, num_ranks=num_ranks, num_actors=launch.num_actors,
+        per_actor=gpus_per_engine(config) if on_gpu and launch.num_actors else 0,
+        share=not named if launch.share_gpus is None else launch.share_gpus,
+        learner_share=config.learner.gpu_memory_share, actor_share=config.actors.gpu_memory_share,
+    )

@@ -1,0 +1,115 @@
+"""Devices, memory and number types that only a GPU can show: each fails without what it is about. Not run yet."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from actors.engines.native.forward import wide_logits
+from actors.engines.vllm.gpu import utilization
+from learner.mesh import Ranks
+from learner.model.optimizer import allocate_moments, make_optimizer
+from learner.setup import limit_gpu_memory
+from streamrl.config.schema import OptimizerConfig
+from streamrl.gpus import gpu_of, read_gpus
+from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id, free_bytes
+from tests.gpu.device import finish, needs_gpu, start
+
+pytestmark = [*needs_gpu, pytest.mark.timeout(300)]
+MIB = 1 << 20
+
+
+def test_a_gpu_has_one_name_in_every_process_and_for_every_transport():
+    here = device_id("cuda")
+    assert here.startswith(os.uname().nodename[:20] + "|") and len(here) <= 64
+    assert CudaMemory("cuda").device_id == here
+    script = "from streamrl.weights.gpu.cuda_memory import device_id; print(device_id('cuda'))"
+    assert finish(start(script)).strip() == here
+
+
+def test_the_driver_lists_the_gpu_that_torch_uses_with_its_memory():
+    found = gpu_of("cuda")
+    if not read_gpus():
+        pytest.skip("nvidia-smi is not there")
+    assert found is not None and str(torch.cuda.get_device_properties(0).uuid) in found.uuid
+    assert abs(found.total_bytes - torch.cuda.mem_get_info(0)[1]) < 2 << 30
+    assert 0 < utilization(found, 0.5, 0, 1) <= 0.5
+
+
+def test_a_rank_is_bound_to_its_gpu_and_agrees_with_itself():
+    ranks = Ranks.start("cuda")
+    try:
+        assert ranks.device == torch.device("cuda", 0) and ranks.maximum(3.0) == 3.0
+        ranks.barrier()
+    finally:
+        ranks.close()
+
+
+SEGMENTS = """
+from learner.__main__ import prepare_allocator
+prepare_allocator()
+import torch
+torch.ones(1, device="cuda")
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+"""
+
+
+def test_the_learners_allocator_has_expandable_segments():
+    assert finish(start(SEGMENTS)).strip() == "True"
+
+
+SHARE = """
+import torch
+from learner.setup import limit_gpu_memory
+limit_gpu_memory(0.1, torch.device("cuda", 0))
+total = torch.cuda.mem_get_info(0)[1]
+torch.empty(int(0.05 * total), dtype=torch.uint8, device="cuda")
+try:
+    torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
+    print("took more")
+except torch.OutOfMemoryError:
+    print("kept to it")
+"""
+
+
+def test_a_share_of_a_gpu_is_kept_to():
+    assert finish(start(SHARE)).strip() == "kept to it"
+    limit_gpu_memory(None, torch.device("cuda", 0))
+
+
+def test_moments_are_allocated_before_the_first_step():
+    torch.cuda.empty_cache()
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = make_optimizer(model, OptimizerConfig())
+    allocate_moments(optimizer)
+    before = torch.cuda.memory_reserved()
+    model(torch.ones(1, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    assert before >= 4 * 4096 * 4096 * 4 and torch.cuda.memory_reserved() <= before + 4 * MIB
+
+
+def test_memory_that_the_driver_does_not_have_is_out_of_memory_and_not_a_broken_document():
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaMemory("cuda").create(1 << 50)
+    free = free_bytes(torch.device("cuda", 0))
+    assert free is not None and 0 < free <= torch.cuda.mem_get_info(0)[1]
+
+
+def test_logits_of_half_precision_come_out_in_float32():
+    head = torch.nn.Linear(1024, 32_000, bias=False, device="cuda", dtype=torch.bfloat16)
+    head.weight.data.normal_(std=0.5)
+    hidden = torch.randn(7, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        exact = hidden.double() @ head.weight.double().T
+        rounded, wide = head(hidden).double(), wide_logits(head, hidden)
+    assert wide.dtype == torch.float32
+    assert float((wide.double() - exact).abs().mean()) < 0.01 * float((rounded - exact).abs().mean())
+
+
+def test_an_actor_samples_with_the_log_probs_that_the_learner_computes():
+    from bench.gpu_learner import measure_lag_zero
+
+    differences = measure_lag_zero("0.6b", 8, 64, seed=0)
+    assert sum(differences) / len(differences) < 0.05  # half of publish.probe_tolerance
