@@ -65,7 +65,7 @@ class Worker:
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._draining = self._install_waits = False
+        self._draining = self._leaving = self._install_waits = False
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
 
@@ -92,13 +92,23 @@ class Worker:
 
     def leave(self, reason: str) -> None:
         """SIGINT or SIGTERM: hand leases back, flush the outbox, end. A second call ends at once."""
-        if self._draining:
+        if self._leaving:
             self._end(130, "interrupted twice")
             return
-        self._draining = True
+        self._leaving = self._draining = True
         log.info("leaving (%s): %d leases are handed back", reason, len(self._leases.held))
         self._leases.hand_back(ReturnReason.DRAIN, reason)
         self.client.drain(reason)
+
+    def _finish_and_leave(self, reason: str, deadline_s: float) -> None:
+        """The hub asks: take no more leases, finish those that are held, then end; what is late is handed back."""
+        if self._draining:
+            return
+        self._draining = True
+        num = len(self._leases.held)
+        log.info("leaving (%s): %d leases are finished first, within %.0f s", reason, num, deadline_s)
+        self._update_progress()
+        self.client.drain(reason, deadline_s)
 
     def _end(self, exit_code: int, detail: str) -> None:
         self.client.events.put_nowait(LinkClosed(exit_code, detail))
@@ -131,7 +141,7 @@ class Worker:
             case Disconnected():
                 log.warning("no message from the hub: reconnecting, %d leases go on", len(self._leases.held))
             case Drain() as drain:
-                self.leave(drain.reason)
+                self._finish_and_leave(drain.reason, drain.deadline_s)
             case Stop() as stop:
                 log.info("stopped by the hub: %s", stop.detail)
 

@@ -95,6 +95,7 @@ def learn(config: Config, words: list[str]) -> int:
         completed = train(run)
         finish(run, completed=completed)
     except Exception as error:
+        run.beats.failed(error)
         record_failure(run, error)
         raise
     finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from learner.group.activity import Activity
 from streamrl.errors import ConfigError
 
 
@@ -98,12 +99,14 @@ class Ranks:
         mesh: the layout of all ranks.
         device: where this rank computes.
         fsdp_mesh: what FSDP2 shards over; None in a lone process that does not shard.
+        activity: what this process does at the moment, for those who watch it.
     """
 
     rank: int = 0
     mesh: Mesh = Mesh()
     device: torch.device = torch.device("cpu")
     fsdp_mesh: DeviceMesh | None = None
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @classmethod
     def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
@@ -162,7 +165,8 @@ class Ranks:
         padded = torch.zeros(max(*lengths, 1), dtype=torch.float64, device=self.device)
         padded[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
         everyone = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(everyone, padded)
+        with self.activity.in_collective("all_gather"):
+            dist.all_gather(everyone, padded)
         return [row.tolist()[:length] for row, length in zip(everyone, lengths, strict=True)]
 
     # --- sums over the batch and over the model -----------------------------------------------------------------
@@ -192,8 +196,9 @@ class Ranks:
         if self.mesh.world == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op)
-        return tensor.tolist()
+        with self.activity.in_collective("all_reduce"):
+            dist.all_reduce(tensor, op)
+            return tensor.tolist()  # on a GPU it is here that the result is waited for
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from learner.checkpoint.run_lock import RunLock
 from learner.control.staleness import StalenessControl
 from learner.data.packing import MicroBatch, pack_minibatches
 from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.group.beats import RankBeats
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
 from learner.hub_client.settings import steps_between_checkpoints
@@ -71,6 +72,7 @@ class Run:
     objective: Objective
     publisher: Publisher
     hub: HubLink
+    beats: RankBeats
     reader: TrajectoryReader
     stop: StopFlag
     samples: StepSamples
@@ -123,10 +125,11 @@ class Run:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to this step's `time/<name>_s`."""
+        """Add the seconds of a block to this step's `time/<name>_s`; it is what this rank does meanwhile."""
         began = time.monotonic()
         try:
-            yield
+            with self.ranks.activity.in_phase(name):
+                yield
         finally:
             self.times[name] = self.times.get(name, 0.0) + time.monotonic() - began
 

@@ -24,6 +24,7 @@ from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import TrajectoryReader
+from learner.group.beats import RankBeats
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess, private_rank_endpoint
 from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
@@ -133,6 +134,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
             bounds=staleness.bounds, device=str(ranks.device),
         ))
         undo.callback(hub_process.abandon)
+    beats = undo.enter_context(RankBeats(endpoint, ranks, silent_s=config.learner.rank_silent_s))
     objective = Objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config),
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights),
@@ -163,7 +165,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,
-        ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic,
+        ranks=ranks, policy=networks.policy, optimizer=networks.optimizer, critic=networks.critic, beats=beats,
         reference=networks.reference, proximal=networks.proximal, loss_weights=loss_weights, staleness=staleness,
         schedule=make_schedule(
             config.policy.optimizer, config.policy.scheduler,
@@ -305,6 +307,7 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
 def tear_down(run: Run) -> None:
     """Close sockets, shared memory and process group; safe after any failure."""
     run.samples.close()
+    run.beats.close()
     run.hub.close()
     if run.hub_process is not None:
         run.hub_process.abandon()

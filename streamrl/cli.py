@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -25,6 +26,12 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl report runs/                           an index of all runs
   streamrl reward-model DIR                       score answers with a reward model, for reward.model.url
   streamrl samples RUN_DIR [--worst] [...]        read what the model said; see streamrl samples --help
+
+While a run goes on, and after it:
+  streamrl status RUN                             who waits for whom, one sentence a process
+  streamrl scale RUN N                            let its launcher keep N actors alive
+  streamrl drain RUN ACTOR                        let an actor finish its leases and leave
+  streamrl resume RUN [key=value ...]             go on from its newest checkpoint
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
@@ -72,6 +79,7 @@ def main() -> int:
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
         "samples": samples, "keys": keys, "join": join,
+        **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
         "eval": evaluate, "chat": chat, "tasks": tasks,
         "reward-model": reward_model,
     }
@@ -230,6 +238,21 @@ def report(run_dirs: list[str]) -> int:
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def verb(name: str) -> Callable[[list[str]], int]:
+    """A command for a run that is there: status, scale, drain or resume."""
+
+    def run(words: list[str]) -> int:
+        from streamrl.verbs.table import VERBS
+
+        usage, do = VERBS[name]
+        if {"-h", "--help"} & set(words):
+            print(usage)
+            return 0
+        return do(words)
+
+    return run
 
 
 def samples(words: list[str]) -> int:

@@ -19,6 +19,7 @@
     ├── EngineError              the inference engine failed or was asked for something impossible
     ├── CheckpointError          a checkpoint is damaged or belongs to another run
     ├── RunLockedError           another learner owns the run directory, or this one was fenced by a newer
+    ├── ControlError             a command for a running run cannot be carried out
     └── RunFailedError           a launched run ended with a failure; `.exit_code` is its status
 
 Peers' mistakes are `WireError`s: they are counted and never end the process that found them.
@@ -97,6 +98,10 @@ class CheckpointError(StreamrlError):
 
 class RunLockedError(StreamrlError):
     """Another learner owns the run directory, or a newer one has fenced this one."""
+
+
+class ControlError(StreamrlError):
+    """A command for a running run was refused, or its process could not be reached."""
 
 
 class RunFailedError(StreamrlError):

@@ -10,81 +10,50 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
 from streamrl.config.rules import sampling_differences
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import ConfigError, ControlError, StreamrlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
+from streamrl.metrics.run_record import read_object
+from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import NOTICE, child_environment, program
+from streamrl.parent_watch import NOTICE, program
 from streamrl.report.live.view import LiveView
 from streamrl.report.pages import write_pages
 from streamrl.run_dirs import choose_run_dir, note_start
+from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
+from streamrl.supervise.child import Child
+from streamrl.supervise.learner import LearnerRestarts
+from streamrl.transport.control import ControlServer, ask, note, remove_stale
 from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
 
 POLL_S = 0.1
 STOP_ACTORS_S = 8.0
-QUICK_DEATH_S = 15.0
-HEALTHY_S = 120.0
-NUM_SAME_DEATHS = 3
-"""An actor that ends so often in a row with the same words, and soon after its start, will not do better."""
-EXIT_CONFIG = 2
 EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
-OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
-"""A line of ours in a log."""
-LAUNCHER_LINE = re.compile(r"torch.distributed|torchrun|ChildFailedError")
-"""torchrun ends with a traceback of its own, about its children."""
-
-
-@dataclass(slots=True)
-class Child:
-    """One supervised process."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    started_at: float
-    log_path: Path
-    num_restarts: int = 0
-    same_deaths: int = 0
-    last_line: str = ""
-    restart_at: float | None = None
-    given_up: bool = False
-
-    def tail(self, num_lines: int) -> str:
-        """The end of its log without the lines of steps, indented."""
-        lines = [line for line in self.log_path.read_text(errors="replace").splitlines()
-                 if line.strip() and not line.startswith("step ")]  # the terminal has had those
-        return "\n".join("  " + line for line in lines[-num_lines:])
-
-    def last_words(self) -> str:
-        """The end of its log without what libraries print, unless it ends with a traceback."""
-        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
-        own = [line for line in lines if OWN_LINE.match(line)]
-        after = lines[lines.index(own[-1]):] if own else lines
-        if not own or any(line.startswith("Traceback") for line in after) and not any(map(LAUNCHER_LINE.search, after)):
-            return self.tail(20)
-        return "\n".join("  " + line for line in own[-6:])
-
-    def close_pipe(self) -> None:
-        """A child that still runs ends by this: it watches the other end."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+RESUME = "checkpoint.resume="
+LAUNCH_NOTE = "launch.json"
+"""In the run directory while `streamrl launch` runs: where `streamrl scale` asks."""
+MAX_ACTORS = 4096
 
 
 @dataclass(slots=True)
@@ -121,9 +90,10 @@ class Launcher:
         self._placement = placement or Placement()
         self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
         self._learner: Child | None = None
-        self._actors: list[Child] = []
+        self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts)
+        self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._endpoint: str | None = None
-        self._old_hub = 0
+        self._old_hub, self._began = 0, False
         self._old_summary = self._written_at("summary.json")
 
     def run(self) -> int:
@@ -133,7 +103,7 @@ class Launcher:
         done = threading.Event()
         view = LiveView(self.run_dir)
         viewer = threading.Thread(target=view.run, args=(done,), daemon=True)
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts, self._control():
             self._learner = self._start_learner()
             viewer.start()
             try:
@@ -151,6 +121,20 @@ class Launcher:
                 print(f"Go on from its newest checkpoint with:\n  streamrl launch {self._resume()}", file=sys.stderr)
         return code
 
+    @contextmanager
+    def _control(self) -> Iterator[None]:
+        """Inside, other commands reach this process by the note in the run directory."""
+        path, context = self.run_dir / LAUNCH_NOTE, zmq.Context()
+        remove_stale(read_object(path))
+        self._requests = ControlServer(context, self._answer)
+        write_atomic(path, json.dumps(note(self._requests.endpoint)))
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            self._requests.close()
+            context.term()
+
     def _why_it_failed(self, code: int) -> str:
         """The cause in the learner's own words; the end of its log where it could not say any."""
         assert self._learner is not None
@@ -159,13 +143,15 @@ class Launcher:
             ended = Summary.load(self.run_dir / "summary.json")
             if ended.failed:
                 return f"The run failed after {ended.steps} steps (log: {log_path}):\n{ended.failed}"
+        if self._written_at("hub.json") != self._old_hub and (cause := self._restarts.what_ended_it()):
+            return f"The run ended with status {code} (log: {log_path}):\n{cause}"
         killed = f" (killed by {signal.Signals(-code).name}: out of memory?)" if code == -signal.SIGKILL else ""
         return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
 
     def _resume(self) -> str:
         """The words that continue this run."""
-        kept = [one for one in self._overrides if one != "checkpoint.resume=true"]
-        return shlex.join([*kept, f"run.dir={self.run_dir}", "checkpoint.resume=true"])
+        kept = [one for one in self._overrides if not one.startswith(RESUME)]
+        return shlex.join([*kept, f"run.dir={self.run_dir}", f"{RESUME}true"])
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
@@ -173,7 +159,10 @@ class Launcher:
         while True:
             code = self._learner.process.poll()
             if code is not None:
-                return code
+                if interrupts.count or not self._restart_learner(code):
+                    return code
+                continue
+            self._requests.serve()
             now = time.monotonic()
             if interrupts.count and not stopping:
                 stopping, deadline = True, now + 3 * self.config.run.shutdown_s
@@ -183,8 +172,8 @@ class Launcher:
             if self._endpoint is None:
                 self._look_for_hub()
             elif not stopping:
-                self._restart_actors(now)
-                if self._actors and all(actor.given_up for actor in self._actors):
+                self._actors.poll(now)
+                if self._actors.hopeless:
                     print("No actor can be kept alive: the run is stopped.", file=sys.stderr)
                     self._learner.process.send_signal(signal.SIGTERM)
                     self._learner.process.wait()
@@ -193,8 +182,10 @@ class Launcher:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    def _start_learner(self) -> Child:
+    def _start_learner(self, *, resume: bool = False) -> Child:
         overrides = [*self._overrides, f"run.dir={self.run_dir}"]
+        if resume:
+            overrides = [*(one for one in overrides if not one.startswith(RESUME)), f"{RESUME}true"]
         ranks = self.config.launch.num_learner_ranks
         torchrun = [
             *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
@@ -204,30 +195,39 @@ class Launcher:
         where = self._placement
         if where.learner_share is not None:
             overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
-        return self._start("learner", [*torchrun, *program("learner"), *overrides], environment_for(where.learner))
+        command = [*torchrun, *program("learner"), *overrides]
+        return Child.start("learner", command, self.run_dir, environment_for(where.learner))
 
-    def _start(self, name: str, command: list[str], more: Mapping[str, str]) -> Child:
-        log_path = self.run_dir / "logs" / f"{name}.log"
-        log_path.parent.mkdir(exist_ok=True)
-        with log_path.open("ab") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                env={**child_environment(), **more}, start_new_session=True,
-            )
-        return Child(name, process, time.monotonic(), log_path)
+    def _restart_learner(self, code: int) -> bool:
+        """Start a learner again that was killed, or whose ranks lost each other; False if it has ended for good."""
+        if self._endpoint is None:
+            self._look_for_hub()  # it may have listened for a moment
+        if code == 0 or self._endpoint is None:  # before its hub listened nothing was lost: what ended it may stay
+            return False
+        cause = self._restarts.cause(code)
+        if not cause or not self._restarts.allowed():
+            return False
+        where = self._restarts.newest() or "the beginning: there is no checkpoint yet"
+        print(f"\n{cause}\nThe learner is started again, from {where}.", file=sys.stderr, flush=True)
+        assert self._learner is not None
+        self._learner.close_pipe()
+        self._endpoint = None
+        self._learner = self._start_learner(resume=True)
+        return True
 
-    def _start_actor(self, index: int) -> Child:
-        where = self._placement
+    def _start_actor(self, name: str) -> Child:
+        where, index = self._placement, int(name.rpartition("-")[2])
+        index %= len(where.actors) or 1  # an actor that still leaves may hold the name, and so the place, of this one
         share = where.actor_shares[index] if where.actor_shares else None
-        return self._start(f"actor-{index}", [
-            *program("actors"), f"connect={self._endpoint}", f"actors.actor_id=actor-{index}",
+        return Child.start(name, [
+            *program("actors"), f"connect={self._endpoint}", f"actors.actor_id={name}",
             f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
             f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
             *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
             *([f"actors.gpu_memory_share={share:g}"] if share is not None else []),
             *([f"actors.device={self.config.actors.device}"] if self.config.actors.device != "auto" else []),
-        ], environment_for(where.actors[index] if where.actors else ()))
+        ], self.run_dir, environment_for(where.actors[index] if where.actors else ()))
 
     def _written_at(self, name: str) -> int:
         path = self.run_dir / name
@@ -238,53 +238,49 @@ class Launcher:
         if self._written_at("hub.json") == self._old_hub:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
-        self._actors = [self._start_actor(index) for index in range(self.config.launch.num_actors)]
-        num = len(self._actors)
+        if self._began:  # a learner that was started again takes the same address: its actors find it by themselves
+            return
+        self._began = True
+        num = self.config.launch.num_actors
+        self._actors.scale(num, time.monotonic())
         done = f"starting {num} actors; more join" if num else "launch.num_actors=0: start actors"
         key = " actors.key=FILE" if self.config.hub.keys else ""
         print(f"{done} with  streamrl actor connect={self._endpoint}{key}", flush=True)
 
-    def _restart_actors(self, now: float) -> None:
-        for index, actor in enumerate(self._actors):
-            code = actor.process.poll()
-            if code is None or code == 0 or actor.given_up:
-                continue
-            if actor.restart_at is None:
-                age = now - actor.started_at
-                if age > HEALTHY_S:
-                    actor.num_restarts = 0
-                why = self._why_give_up(actor, code, age)
-                if why:
-                    actor.given_up = True
-                    print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
-                          f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", file=sys.stderr)
-                    continue
-                actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
-                log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
-                            actor.name, code, actor.log_path, actor.tail(1))
-            if now >= actor.restart_at:
-                fresh = self._start_actor(index)
-                fresh.num_restarts = actor.num_restarts + 1
-                fresh.same_deaths, fresh.last_line = actor.same_deaths, actor.last_line
-                actor.close_pipe()
-                self._actors[index] = fresh
+    # --- requests of other commands -----------------------------------------------------------------------------
 
-    def _why_give_up(self, actor: Child, code: int, age: float) -> str:
-        """Why a dead actor is not started again; "" if it is."""
-        last_line = OWN_LINE.sub("", actor.tail(1).strip())
-        again = code > 0 and age < HEALTHY_S and last_line == actor.last_line  # a signal leaves no last line
-        actor.same_deaths, actor.last_line = actor.same_deaths + 1 if again else 1, last_line
-        if code == EXIT_CONFIG:  # it stays one however often the actor starts
-            return "a configuration error"
-        if actor.same_deaths >= NUM_SAME_DEATHS:
-            return f"the same words {NUM_SAME_DEATHS} times"
-        return "launch.num_max_restarts" if actor.num_restarts >= self.config.launch.num_max_restarts else ""
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`streamrl status` and `streamrl scale`."""
+        now = time.monotonic()
+        if request["verb"] == "status":
+            return {"processes": self._actors.sentences(now)}
+        if request["verb"] != "scale":
+            raise ControlError(f"this launcher does not know {request['verb']!r}: it is of another release")
+        num, most = request.get("num_actors"), len(self._placement.actors) or MAX_ACTORS
+        if not isinstance(num, int) or not 0 <= num <= most:
+            why = " that have a GPU" if self._placement.actors else ""
+            raise ControlError(f"a run can have 0 to {most} actors of its launcher{why}, not {num!r}")
+        if self._endpoint is None:
+            raise ControlError("the learner is still starting: scale the run once its hub listens")
+        started, leaving = self._actors.scale(num, now)
+        log.info("scaled to %d actors: %d started, %d finish and leave", num, len(started), len(leaving))
+        return {"started": started, "leaving": leaving}
+
+    def _drain(self, name: str, within_s: float) -> bool:
+        """Ask the hub to let an actor finish; False if it does not know it."""
+        try:
+            ask(read_object(self.run_dir / "hub.json"), "the hub", timeout_s=2.0, verb="drain", actor=name,
+                within_s=within_s)
+        except ControlError as error:
+            log.info("%s is stopped without finishing: %s", name, error)
+            return False
+        return True
 
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def _stop_everything(self, interrupts: Interrupts) -> None:
         """Terminate, then kill, what the hub's own stop message has not ended."""
-        children = [child for child in [self._learner, *self._actors] if child is not None]
+        children = [child for child in [self._learner, *self._actors.children] if child is not None]
         self._wait(children, 0.5 if interrupts.count else 2.0)
         for child in children:
             if child.process.poll() is None:

@@ -16,6 +16,7 @@ from learner.hub.handlers.connections import Connections
 from learner.hub.hung_calls import HungCalls
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.settings import HubSettings
+from learner.hub.watch.ranks import RankWatch
 from learner.hub.weight_server import WeightServer
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
@@ -41,6 +42,11 @@ class Outbound:
 
     def to_rank(self, routing_id: bytes, message: Message) -> bool:
         return self._send(self._ranks, routing_id, encode(message))
+
+    def is_gone(self, routing_id: bytes, message: Message) -> bool:
+        """Send to an actor; whether its connection is closed, as that of a dead process is."""
+        before = self._counters["num_sends_unreachable"]
+        return not self.to_actor(routing_id, message) and self._counters["num_sends_unreachable"] > before
 
     def _send(self, socket: zmq.Socket, routing_id: bytes, frame: bytearray) -> bool:
         try:
@@ -73,11 +79,13 @@ class HubContext:
     arrivals: Arrivals = field(default_factory=Arrivals)
     loads: ActorLoads = field(default_factory=ActorLoads)
     hung_calls: HungCalls = field(init=False)
+    rank_watch: RankWatch = field(init=False)
 
     def __post_init__(self) -> None:
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
+        self.rank_watch = RankWatch(self.settings.rank_silent_s)
 
     @property
     def fatal(self) -> str:

@@ -12,10 +12,10 @@ version (INSTALLED) and a free slot (GROUP or HEARTBEAT). So after every event t
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
@@ -24,6 +24,7 @@ from learner.hub.context import HubContext, Outbound
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.connections import Connections
+from learner.hub.handlers.control import ControlHandler
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
@@ -31,7 +32,9 @@ from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
 from streamrl.config.addresses import is_wildcard
 from streamrl.messages import InstallSource
+from streamrl.metrics.run_record import read_object
 from streamrl.transport.authentication import Authenticator
+from streamrl.transport.control import ControlServer, remove_stale
 from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.transport import device_transports
@@ -42,7 +45,7 @@ POLL_MS = 20
 TICK_S = 0.1
 MAX_DRAINED = 256
 NO_ACTOR_S = 10.0
-"""Time for the first actor to join, from the first publication."""
+"""A hub with weights and without actors says so this often."""
 ALWAYS = (
     "num_actor_restarts", "tokens_generated", "num_evictions_for_strikes", "num_sends_refused", "num_sends_unreachable",
     *(f"num_installs_{source.name.lower()}" for source in InstallSource),
@@ -84,9 +87,12 @@ class HubServer:
             self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)
         )
         self._stopped = False
-        self._warn_at: float | None = None
+        self._alone_since: float | None = None
+        self._warn_at = 0.0
         connect = f"tcp://{host}:{self.endpoint.rpartition(':')[2]}" if is_wildcard(self.endpoint) else self.endpoint
-        write_hub_json(settings, connect, weights.endpoint)
+        remove_stale(read_object(Path(settings.run_dir) / "hub.json"))
+        self._control = ControlServer(self._zmq, ControlHandler(self.context).answer)
+        write_hub_json(settings, connect, weights.endpoint, self._control.endpoint)
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
         """Serve until the learner's `Shutdown`, or until its process is gone without one."""
@@ -97,8 +103,7 @@ class HubServer:
         next_tick = next_second = 0.0
         while not self._stopped:
             if parent_gone():
-                log.error("learner exited without a shutdown message; actors will reconnect to its successor")
-                self._stop("the learner is gone", finished=False)
+                self._learner_gone()
                 break
             ready = dict(poller.poll(POLL_MS))
             now = time.monotonic()
@@ -110,6 +115,8 @@ class HubServer:
             if tick:
                 self._actors.tick(now)
                 self.broadcast.tick(now)
+                self._ranks.watch(now)
+                self._control.serve()
                 next_tick = now + TICK_S
             if ready or tick:
                 self._ranks.serve(now)
@@ -123,18 +130,28 @@ class HubServer:
                 self._check_keys(now)
 
     def _warn_without_actors(self, now: float) -> None:
-        """Once, unless an actor joins in time."""
-        if self.context.weights.manifest is None:
+        """Again and again, for as long as no actor is there."""
+        if self.context.weights.manifest is None or len(self.context.connections):
+            self._alone_since = None
             return
-        self._warn_at = now + NO_ACTOR_S if self._warn_at is None else self._warn_at
-        if len(self.context.connections):
-            self._warn_at = math.inf
+        if self._alone_since is None:
+            self._alone_since, self._warn_at = now, now + NO_ACTOR_S
         elif now >= self._warn_at:
-            self._warn_at = math.inf
+            self._warn_at = now + NO_ACTOR_S
             self.context.notify(
-                "no actor has joined yet: those that were started may still load (see their logs); start one with "
-                f"streamrl actor connect={self.endpoint}"
+                f"no actor is connected, for {now - self._alone_since:.0f} s: those that were started may still load "
+                f"(see their logs); start one with streamrl actor connect={self.endpoint}"
             )
+
+    def _learner_gone(self) -> None:
+        now = time.monotonic()
+        self._drain_ranks(now)  # its last words
+        finding = self.context.rank_watch.learner_gone(now)
+        log.error("%s; actors will reconnect to its successor",
+                  finding.cause if finding is not None else "learner exited without a shutdown message")
+        if finding is not None:
+            self._ranks.end_group(finding)
+        self._stop("the learner is gone", finished=False)
 
     def _drain_actors(self, now: float) -> None:
         """Handle what is queued, but not so much that the other socket starves."""
@@ -175,6 +192,7 @@ class HubServer:
 
     def close(self) -> None:
         self.broadcast.close()
+        self._control.close()
         self.context.weights.socket.close()
         self._actor_socket.close(linger=1000)
         self._rank_socket.close(linger=1000)

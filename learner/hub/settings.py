@@ -57,6 +57,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the learner's rank 0; the broadcaster uses the same."""
     num_minibatches: int = 1
     """Equal parts of a batch, each with an optimizer step of its own."""
+    rank_silent_s: float = 20.0
 
 
 def write_settings(settings: HubSettings, path: Path) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from learner.hub.context import HubContext
 from learner.hub.settings import HubSettings
 from streamrl.metrics.sinks import write_atomic
+from streamrl.transport.control import note
 
 
-def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str) -> None:
-    """Where actors connect."""
+def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str, control: str) -> None:
+    """Where actors connect, and where `streamrl status` and `streamrl drain` ask."""
     write_atomic(Path(settings.run_dir) / "hub.json", json.dumps({
-        "connect": endpoint, "weights": weights_endpoint, "run_id": settings.run_id, "pid": os.getpid(),
-        "learner_epoch": settings.learner_epoch,
+        "connect": endpoint, "weights": weights_endpoint, "run_id": settings.run_id,
+        "learner_epoch": settings.learner_epoch, **note(control),
     }, indent=1))
 
 
 def write_status(hub: HubContext, now: float, *, state: str = "running") -> None:
-    """What the live view shows beside the metrics; the final `state` is "finished" or "stopped"."""
-    manifest = hub.weights.manifest
+    """What the live view shows beside the metrics; the final `state` is "finished" or "stopped".
+
+    `lost` is why the learner's processes ended without a shutdown message; a new start may go well.
+    """
+    manifest, finding = hub.weights.manifest, hub.rank_watch.finding
     write_atomic(Path(hub.settings.run_dir) / "status.json", json.dumps({
         "run_id": hub.settings.run_id,
         "state": "starting" if manifest is None and state == "running" else state,
@@ -29,6 +32,8 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
         "total_steps": hub.settings.total_steps,
         "max_lag": hub.ledger.lag.rule.max_lag,
         "waiting_for": hub.waiting_for,
+        "lost": finding.cause if finding is not None and finding.lost else "",
+        "cause": finding.cause if finding is not None else "",
         "notices": hub.notices,
         "actors": [
             [actor.actor_id, actor.state, actor.version, round(actor.tokens_per_s, 1), round(now - actor.heard_at, 1)]

@@ -70,7 +70,7 @@ def hub_settings(
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
         hub=config.hub, publish=config.publish, keep_until_durable=config.checkpoint.every_steps > 0,
         restore_path=str(restore_path) if restore_path else None, device=device,
-        num_minibatches=config.learner.num_minibatches,
+        num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
     )
 
 

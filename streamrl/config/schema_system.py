@@ -46,6 +46,9 @@ class LearnerConfig:
     they keep both passes."""
     rank_timeout_s: float = ranged(600.0, gt=0)
     """Longest wait of a rank for the others before the process group gives up."""
+    rank_silent_s: float = ranged(20.0, ge=0)
+    """With several ranks: one that has sent no heartbeat for this long (stopped, swapped out, cut off) ends the
+    process group, by name; a killed one ends it at once. 0 waits for `learner.rank_timeout_s`."""
     stall_report_s: float = ranged(30.0, gt=0)
     """With no batch for this long, report what the run waits for; repeated at this interval."""
     stall_fail_s: float = ranged(600.0, ge=0)
@@ -200,6 +203,9 @@ class LaunchConfig:
     """Whether processes of the run may share GPUs where there are too few; null: where no device is set to cuda."""
     num_max_restarts: int = ranged(20, ge=0)
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
+    num_max_learner_restarts: int = ranged(3, ge=0)
+    """Restarts, from its newest checkpoint, of a learner that was killed or whose ranks lost each other, before launch
+    gives up; a newer checkpoint sets the count back. A learner that fails by itself is not restarted."""
 
 
 @dataclass

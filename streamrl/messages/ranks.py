@@ -285,6 +285,35 @@ class BroadcastReport(Message):
     seconds: float = 0.0
 
 
+@message(52, RANK_TO_HUB)
+class RankBeat(Message):
+    """Heartbeat of a learner rank, from a thread beside its training: what it does, and for how long."""
+
+    rank: U16
+    world: U16
+    pid: U32
+    host: Id
+    phase: Word
+    phase_s: float
+    collective: Word = ""
+    """The collective operation that it waits in; empty in none of ours."""
+    collective_s: float = 0.0
+    num_collectives: U64 = 0
+    """Entered so far: the rank with the fewest is the one that the others wait for."""
+    closing: bool = False
+    """The last one: the rank ends as it should."""
+    failed: LongText = ""
+    """What it fails with; `in_group`: the error came from a collective, so the cause may be another rank."""
+    in_group: bool = False
+
+
+@message(53, HUB_TO_RANK)
+class EndGroup(Message):
+    """The learner's process group cannot go on: exit at once, whatever the training thread waits for."""
+
+    cause: LongText
+
+
 @message(56, ACTOR_TO_IPC)
 class IpcBufferOpen(Message):
     """A request for this version, bucket by bucket."""

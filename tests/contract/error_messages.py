@@ -17,7 +17,8 @@ import streamrl.errors as errors
 ROOT = Path(__file__).parents[2]
 ROOMS = ("streamrl", "actors", "learner", "envs")
 CLASSES = (
-    "ConfigError", "TaskError", "EngineError", "CheckpointError", "RunLockedError", "RunFailedError", "StreamrlError",
+    "ConfigError", "TaskError", "EngineError", "CheckpointError", "RunLockedError", "RunFailedError", "ControlError",
+    "StreamrlError",
 )
 """Errors that end a command or a process. Refused frames and retried downloads are logged and counted instead."""
 HOLE = "…"
@@ -151,6 +152,18 @@ def _code(text: str) -> str:
 
 
 MENDS: dict[str, str] = {
+    # commands for a run
+    "it is of another release": "use the release that the run was started with",
+    ", not …": "a smaller number",
+    "scale the run once its hub listens": "try again in a moment",
+    "it is of an older release": "use the release that the run was started with",
+    "cannot be reached at": "it names the reason; give the command as the user who started the run",
+    ") did not answer within": "it is stopped, or overloaded: look at its log, and try again",
+    "a control request is an object with a verb": "`docs/running.md` lists the commands",
+    " is over: ": "it says how it ended, and how to go on",
+    "its hub does not listen yet": "try again in a moment",
+    "takes a number of seconds, from 0": "a number in that range",
+    " is connected…": "take a name that `streamrl status RUN` lists",
     # settings
     "cannot be read as settings": "mend the YAML; the place follows",
     "is not an option here": "leave the dashes out",

@@ -21,8 +21,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),
     ("envs",),
     ("actors", "learner"),
+    ("streamrl.supervise",),
     ("streamrl.launch",),
-    ("streamrl.api", "streamrl.sweep"),
+    ("streamrl.api", "streamrl.sweep", "streamrl.verbs"),
     ("streamrl.cli", "streamrl"),
 )
 """Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""

@@ -34,6 +34,12 @@ if (here / "hub-please").exists() and rank == 0:
     deadline = time.monotonic() + 30
     while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
+    life = len(list(here.glob("life-*")))
+    (here / f"life-{life}").write_text(" ".join(sys.argv[1:]))
+    if (here / "saves").exists():
+        (run / "LATEST").write_text(f"ckpt-{life}")
+    if (here / "lethal").exists() and life < int((here / "lethal").read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 SCORED_LEARNER = """
 import json, os, signal, sys, time

@@ -55,7 +55,9 @@ def test_tasks_are_listed_with_their_options():
     assert (unknown.returncode, unknown.stdout) == (2, "") and "Did you mean gsm8k?" in unknown.stderr
 
 
-@pytest.mark.parametrize("command", ["launch", "settings", "tasks", "report", "relay"])
+@pytest.mark.parametrize("command", [
+    "launch", "settings", "tasks", "report", "relay", "status", "scale", "drain", "resume",
+])
 def test_every_command_has_help(streamrl, command):
     code, out, _ = streamrl(command, "--help")
 

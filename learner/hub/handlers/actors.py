@@ -35,6 +35,8 @@ from streamrl.transport.keys import may_be
 log = logging.getLogger("streamrl.hub")
 
 ACK_FLUSH_S = 0.02
+MISSED_BEATS = 1.5
+"""Heartbeats that an actor may be late before its connection is looked at."""
 REANNOUNCE_S = 10.0
 LEASES_PER_MESSAGE = 64
 EXIT_CODES = {
@@ -212,11 +214,15 @@ class ActorHandler:
         self._broadcast.beat(actor, trusted, now)
         # An actor in quarantine has the newest version: another announcement would only make it fail again.
         self._announce_again(actor, beat if quarantined else trusted, now)
+        self._send(actor.routing_id, self._beat_of_hub())
+
+    def _beat_of_hub(self) -> HubHeartbeat:
+        hub = self._hub
         self._num_heartbeats += 1
-        self._send(actor.routing_id, HubHeartbeat(
+        return HubHeartbeat(
             self._num_heartbeats, hub.settings.learner_epoch, hub.ledger.version, hub.ledger.lag.min_useful(),
             hub.waiting_for[:128],
-        ))
+        )
 
     def _announce_again(self, actor: Connection, beat: ActorHeartbeat, now: float) -> None:
         """An actor that stays behind may have failed to fetch or install: it is told again."""
@@ -252,7 +258,7 @@ class ActorHandler:
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Evict silent actors and send revocations."""
+        """Evict silent and dead actors and send revocations."""
         for effect in self._hub.ledger.tick(now):
             actor = self._hub.connections.by_actor.get(effect.actor_id)
             if actor is None:
@@ -263,6 +269,18 @@ class ActorHandler:
             log.warning("actor %s has been silent for %.1f s: its %d leases are reissued",
                         actor.actor_id, now - actor.heard_at, len(effect.leases))
             self._evict(actor, "silent for too long", now)
+        for actor in self._hub.connections.all():
+            self._evict_if_dead(actor, now)
+
+    def _evict_if_dead(self, actor: Connection, now: float) -> None:
+        """A process that has ended closed its connection: that is known long before `hub.dead_after_s` is over."""
+        every_s = self._hub.settings.hub.heartbeat_s
+        if min(now - actor.heard_at, now - actor.probed_at) < MISSED_BEATS * every_s:
+            return
+        actor.probed_at = now
+        if self._hub.send.is_gone(actor.routing_id, self._beat_of_hub()):
+            log.warning("actor %s is gone, its connection is closed: its leases are reissued", actor.actor_id)
+            self._evict(actor, "its connection is closed", now)
 
     def grant(self, now: float) -> None:
         """Grant leases round robin, a few at a time, until no actor can take more."""

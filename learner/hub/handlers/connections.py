@@ -30,6 +30,7 @@ class Connection:
     installed: VersionRef | None = None
     nccl: NcclState = NcclState()
     announced_at: float = 0.0
+    probed_at: float = 0.0
     max_leases: int = 1
     """0 for a relay, which never generates."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
+from learner.hub.watch.ranks import Finding
 from streamrl.messages import (
     RANK_TO_HUB,
     BatchPending,
@@ -16,11 +21,13 @@ from streamrl.messages import (
     BatchShare,
     BroadcastReport,
     BroadcastUp,
+    EndGroup,
     EvalRequest,
     HubStatus,
     Message,
     PlanRow,
     Publish,
+    RankBeat,
     RankReady,
     Saved,
     Shutdown,
@@ -30,6 +37,8 @@ from streamrl.messages import (
     StopRequest,
 )
 from streamrl.messages.codec import Decoder
+
+log = logging.getLogger("streamrl.hub")
 
 
 def plan_batch(groups: Sequence[HeldGroup], num_ranks: int, num_minibatches: int = 1) -> list[PlanRow]:
@@ -115,6 +124,8 @@ class RankHandler:
                 ledger.trained(message.version, message.skipped, message.reason)
                 if message.bounds is not None:
                     ledger.lag.set_bounds(*message.bounds)
+            case RankBeat():
+                self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
                 self._hub.weights.publish(message, now)
                 ledger.versions.published(message.manifest.ref)
@@ -135,6 +146,21 @@ class RankHandler:
                 self._stop_reason = message.reason
             case Shutdown():
                 self._shut_down(message)
+
+    def watch(self, now: float) -> None:
+        """End the process group if one of its ranks is dead, stopped or has failed."""
+        finding = self._hub.rank_watch.check(now)
+        if finding is not None:
+            log.error("%s: the learner's process group ends here", finding.cause)
+            self.end_group(finding)
+
+    def end_group(self, finding: Finding) -> None:
+        """Order every rank that can be reached to exit, and kill those that cannot."""
+        for route in self._hub.rank_watch.routes():
+            self._hub.send.to_rank(route, EndGroup(finding.cause[:2048]))
+        for pid in finding.kill:  # a stopped process reads nothing
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _request(self, request: BatchRequest, now: float) -> None:
         self._requested_at[request.rank] = now

@@ -47,6 +47,36 @@ class Grants(LedgerPart):
             actor.granted_no = self.num_grants
         return leases
 
+    def what_it_does(self, actor_id: str, now: float) -> str:
+        """What an actor works on, or what it waits for, as words for a person."""
+        actor = self.actors.get(actor_id)
+        if actor is None:
+            return "waits to join again: the hub gave its leases to others"
+        train, evals = len(actor.train.leases), len(actor.eval.leases)
+        work = " and ".join(_count(num, what) for num, what in ((train, "group"), (evals, "evaluation answer")) if num)
+        if actor.state == "LEAVING":
+            return f"is leaving: it finishes {work}" if work else "is leaving"
+        if work:
+            oldest = min(lease.granted_at for _, lease in actor.open_leases())
+            return f"generates {work}, the oldest for {now - oldest:.1f} s"
+        if actor.installed is None:
+            return "waits for weights: it has no usable version yet"
+        return f"waits for {self._why_none(actor)}"
+
+    def _why_none(self, actor: Actor) -> str:
+        assert actor.installed is not None
+        if not actor.train.room:
+            return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
+        ready = self.groups.in_state(GroupState.READY)
+        if not ready and self.lag.num_free <= 0:
+            if self.lag.capacity == self.settings.num_groups_total:
+                return "nothing: every group of the run is trained, held or with another actor"
+            return f"the learner: the lead of {self.lag.rule.eta} batches is used up until its next step"
+        rank = self.groups.rank(ready[0].group_id) if ready else self.groups.num_live()
+        if not self.lag.may_grant(rank, actor.installed.version):
+            return f"a newer version: with {actor.installed} its next group could become too old"
+        return "its next lease"
+
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
         room = min(actor.train.room, self._fair_share(actor))
@@ -133,3 +163,7 @@ class Grants(LedgerPart):
             ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}{'s' if num != 1 else ''}"

@@ -85,7 +85,7 @@ class Ledger:
         # The long verbs are their parts' own methods.
         self.hello, self.accept = Handshake(*tables).hello, Acceptance(*tables).accept
         grants = Grants(*tables, run_seed, sampling, eval_sources or {})
-        self.grant_order, self.grant = grants.order, grants.grant
+        self.grant_order, self.grant, self.what_it_does = grants.order, grants.grant, grants.what_it_does
         self.cutter = BatchCutter(*tables)
         self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
         self.why_waiting = self.cutter.why_waiting
@@ -256,6 +256,11 @@ class Ledger:
         refs = self.actors.remove(actor, now, failed=failed)
         self.dedup.depart(actor_id, actor.incarnation)  # what it delivered is remembered, in case it returns
         return refs
+
+    def num_leases(self, actor_id: str) -> int:
+        """Open leases of an actor; 0 for one that is not linked."""
+        actor = self.actors.get(actor_id)
+        return 0 if actor is None else len(actor.open_leases())
 
     def take_acks(self, actor_id: str) -> Ack | None:
         """The next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""

@@ -214,11 +214,13 @@ class FakeClient:
 
     def update(self, progress: Progress) -> None:
         self.progress = progress
+        if self.drained_with is not None and not progress.held:
+            self.events.put_nowait(LinkClosed(0, "left cleanly"))
 
     def drain(self, reason: str, deadline_s: float | None = None) -> None:
-        """As a link whose hub settles everything at once."""
+        """As a link whose hub settles everything at once: it closes when nothing is held any more."""
         self.drained_with = (len(self.groups), self.progress.held)
-        self.events.put_nowait(LinkClosed(0, "left cleanly"))
+        self.update(self.progress)
 
     def close(self) -> None:
         self.closed = True

@@ -17,7 +17,7 @@ from actors.weights.installer import InstallState
 from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError
-from streamrl.messages import Announce, Limits, Outcome, Purpose, ReturnReason
+from streamrl.messages import Announce, Drain, Limits, Outcome, Purpose, ReturnReason
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import (
     DEADLINE_S,
@@ -181,6 +181,39 @@ def test_leaving_hands_every_lease_back_before_the_link_is_drained():
             assert (await one.life).exit_code == 0
             assert one.client.returns() == {1: ReturnReason.DRAIN, 2: ReturnReason.DRAIN}
             assert one.client.drained_with[0] == 2 and one.client.closed
+
+    run(work)
+
+
+def test_an_actor_that_the_hub_drains_finishes_its_leases_and_takes_no_more():
+    async def work():
+        engine, gate = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1), lease(2))
+            await until(lambda: engine.stats().running == 2 and len(one.client.progress.held) == 2)
+            one.client.says(Drain("streamrl drain", 60.0))
+            one.client.grants(lease(3))
+            await until(lambda: 3 in one.client.returns())
+            assert one.client.progress.free == 0 and not one.life.done()
+            gate.set()
+            assert (await one.life).exit_code == 0
+            assert {g.group_id for g in one.client.groups if g.outcome == Outcome.COMPLETE} == {1, 2}
+            assert one.client.returns() == {3: ReturnReason.DRAIN}
+
+    run(work)
+
+
+def test_a_signal_during_a_drain_hands_the_rest_back():
+    async def work():
+        engine, _ = gated()
+        async with actor(engine, always()) as one:
+            one.client.grants(lease(1))
+            await until(lambda: engine.stats().running == 1 and len(one.client.progress.held) == 1)
+            one.client.says(Drain("streamrl drain", 60.0))
+            await until(lambda: one.client.drained_with is not None)
+            one.worker.leave("SIGTERM")
+            assert (await one.life).exit_code == 0
+            assert one.client.returns() == {1: ReturnReason.DRAIN}
 
     run(work)
 

@@ -57,7 +57,7 @@ class LiveHub:
     ) -> None:
         self.path, self.config = path, config
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short
-        endpoint = f"ipc://{self._home.name}/ranks"
+        self.link_endpoint = endpoint = f"ipc://{self._home.name}/ranks"
         self.server = HubServer(hub_settings(
             config, run_id="run", run_dir=path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
             bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
@@ -120,6 +120,9 @@ class Peer:
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
     def receive(self, kind: type[Message]) -> Any:
         """The next message of this kind."""

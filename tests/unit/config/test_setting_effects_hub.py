@@ -337,8 +337,8 @@ def run_of(hub: ScriptedHub) -> Run:
     """A run with what evaluating needs: config, version and the connection to the hub."""
     return Run(
         config=hub.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
-        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=hub.link, reader=None,
-        stop=None, loss_weights=None, staleness=None,
+        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=hub.link, beats=None,
+        reader=None, stop=None, loss_weights=None, staleness=None,
         samples=StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None),
     )
 

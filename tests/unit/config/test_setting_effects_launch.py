@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
-from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, NUM_SAME_DEATHS, Child, Launcher, check_engine, launch_run
+from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, check_engine, launch_run
+from streamrl.supervise.actors import NUM_SAME_DEATHS
+from streamrl.supervise.child import Child
+from streamrl.transport.control import ask
 from tests.unit.config.setting_harness import config_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,3 +154,64 @@ def test_a_learner_that_ignores_termination_is_killed_after_the_time_set(here):
 
     assert launch(here, "run.shutdown_s=0.1") == EXIT_INTERRUPTED
     assert started(here, "learner") and not (here / "survived").exists()
+
+
+@pytest.mark.shows("launch.num_max_learner_restarts")
+@pytest.mark.parametrize(
+    ("num_max", "num_deaths", "num_lives", "code"), [(0, 9, 1, -9), (1, 9, 2, -9), (2, 2, 3, 0)],
+)
+def test_a_killed_learner_is_started_again_as_often_as_set(here, capfd, num_max, num_deaths, num_lives, code):
+    (here / "hub-please").write_text("1")
+    (here / "lethal").write_text(str(num_deaths))
+
+    assert launch(here, "launch.num_actors=1", f"launch.num_max_learner_restarts={num_max}") == code
+
+    lives = started(here, "life")
+    assert len(lives) == num_lives and len(started(here, "actor")) == 1, "the actor goes on"
+    assert ["checkpoint.resume=true" in words for words in lives] == [False, *[True] * (num_lives - 1)]
+    said = capfd.readouterr().err
+    assert said.count("The learner is started again, from the beginning") == num_lives - 1
+    assert ("killed by SIGKILL" in said) is (num_deaths > 0)
+
+
+def test_a_newer_checkpoint_sets_the_count_of_learner_restarts_back(here):
+    (here / "hub-please").write_text("1")
+    (here / "saves").touch()
+    (here / "lethal").write_text("3")
+
+    assert launch(here, "launch.num_actors=1", "launch.num_max_learner_restarts=1") == 0
+
+    assert len(started(here, "life")) == 4
+
+
+def test_the_launcher_keeps_as_many_actors_as_it_is_told(here):
+    (here / "hub-please").write_text("4")  # it ends with the fourth actor
+    answers: list[dict] = []
+
+    def until(condition) -> None:
+        deadline = time.monotonic() + 30
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def scale(num: int) -> None:
+        noted = json.loads((here / "run" / "launch.json").read_text())
+        answers.append(ask(noted, "streamrl launch", verb="scale", num_actors=num))
+
+    def operator() -> None:
+        until(lambda: len(started(here, "actor")) == 1)
+        scale(3)
+        until(lambda: len(started(here, "actor")) == 3)
+        scale(1)
+        scale(1)
+        scale(2)
+
+    thread = threading.Thread(target=operator)
+    thread.start()
+    assert launch(here, "launch.num_actors=1") == 0
+    thread.join()
+
+    assert answers[:3] == [
+        {"started": ["actor-1", "actor-2"], "leaving": []}, {"started": [], "leaving": ["actor-1", "actor-2"]},
+        {"started": [], "leaving": []},
+    ]
+    assert len(answers[3]["started"]) == 1 and not (here / "run" / "launch.json").exists()

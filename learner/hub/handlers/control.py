@@ -1,0 +1,60 @@
+"""Requests of `streamrl status` and `streamrl drain`, from the hub's control socket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from learner.hub.context import HubContext
+from learner.hub.watch.sentences import sentences
+from streamrl.errors import ControlError
+from streamrl.messages import Drain
+
+log = logging.getLogger("streamrl.hub")
+
+
+class ControlHandler:
+    """One method a verb."""
+
+    def __init__(self, hub: HubContext) -> None:
+        self._hub = hub
+        self._verbs = {"status": self._status, "drain": self._drain}
+
+    def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises ControlError for what cannot be done."""
+        verb = self._verbs.get(request["verb"])
+        if verb is None:
+            raise ControlError(f"this hub does not know {request['verb']!r}: it is of another release")
+        return verb(request)
+
+    def _status(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:
+        hub = self._hub
+        manifest = hub.weights.manifest
+        return {
+            "run_id": hub.settings.run_id, "version": hub.ledger.version, "total_steps": hub.settings.total_steps,
+            "steps_per_batch": hub.ledger.lag.rule.steps_per_batch, "published": manifest is not None,
+            "processes": sentences(hub, time.monotonic()),
+        }
+
+    def _drain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        name, within_s = str(request.get("actor", "")), float(request.get("within_s", 60.0))
+        actor = self._hub.connections.by_actor.get(name)
+        if actor is None:
+            raise ControlError(f"no actor {name!r} is connected{self._known(name)}")
+        if not actor.max_leases:
+            raise ControlError(f"{name} is a relay and holds no leases: stop it by a signal")
+        num_leases = self._hub.ledger.num_leases(name)
+        if not self._hub.send.to_actor(actor.routing_id, Drain("streamrl drain", within_s)):
+            raise ControlError(f"{name} could not be told: its connection is broken or full; say it again")
+        log.info("%s is told to finish its %d leases and leave", name, num_leases)
+        return {"actor": name, "num_leases": num_leases}
+
+    def _known(self, name: str) -> str:
+        names = sorted(self._hub.connections.by_actor)
+        if not names:
+            return ": no actor is"
+        near = get_close_matches(name, names, n=1)
+        return f". Did you mean {near[0]}?" if near else f": there are {', '.join(names[:8])}"

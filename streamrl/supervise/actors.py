@@ -1,0 +1,150 @@
+"""The actors of `streamrl launch`: kept alive, and as many as `streamrl scale` asks for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from streamrl.supervise.child import OWN_LINE, Child
+
+log = logging.getLogger("streamrl.launch")
+
+QUICK_DEATH_S = 15.0
+HEALTHY_S = 120.0
+NUM_SAME_DEATHS = 3
+"""An actor that ends so often in a row with the same words, and soon after its start, will not do better."""
+EXIT_CONFIG = 2
+FINISH_S = 60.0
+"""How long an actor that is no longer wanted may take to finish its leases."""
+LEAVE_S = 15.0
+"""And then to hand the rest back."""
+
+
+@dataclass(slots=True)
+class Leaving:
+    """An actor that is no longer wanted."""
+
+    child: Child
+    terminate_at: float
+
+
+class ActorPool:
+    """Starts, restarts and retires; `poll` does what is due.
+
+    Args:
+        start: an actor of this name.
+        drain: asks the hub to let an actor of this name finish and leave, within so many seconds; False if it cannot.
+        num_max_restarts: see `launch.num_max_restarts`.
+    """
+
+    def __init__(
+        self, start: Callable[[str], Child], drain: Callable[[str, float], bool], num_max_restarts: int
+    ) -> None:
+        self._start, self._drain, self._num_max_restarts = start, drain, num_max_restarts
+        self._actors: list[Child] = []
+        self._leaving: list[Leaving] = []
+        self._some_left = False
+
+    @property
+    def children(self) -> list[Child]:
+        """Every process that may still run."""
+        return [*self._actors, *(one.child for one in self._leaving)]
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether every actor was given up; one that has left in peace is no sign of trouble."""
+        return bool(self._actors) and not self._some_left and all(actor.given_up for actor in self._actors)
+
+    def scale(self, num: int, now: float) -> tuple[list[str], list[str]]:
+        """Start or retire actors until `num` are there or on their way; returns the names of both kinds."""
+        wanted = [actor for actor in self._actors if not actor.given_up and not self._has_left(actor)]
+        surplus = wanted[num:]
+        for actor in surplus:
+            self._actors.remove(actor)
+            self._retire(actor, now)
+        taken = {child.name for child in self.children}
+        free = (name for index in count() if (name := f"actor-{index}") not in taken)
+        fresh = [self._start(next(free)) for _ in range(num - len(wanted))]
+        self._actors += fresh
+        return [actor.name for actor in fresh], [actor.name for actor in surplus]
+
+    def poll(self, now: float) -> None:
+        """Restart what has died, end what takes too long to leave."""
+        for actor in list(self._actors):
+            if self._has_left(actor):
+                self._some_left = True
+                self._actors.remove(actor)
+                actor.close_pipe()
+            elif actor.process.poll() is not None and not actor.given_up:
+                self._revive(actor, now)
+        for one in list(self._leaving):
+            if one.child.process.poll() is not None:
+                one.child.close_pipe()
+                self._leaving.remove(one)
+            elif now >= one.terminate_at:
+                one.terminate_at = now + LEAVE_S
+                one.child.process.terminate()  # the first hands its leases back, the second ends it at once
+
+    def sentences(self, now: float) -> list[tuple[str, str]]:
+        """(actor, what its process does) of every actor, for those that the hub does not know."""
+        told = []
+        for actor in self._actors:
+            if actor.given_up:
+                what = f"was given up after {actor.num_restarts} restarts: see {actor.log_path}"
+            elif actor.restart_at is not None and actor.process.poll() is not None:
+                what = f"has died and is started again in {max(0.0, actor.restart_at - now):.1f} s"
+            else:
+                what = (f"runs for {now - actor.started_at:.0f} s as process {actor.process.pid} and is not connected: "
+                        f"it loads, or cannot reach the hub (see {actor.log_path})")
+            told.append((actor.name, what))
+        return told + [(one.child.name, "is leaving") for one in self._leaving]
+
+    @staticmethod
+    def _has_left(actor: Child) -> bool:
+        return actor.process.poll() == 0
+
+    def _retire(self, actor: Child, now: float) -> None:
+        if actor.process.poll() is not None:
+            actor.close_pipe()
+            return
+        asked = self._drain(actor.name, FINISH_S)
+        if not asked:  # not connected: it holds nothing that could be finished
+            actor.process.terminate()
+        self._leaving.append(Leaving(actor, now + (FINISH_S if asked else 0.0) + LEAVE_S))
+
+    def _revive(self, actor: Child, now: float) -> None:
+        code = actor.process.poll()
+        assert code is not None
+        if actor.restart_at is None:
+            age = now - actor.started_at
+            if age > HEALTHY_S:
+                actor.num_restarts = 0
+            why = self._why_give_up(actor, code, age)
+            if why:
+                actor.given_up = True
+                print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
+                      f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", file=sys.stderr)
+                return
+            actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
+            log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
+                        actor.name, code, actor.log_path, actor.tail(1))
+        if now >= actor.restart_at:
+            fresh = self._start(actor.name)
+            fresh.num_restarts = actor.num_restarts + 1
+            fresh.same_deaths, fresh.last_line = actor.same_deaths, actor.last_line
+            actor.close_pipe()
+            self._actors[self._actors.index(actor)] = fresh
+
+    def _why_give_up(self, actor: Child, code: int, age: float) -> str:
+        """Why a dead actor is not started again; "" if it is."""
+        last_line = OWN_LINE.sub("", actor.tail(1).strip())
+        again = code > 0 and age < HEALTHY_S and last_line == actor.last_line  # a signal leaves no last line
+        actor.same_deaths, actor.last_line = actor.same_deaths + 1 if again else 1, last_line
+        if code == EXIT_CONFIG:  # it stays one however often the actor starts
+            return "a configuration error"
+        if actor.same_deaths >= NUM_SAME_DEATHS:
+            return f"the same words {NUM_SAME_DEATHS} times"
+        return "launch.num_max_restarts" if actor.num_restarts >= self._num_max_restarts else ""

@@ -1,0 +1,66 @@
+"""One supervised process and its log."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.parent_watch import child_environment
+
+OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
+"""A line of ours in a log."""
+LAUNCHER_LINE = re.compile(r"torch.distributed|torchrun|ChildFailedError")
+"""torchrun ends with a traceback of its own, about its children."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A process with the read end of a pipe from this one as its standard input."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    started_at: float
+    log_path: Path
+    num_restarts: int = 0
+    same_deaths: int = 0
+    last_line: str = ""
+    restart_at: float | None = None
+    given_up: bool = False
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], run_dir: Path, more: Mapping[str, str] | None = None
+    ) -> Child:
+        """Start it in a session of its own, with `logs/<name>.log` for its output and `more` in its environment."""
+        log_path = run_dir / "logs" / f"{name}.log"
+        log_path.parent.mkdir(exist_ok=True)
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                env={**child_environment(), **(more or {})}, start_new_session=True,
+            )
+        return cls(name, process, time.monotonic(), log_path)
+
+    def tail(self, num_lines: int) -> str:
+        """The end of its log without the lines of steps, indented."""
+        lines = [line for line in self.log_path.read_text(errors="replace").splitlines()
+                 if line.strip() and not line.startswith("step ")]  # the terminal has had those
+        return "\n".join("  " + line for line in lines[-num_lines:])
+
+    def last_words(self) -> str:
+        """The end of its log without what libraries print, unless it ends with a traceback."""
+        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        own = [line for line in lines if OWN_LINE.match(line)]
+        after = lines[lines.index(own[-1]):] if own else lines
+        if not own or any(line.startswith("Traceback") for line in after) and not any(map(LAUNCHER_LINE.search, after)):
+            return self.tail(20)
+        return "\n".join("  " + line for line in own[-6:])
+
+    def close_pipe(self) -> None:
+        """A child that still runs ends by this: it watches the other end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()

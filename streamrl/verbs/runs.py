@@ -1,0 +1,71 @@
+"""Which run a command names, and whether it is running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import ControlError
+from streamrl.launch import LAUNCH_NOTE
+from streamrl.metrics.run_record import FAILURE, read_object, run_state
+from streamrl.transport.control import is_running
+
+MARKS = ("EPOCH", "run.json", LAUNCH_NOTE)
+"""Files that only a run directory has."""
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRun:
+    """A run directory, and the notes of its processes."""
+
+    path: Path
+    hub: dict[str, Any]
+    launcher: dict[str, Any]
+    status: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def has_hub(self) -> bool:
+        return bool(self.hub) and is_running(self.hub)
+
+    @property
+    def has_launcher(self) -> bool:
+        return bool(self.launcher) and is_running(self.launcher)
+
+    def require_hub(self) -> dict[str, Any]:
+        """The note of its hub. Raises ControlError: the run is over, or has not got so far."""
+        if self.has_hub:
+            return self.hub
+        if self.has_launcher:
+            raise ControlError(f"{self.name} is still starting: its hub does not listen yet; try again in a moment")
+        raise ControlError(f"{self.name} is over: {self.how_it_ended()}")
+
+    def how_it_ended(self) -> str:
+        """In words, with the command that goes on."""
+        if not (self.path / "EPOCH").exists():
+            return f"its learner never started; see {self.path}/logs/learner.log"
+        state = run_state(self.path, self.status)
+        version, total = self.status.get("version", 0), self.status.get("total_steps", 0)
+        reached = f"{state} at version {version} ({total} steps were asked for)"
+        summary = read_object(self.path / "summary.json")
+        why = str(summary.get("failed", "") or self.status.get("cause", "") or summary.get("stopped", ""))
+        if (self.path / FAILURE).exists():
+            why = (self.path / FAILURE).read_text(errors="replace").strip()
+        reached += f": {why}" if why and state != "finished" else ""
+        return reached if state == "finished" else f"{reached}. Go on with: streamrl resume {self.path}"
+
+
+def find_run(word: str, root: Path = Path("runs")) -> NamedRun:
+    """The run of a directory, or of a name in `runs/`. Raises ControlError if there is none."""
+    for path in (Path(word), root / word):
+        if any((path / mark).exists() for mark in MARKS):
+            notes = (read_object(path / name) for name in ("hub.json", LAUNCH_NOTE, "status.json"))
+            return NamedRun(path, *notes)
+    here = sorted(path.parent.name for path in root.glob("*/run.json"))
+    known = f"{root}/ has {', '.join(here[-MAX_NAMED:])}" if here else f"{root}/ has no runs"
+    raise ControlError(f"no such run: {word!r} is no run directory; name one, such as runs/quickstart-001. {known}.")

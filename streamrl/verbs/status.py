@@ -1,0 +1,56 @@
+"""`streamrl status`: who waits for whom, one sentence a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.errors import ControlError
+from streamrl.transport.control import ask
+from streamrl.verbs.runs import NamedRun, find_run
+from streamrl.verbs.words import arguments
+
+USAGE = """streamrl status RUN    what every process of a run does or waits for, in one sentence each
+
+  RUN    a run directory, or its name in runs/
+
+Give it on the machine of the learner, as the user who started the run. Actors on other machines are listed too."""
+
+
+def status(words: list[str]) -> int:
+    """Print the state of a run; returns 0 whether it runs or is over."""
+    (word,) = arguments(words, USAGE, "RUN")
+    run = find_run(word)
+    if not run.has_hub and not run.has_launcher:
+        print(f"{run.name} is over: {run.how_it_ended()}")
+        return 0
+    told, head = [], "starting"
+    if run.has_hub:
+        answer = ask(run.hub, "the hub", verb="status")
+        steps = answer["version"] // answer["steps_per_batch"]
+        head = f"step {steps} of {answer['total_steps']}, version {answer['version']}"
+        told += answer["processes"]
+    else:
+        told.append(("learner", f"is starting; see {run.path}/logs/learner.log"))
+    print(f"{run.name}: {head}")
+    told += _of_launcher(run, {name for name, _ in told})
+    _print(told)
+    return 0
+
+
+def _of_launcher(run: NamedRun, known: set[str]) -> list[tuple[str, str]]:
+    """The launcher, and those of its actors that the hub does not know."""
+    if not run.has_launcher:
+        return [("launcher", "is none: learner and actors were started apart")]
+    try:
+        actors = ask(run.launcher, "streamrl launch", verb="status")["processes"]
+    except ControlError as error:
+        return [("launcher", f"does not answer: {error}")]
+    mine = f"keeps {len(actors)} actor{'s' * (len(actors) != 1)} alive (process {run.launcher['pid']})"
+    return [("launcher", mine), *((name, what) for name, what in actors if name not in known)]
+
+
+def _print(told: Iterable[tuple[str, str]]) -> None:
+    rows = list(told)
+    width = max(len(name) for name, _ in rows)
+    for name, what in rows:
+        print(f"  {name:<{width}}  {what}")

@@ -1,0 +1,109 @@
+"""A run that is killed and resumed has, on the same log of batches, the very bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner import setup
+from learner.checkpoint.checkpoint import find_checkpoint
+from learner.loop import train
+from learner.mesh import Ranks
+from learner.setup import build_run, tear_down
+from streamrl.config.load import load_config
+from tests.fakes.batch_log import FakeHubLink, FakeHubProcess
+
+pytestmark = pytest.mark.timeout(300)
+NUM_STEPS, KILLED_AFTER, EVERY = 6, 5, 2
+SMALL = (
+    "experiment=quickstart", f"trainer.num_steps={NUM_STEPS}", f"checkpoint.every_steps={EVERY}", "run.device=cpu",
+    "run.num_threads=1", "policy.tiny.hidden_size=16", "policy.tiny.num_layers=1", "policy.tiny.num_heads=2",
+    "policy.tiny.num_warm_start_steps=2", "policy.optimizer.lr=3e-3", "rollout.num_prompts_per_step=4",
+    "rollout.num_responses_per_prompt=4", "eval.every_steps=0", "publish.probe_every=0", "checkpoint.num_keep=20",
+)
+RUNS = {
+    "critic, moving reference, KL controller": (
+        "algorithm=ppo", "kl.controller=horizon", "kl.options.target=0.01", "kl.options.horizon=100",
+        "reference.sync_every_steps=3", "policy.scheduler.name=cosine_with_min_lr",
+    ),
+    "averaged anchor, adaptive lag, minibatches": (
+        "loss.surrogate=decoupled_ppo", "loss.anchor=ewma", "staleness.adaptive.enabled=true",
+        "staleness.adaptive.rule=ess", "learner.num_minibatches=2", "policy.scheduler.ess_rule=sqrt",
+    ),
+    "whole-matrix optimizer, entropy control, constraint": (
+        "policy.optimizer.name=muon", "entropy.adapt=coef", "entropy.target=1.5", "constraint.kl_limit=0.05",
+        "constraint.method=pid",
+    ),
+}
+OF_THE_CLOCK = ("time/", "throughput/", "system/", "run/wall_s", "run/epoch", "hub/", "actors/")
+
+
+class FakeStop:
+    """Never asks to stop."""
+
+    reason = None
+
+    def __call__(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def learn(monkeypatch, tmp_path):
+    """Train in `folder` until the log ends, or as if killed after so many batches."""
+    monkeypatch.setattr(setup, "HubProcess", FakeHubProcess)
+    monkeypatch.setattr(setup, "HubLink", FakeHubLink)
+
+    def learn(folder: Path, *words: str, killed_after: int | None = None) -> None:
+        config = load_config([*SMALL, f"policy.tiny.cache_dir={tmp_path / 'models'}", *words])
+        per_batch = config.learner.num_minibatches * config.learner.num_epochs
+        monkeypatch.setattr(FakeHubLink, "last", None if killed_after is None else killed_after * per_batch)
+        monkeypatch.setattr(FakeHubLink, "shape", {"steps_per_batch": per_batch, "num_groups": 4, "group_size": 4})
+        torch.rand(7)  # a generator of another state than the first process had
+        run = build_run(config, folder, FakeStop(), Ranks())
+        train(run)
+        if killed_after is None:
+            run.save()
+        tear_down(run)
+
+    return learn
+
+
+def rows(folder: Path) -> list[dict]:
+    """What a step measured, but for the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(OF_THE_CLOCK)} for row in lines]
+
+
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS.keys())
+def test_every_tensor_every_control_and_every_metric_is_the_same(learn, tmp_path, words):
+    learn(tmp_path / "whole", *words)
+    learn(tmp_path / "torn", *words, killed_after=KILLED_AFTER)
+    (newest,) = [path for path in (tmp_path / "torn").glob("ckpt-*") if path.name in latest(tmp_path / "torn")]
+    (newest / "ledger.bin").write_bytes(b"torn by the power cut")  # so an older one is found
+
+    learn(tmp_path / "torn", *words, "checkpoint.resume=true")
+
+    whole, torn = find_checkpoint(tmp_path / "whole"), find_checkpoint(tmp_path / "torn")
+    assert whole.version == torn.version and whole.extra["controls"] == torn.extra["controls"]
+    assert whole.extra["trained_tokens"] == torn.extra["trained_tokens"]
+    mine, theirs = tensors(whole), tensors(torn)
+    assert mine.keys() == theirs.keys() and len(mine) > 10
+    different = [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])]
+    assert not different
+    measured, again = rows(tmp_path / "whole"), rows(tmp_path / "torn")
+    assert len(measured) == len(again) == NUM_STEPS
+    pairs = zip(measured, again, strict=True)
+    assert not {key for one, two in pairs for key in one | two if one.get(key) != two.get(key)}
+
+
+def latest(folder: Path) -> str:
+    return (folder / "LATEST").read_text()
+
+
+def tensors(checkpoint) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint.path / "rank-00000-of-00001.safetensors")
