@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
+from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
 from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, visible_gpus
+from streamrl.weights.gpu.cuda_memory import device_id
+from tests.fakes.communicator import FakeLibrary
+from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.config.setting_harness import config_of
 
 LISTING = "0, GPU-aaa, 81559, 80000\n1, GPU-bbb, 81559, [N/A]\nMIG 1g.10gb, x\n"
@@ -23,6 +30,13 @@ def nvidia_smi(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return program
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
 
 
 def test_gpus_are_read_without_torch(nvidia_smi):
@@ -49,6 +63,18 @@ def test_gpus_that_the_user_allows_are_those_that_are_used(listed, gpus):
 def test_a_device_of_torch_is_found_in_the_drivers_list(nvidia_smi, visible, device, uuid):
     found = gpu_of(device, {"CUDA_VISIBLE_DEVICES": visible})
     assert (found.uuid if found else None) == uuid
+
+
+def test_an_actor_names_its_gpu_alike_for_every_transport_and_without_opening_cuda(nvidia_smi, monkeypatch, context):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    name = device_id("cuda")
+    assert name.endswith("|bbb") and name.startswith(os.uname().nodename[:20]) and device_id("cpu") == ""
+    by_nccl = DeviceWeights(["nccl", "zmq"], "cuda", context, library=lambda device: FakeLibrary())
+    by_ipc = DeviceWeights(
+        ["ipc", "zmq"], "cuda", context, memory=lambda device: FakeDeviceMemory(nvidia_smi.parent, device_id(device))
+    )
+    assert by_nccl.device_id == by_ipc.device_id == name
+    by_nccl.close()
 
 
 EIGHT = [str(number) for number in range(8)]
