@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from streamrl.errors import StreamrlError
 
+torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attend
+
 MAX_BATCH = 32
 """Conversations of one forward pass."""
 

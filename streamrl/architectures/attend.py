@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# torch 2.11 and later prefers cuDNN on Hopper and Blackwell, which builds a plan for every new shape, in every thread,
+# and keeps it: up to half a second for each micro-batch and every few decoded tokens. flash needs no plan.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 _APPLIED = {"softcap": "softcap", "s_aux": "sinks"}
 _NOT_APPLIED = ("position_bias", "alibi", "head_mask", "score_mod", "indices", "topk_indices", "indexer_topk_indices")
 

@@ -98,15 +98,27 @@ class _ScoreTokens(torch.autograd.Function):
             spread = None if to_entropy is None else to_entropy[part]
             down = _to_logits(log_p, targets[part], chosen[part], entropy[part], spread)
             down = ctx.rule.pull_back_(down.mul_(inverse[part, None]), logits)
+            narrow = down.to(weight.dtype)
             if to_hidden is not None:
-                to_hidden[part] = down.to(weight.dtype) @ weight
+                to_hidden[part] = narrow @ weight
             if to_weight is not None:
-                to_weight.addmm_(down.T, hidden[part].to(wide))
+                _add_product(to_weight, narrow.T, hidden[part])
             if to_bias is not None:
                 to_bias.add_(down.sum(0))
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
         return to_hidden, to_weight, to_bias, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in total's type. On a GPU half-precision factors are multiplied as such, which is many
+    times faster than float32, and summed in float32; a CPU does the same sum with the same factors."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, to_entropy: Tensor | None) -> Tensor:

@@ -124,6 +124,22 @@ def test_half_precision_inputs_are_summed_in_float32():
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=1e-5)
 
 
+def test_gradients_of_half_precision_are_those_of_float32_within_its_rounding():
+    """The factors of the products are rounded to half, as a GPU multiplies them; the sums over chunks are not."""
+    generator = torch.Generator().manual_seed(2)
+    values = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 48), (301, 48))]
+    targets, up = torch.randint(0, 301, (64,), generator=generator), torch.randn(2, 64, generator=generator)
+
+    def gradients(dtype):
+        hidden, weight = (value.detach().to(dtype).requires_grad_() for value in values)
+        both = score_tokens(hidden, weight, targets, torch.ones(64), chunk_tokens=5)
+        return torch.autograd.grad((both[0] * up[0] + both[1] * up[1]).sum(), (hidden, weight))
+
+    for half, single in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
+        assert half.dtype == torch.bfloat16
+        assert float((half.float() - single).norm() / single.norm()) < 6e-3  # of each factor and the result: 2^-9
+
+
 def test_nothing_to_score_still_carries_a_gradient_of_zeros():
     hidden, weight, _, _, _ = inputs()
     empty = torch.zeros(0, dtype=torch.int64)
