@@ -15,16 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from learner.attention.choice import choose_attention
+from learner.checkpoint.model_files import (
+    ModelFiles,
+    empty_model,
+    is_empty,
+    materialize,
+    read_first_layers,
+    read_model,
+    spread,
+)
 from learner.data.layout import PackedLayout, make_layout
 from learner.mesh import Ranks
 from learner.model.attention import ATTENTION, decoder_of, packed_states, registered
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
 from learner.model.scoring.logprob_head import inspect_tokens, score_tokens
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
+from streamrl.architectures.rope import fix_rope
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
@@ -123,16 +131,16 @@ def load_policy(
     model_dir: Path | str, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False,
     chunk_tokens: int = 1024, ranks: Ranks | None = None, max_tokens: int | None = None, attention: str = "sdpa",
     share_prompts: bool = False, compile_with: str | None = None,
-    adapt: Callable[[Policy], None] | None = None,
+    adapt: Callable[[Policy], None] | None = None, masters: torch.dtype = torch.float32,
 ) -> Policy:
-    """A policy from a local checkpoint, ready to train.
+    """A policy from a local checkpoint, ready to train; a collective call.
 
-    Every rank reads the checkpoint into host memory in float32, then keeps its shard.
+    With a mesh each rank reads the rows of its shards, and rank 0 checks the scoring on the first layers. Without one,
+    and where `adapt` needs whole weights, the model is read into host memory in float32.
 
     Args:
         model_dir: a Hugging Face checkpoint directory; nothing is fetched and no code of it is run.
-        dtype: of the computation. Master weights, gradients and moments are float32; bfloat16 goes through FSDP2's
-            mixed precision, so `ranks` must have a mesh.
+        dtype: of the computation; bfloat16 goes through FSDP2's mixed precision, so `ranks` must have a mesh.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
         max_tokens: of the run's longest sequence; it decides between the frequencies of a longrope model.
@@ -140,25 +148,23 @@ def load_policy(
         share_prompts: find out whether a common beginning of sequences may be packed once (`Policy.shares_prompts`).
         compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
         adapt: changes its layers, before they are sharded.
+        masters: type of the weights between the passes, with a mesh; a policy that is trained needs float32.
     Raises:
         ConfigError: no such directory, a model whose packed log-probs would not be its own, or an attention that cannot
-            be computed here.
+            be computed here; on every rank.
     """
-    ranks = ranks or Ranks()
+    ranks, path = ranks or Ranks(), Path(model_dir)
     attention = choose_attention(attention, device=ranks.device, dtype=dtype)
-    model = _read_model(Path(model_dir))
+    options = {"max_tokens": max_tokens, "share_prompts": share_prompts}
+    files = whole = None
+    if ranks.fsdp_mesh is None or adapt is not None:
+        model = read_model(path, attention=ATTENTION)
+        rule, shares = _checked(model, path, **options)
+    else:
+        model, files, whole, rule, shares = _skeleton(path, ranks, masters, **options)
     # Dropout, skipped layers and noise in routers would change the ratio that is being trained on: actors have none.
-    model.eval()
-    try:
-        rule = prepare(model, score_rows, max_tokens=max_tokens)
-    except NotExact as error:
-        raise ConfigError(f"{model_dir}: the model cannot be trained packed: {error}.") from error
-    policy = Policy(model, rule=rule, chunk_tokens=chunk_tokens)
-    if share_prompts:
-        reason = why_not_shared(model, score_shared, max_tokens=max_tokens)
-        policy.shares_prompts = not reason
-        if reason:
-            log.warning("%s: a prompt is packed again for every answer to it: %s", model_dir, reason)
+    policy = Policy(model.eval(), rule=rule, chunk_tokens=chunk_tokens)
+    policy.shares_prompts = shares
     _set_passes(policy, attention, compile_with)
     if adapt is not None:
         adapt(policy)
@@ -168,7 +174,48 @@ def load_policy(
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy.to(ranks.device)
-    return shard(policy, decoder_layers(policy.model), ranks, dtype)
+    empty = is_empty(policy)
+    shard(policy, decoder_layers(policy.model), ranks, dtype)
+    if files is not None:
+        files.fill(policy.model)
+    elif empty:
+        spread(whole, policy.model, ranks)
+    return policy
+
+
+def _checked(model: Any, path: Path, *, max_tokens: int | None, share_prompts: bool) -> tuple[LogitRule, bool]:
+    """The rule of its logits, and whether a common beginning may be packed once. Raises ConfigError."""
+    model.eval()
+    try:
+        rule = prepare(model, score_rows, max_tokens=max_tokens)
+    except NotExact as error:
+        raise ConfigError(f"{path}: the model cannot be trained packed: {error}.") from error
+    reason = why_not_shared(model, score_shared, max_tokens=max_tokens) if share_prompts else "not asked for"
+    if share_prompts and reason:
+        log.warning("%s: a prompt is packed again for every answer to it: %s", path, reason)
+    return rule, not reason
+
+
+def _skeleton(
+    path: Path, ranks: Ranks, masters: torch.dtype, *, max_tokens: int | None, share_prompts: bool
+) -> tuple[Any, ModelFiles | None, Any, LogitRule, bool]:
+    """A model without weights; the files to fill it from, or on rank 0 the whole model; what the check found."""
+    model = empty_model(path, dtype=masters, attention=ATTENTION)
+    files, whole, failure = ModelFiles(path), None, None
+    by_rows = ranks.maximum(float(not files.hold(model))) == 0.0
+    rule, shares = PLAIN, False
+    if ranks.rank == 0:  # the others wait: one copy of the layers, and one core that computes them
+        try:
+            whole = None if by_rows else read_model(path, attention=ATTENTION)
+            checked = whole or read_first_layers(path, files, model.config, attention=ATTENTION)
+            rule, shares = _checked(checked, path, max_tokens=max_tokens, share_prompts=share_prompts)
+        except ConfigError as error:
+            failure = error
+    if ranks.maximum(float(failure is not None)):
+        raise failure or ConfigError(f"{path}: the model cannot be trained packed, as rank 0 says.")
+    rule = LogitRule(ranks.from_rank_zero(rule.scale), ranks.from_rank_zero(rule.cap or 0.0) or None)
+    fix_rope(model, max_tokens)  # as `prepare` did with the one that it checked
+    return model, files if by_rows else None, whole, rule, bool(ranks.from_rank_zero(float(shares)))
 
 
 def _set_passes(policy: Policy, attention: str, compile_with: str | None) -> None:
@@ -227,19 +274,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def _read_model(model_dir: Path) -> Any:
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"policy.model_path={model_dir}: no config.json there; give a local Hugging Face checkpoint.")
-    transformers_logging.disable_progress_bar()  # one bar per rank, over the log, for a load of a second
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation=ATTENTION,
-            local_files_only=True, trust_remote_code=False,
-        )
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"policy.model_path={model_dir} cannot be loaded for packed scoring: {error}") from error
-
-
 def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
     """FSDP2: a unit per layer; the root holds embeddings, final norm and head, so its hook gathers them.
 
@@ -253,4 +287,4 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: t
         whole = {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
         for part in (*layers, module):
             fully_shard(part, mesh=ranks.fsdp_mesh, mp_policy=precision, ignored_params=whole or None)
-    return module.to(ranks.device)
+    return materialize(module, ranks.device)

@@ -121,7 +121,8 @@ def load_reference(
     """
     path = config.reference.model_path or start
     try:
-        model = load_policy(path, dtype=dtype, ranks=ranks, **pass_options(config))
+        # Its passes read `dtype`, and it never learns: float32 would be twice the memory for the same numbers.
+        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **pass_options(config))
         reference = FrozenPolicy(model, name="reference")
         reference.check_same_vocabulary(policy)
     except ConfigError as error:

@@ -83,6 +83,13 @@ def _shrink_sizes(values: dict[str, Any]) -> None:
             values[name] = 1
 
 
+def first_layers(config: Any) -> Any:
+    """A copy of a text configuration with its first layers alone, as many as show every kind; at least two."""
+    values = config.to_dict()
+    _shrink_layers(values, prefix=True)
+    return type(config).from_dict(values)
+
+
 def build_miniature(config: Any, *, seed: int = 0) -> torch.nn.Module:
     """A causal language model from `miniature_config(config)`, float32 on the CPU, random weights, evaluation mode.
 
@@ -132,8 +139,11 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _shrink_layers(values: dict[str, Any]) -> None:
-    """One layer of each kind, at least two in all; what is listed by layer is cut alike."""
+def _shrink_layers(values: dict[str, Any], *, prefix: bool = False) -> None:
+    """One layer of each kind, at least two in all; what is listed by layer is cut alike.
+
+    `prefix`: also those between them, so that every layer keeps its number.
+    """
     count = next((values[name] for name in _LAYERS if _is_size(values.get(name))), 0)
     if count <= 2:
         return
@@ -150,6 +160,7 @@ def _shrink_layers(values: dict[str, Any]) -> None:
         for layer in range(count)
     ]
     kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1})
+    kept = list(range(kept[-1] + 1)) if prefix else kept
     for name in _LAYERS:
         if _is_size(values.get(name)):
             values[name] = len(kept)
