@@ -86,18 +86,42 @@ def unpack_header(raw: bytes) -> tuple[bytes, VersionRef, int]:
     return probe, VersionRef(epoch, version), nbytes
 
 
+class OpenFile:
+    """A file that stays open, so that other processes of this user can map it, until nothing refers to it any more."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def path(self) -> str:
+        """Valid while this process lives and this object does, whatever becomes of the file's name."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+
+class FileTensors(dict[str, "torch.Tensor"]):
+    """Tensors by checkpoint name that are views of a file: `file`, None if they are not, and each one's first byte."""
+
+    file: OpenFile | None = None
+    offsets: Mapping[str, int]
+
+
 class Document:
     """The bytes of one version, beside the manifest and layout that describe them.
 
     Args:
         body: the bytes in layout order, without a header; kept alive by the document and by every tensor it gave out.
         verified: the caller has digested every bucket as it arrived, in memory that only it can write.
+        file: the file that `body` is a mapping of, behind the header.
     Raises:
         WeightsError: manifest and layout do not belong together.
     """
 
-    def __init__(self, body: Any, manifest: Manifest, layout: Layout, *, verified: bool = False) -> None:
+    def __init__(
+        self, body: Any, manifest: Manifest, layout: Layout, *, verified: bool = False, file: OpenFile | None = None
+    ) -> None:
         check_manifest(manifest, layout)
+        self._file = file
         self.manifest = manifest
         self.layout = layout
         # A numpy array pins its buffer, so a mapping cannot be unmapped under a live tensor.
@@ -125,7 +149,7 @@ class Document:
         with contextlib.suppress(OSError):  # an older kernel: the pages come one by one
             for start in range(0, len(mapping), _POPULATE_BYTES):
                 mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, len(mapping) - start))
-        return cls(memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], manifest, layout)
+        return cls(memoryview(mapping)[HEADER_BYTES : HEADER_BYTES + nbytes], manifest, layout, file=OpenFile(fd))
 
     def verify(self) -> Document:
         """Digest every bucket; returns the document itself. Raises WeightsError naming the first wrong bucket."""
@@ -152,7 +176,7 @@ class Document:
         """The same verified bytes under another version, of a restarted learner; WeightsError for other bytes."""
         if not self._verified or not same_weights(self.manifest, manifest):
             raise WeightsError(f"version {manifest.ref} is not the verified document {self.manifest.ref}")
-        return Document(self._body, manifest, self.layout, verified=True)
+        return Document(self._body, manifest, self.layout, verified=True, file=self._file)
 
     @property
     def nbytes(self) -> int:
@@ -163,10 +187,13 @@ class Document:
         self._require_verified("view")
         return memoryview(self._body)[start:end].toreadonly()
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> FileTensors:
         """Checkpoint name to tensor in wire dtype, as views: never write them. WeightsError if not verified."""
         self._require_verified("tensors")
-        return {spec.name: _tensor(self._body, offset, spec) for spec, offset in tensor_offsets(self.layout)}
+        places = tensor_offsets(self.layout)
+        found = FileTensors((spec.name, _tensor(self._body, offset, spec)) for spec, offset in places)
+        found.file, found.offsets = self._file, {spec.name: HEADER_BYTES + offset for spec, offset in places}
+        return found
 
     def _require_verified(self, method: str) -> None:
         if not self._verified:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,14 @@ CLOSE_DEADLINE_S = 10.0
 
 
 def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
-    """A causal language model from its configuration alone, with random weights; no code from the folder is run."""
+    """A causal language model from its configuration alone, with random weights; no code from the folder is run.
+
+    They are drawn on a GPU where that is the device: a CPU needs minutes for a large model. On the meta device there
+    are none.
+    """
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
+    with torch.device(device) if torch.device(device).type != "cpu" else nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
     if (Path(model_dir) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model

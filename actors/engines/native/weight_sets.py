@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import WeightsError
+from streamrl.weights.gpu.pinned import Upload
 
 Staged = dict[str, Tensor]
 _KEPT = "The old version goes on serving."
@@ -50,6 +51,7 @@ class WeightSets:
         self.live: Mapping[str, Tensor] = MappingProxyType(checkpoint_tensors(model))
         """The tensors that serve now, by checkpoint name."""
         self._spare: Staged | None = None
+        self._upload = Upload(next(iter(self.live.values())).device)
 
     def stage(self, tensors: Mapping[str, Any]) -> Staged:
         """Copy a document that fits the model (else WeightsError) into spare tensors, casting floats."""
@@ -58,11 +60,9 @@ class WeightSets:
         staged, self._spare = self._spare, None
         if staged is None:
             staged = {name: torch.empty_like(live, requires_grad=False) for name, live in self.live.items()}
-        with torch.no_grad():
-            for name, target in staged.items():
-                target.copy_(tensors[name])
-        if any(target.is_cuda for target in staged.values()):
-            torch.cuda.current_stream().synchronize()
+        for name, target in staged.items():
+            self._upload.copy(tensors[name], target)
+        self._upload.finish()
         return staged
 
     def swap(self, staged: Staged, *, keep_spare: bool = True) -> None:

@@ -23,6 +23,7 @@ from streamrl.messages import VersionRef
 log = logging.getLogger("streamrl.actor")
 
 _ALIVE_CHECK_S = 0.5
+_STAGED_CHECK_S = 0.02
 
 
 class Core:
@@ -34,6 +35,7 @@ class Core:
         self.group, self._arguments = group, dict(arguments)
         self._device, self._num_threads = device, num_threads
         self.llm: Any = None
+        self.num_bytes_staged = self._seen_bytes = 0  # of all documents, and of the one under way
 
     @property
     def alive(self) -> bool:
@@ -82,6 +84,18 @@ class Core:
         if not self.alive:
             raise EngineError("vLLM's core is dead")
         await self.call(self.llm.pause_generation(mode=mode, clear_cache=clear_cache))
+
+    async def stage(self, staged: StagedDocument) -> None:
+        """Bring a document beside the running model, on every rank; without it, `load` reads it in the pause."""
+        await self.call(self.llm.collective_rpc("streamrl_stage", args=(staged.path, staged.entries)))
+        while True:
+            ranks = await self.call(self.llm.collective_rpc("streamrl_staged"))
+            self.num_bytes_staged += max(nbytes for nbytes, _ in ranks) - self._seen_bytes
+            self._seen_bytes = max(nbytes for nbytes, _ in ranks)
+            if all(done for _, done in ranks):
+                self._seen_bytes = 0
+                return
+            await asyncio.sleep(_STAGED_CHECK_S)
 
     async def load(self, staged: StagedDocument, ref: VersionRef) -> None:
         """Into a paused core, on every rank; then the label, then resume. On any failure it stays paused."""

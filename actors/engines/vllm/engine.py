@@ -2,7 +2,8 @@
 
     actor process                                    engine core and its workers (started, watched, killed by us)
     VllmEngine.generate --token ids--> AsyncLLM ---> scheduler, model           ids, log-probs, spans come back
-    VllmEngine.install  --shared memory------------> DocumentLoader.streamrl_load, between pause and resume
+    VllmEngine.install  --shared memory------------> DocumentLoader: streamrl_stage beside the running model, then
+                                                     streamrl_load between pause and resume
 
 A version is exchanged in five steps: stage the document beside the running model, pause at a forward boundary, load,
 set the label that vLLM writes on every token, resume. A load that fails is undone by loading the former document before
@@ -225,12 +226,21 @@ class VllmEngine:
             if self._death is not None or self._closed:
                 raise self._death or EngineError("the engine is closed")
             with closing(await asyncio.to_thread(StagedDocument, tensors)) as staged:
+                await self._stage(staged)
                 pause_s = await self._replace(staged, ref)
             self._served = (tensors, ref)
             self._open.set()
         self._pause_s += pause_s
         self._installs += 1
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - began)
+
+    async def _stage(self, staged: StagedDocument) -> None:
+        """Bring the document beside the model while sequences run; what fails here is met again by the load."""
+        try:
+            if self._core.alive:
+                await self._core.stage(staged)
+        except Exception as error:  # of vLLM's making
+            log.warning("a version could not be staged, and is read in the pause: %r", error)
 
     async def _replace(self, staged: StagedDocument, ref: VersionRef) -> float:
         """Pause, load, label, resume; how long sequences stood still. Only a complete load admits sequences again."""
@@ -320,7 +330,7 @@ class VllmEngine:
             blocked=self._restarting or (self._draining and self._running > 0),
             extra={
                 "dead": float(self._death is not None), "installs": float(self._installs), "pause_s": self._pause_s,
-                "restarts": float(self._restarts),
+                "restarts": float(self._restarts), "staged_bytes": float(self._core.num_bytes_staged),
             },
         )
 

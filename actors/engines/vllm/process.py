@@ -32,6 +32,7 @@ OURS = frozenset({
 })
 """Engine arguments that follow from other settings, or that streamrl cannot do without."""
 
+_ALIGNMENT = 64
 _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
 
@@ -200,17 +201,27 @@ def lasting_folder(model_dir: str | Path, root: str | Path | None = None) -> str
 
 
 class StagedDocument:
-    """A document's tensors in shared memory that other processes map by `path`; freed with the last of them."""
+    """A document's tensors in memory that other processes map by `path`; freed with the last of them.
+
+    One that is a mapped file already is that file, and nothing is copied.
+    """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self.entries: list[tuple[str, str, list[int], int]] = []
-        offset = 0
-        for name, tensor in tensors.items():
-            self.entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-            offset += -(-tensor.nbytes // 64) * 64
+        file = getattr(tensors, "file", None)
+        self._held, self._fd = file, -1
+        offsets = tensors.offsets if file is not None else _packed(tensors)
+        self.entries: list[tuple[str, str, list[int], int]] = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offsets[name])
+            for name, tensor in tensors.items()
+        ]
+        if file is not None:
+            self.path = file.path
+            return
         self._fd = os.memfd_create("streamrl-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:
-            os.ftruncate(self._fd, max(offset, 1))
+            size = sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())
+            os.ftruncate(self._fd, max(size, 1))
             mapping = mmap.mmap(self._fd, 0)
             for tensor, (_, _, _, start) in zip(tensors.values(), self.entries, strict=True):
                 if tensor.numel():
@@ -220,11 +231,17 @@ class StagedDocument:
             self.close()
             raise
 
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
     def close(self) -> None:
+        self._held = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _packed(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Where each would begin in a file of its own."""
+    offsets, offset = {}, 0
+    for name, tensor in tensors.items():
+        offsets[name] = offset
+        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets

@@ -7,13 +7,22 @@ its part of every tensor.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from streamrl.weights.gpu.pinned import Upload
+
+log = logging.getLogger("streamrl.actor")
+
+STAGING_MARGIN_BYTES = 2 << 30
+"""Of device memory that staging leaves to what else the worker allocates."""
 
 Entry = tuple[str, str, list[int], int]
 """(checkpoint name, torch dtype by name, shape, offset in bytes) of one tensor of a staged document."""
@@ -30,10 +39,51 @@ def mapped_tensors(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, t
     for name, dtype_name, shape, offset in entries:
         dtype = getattr(torch, dtype_name)
         count = torch.Size(shape).numel()
-        if count:
+        if count and offset % dtype.itemsize:  # a document of several types may leave a tensor between two elements
+            raw = torch.frombuffer(mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+            yield name, raw.clone().view(dtype).reshape(shape)
+        elif count:
             yield name, torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).reshape(shape)
         else:
             yield name, torch.empty(shape, dtype=dtype)
+
+
+class Staging:
+    """Brings a document's tensors onto the device in a thread, in order, as far as `spare_bytes` reach.
+
+    The others, and those after one that cannot be read, stay where they are.
+    """
+
+    def __init__(self, path: str, entries: Sequence[Entry], device: torch.device, spare_bytes: int) -> None:
+        self.path, self._entries, self._device, self._spare = path, entries, device, spare_bytes
+        self._staged: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+        self._thread = threading.Thread(target=self._run, name="streamrl-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors in the document's order; waits for the thread."""
+        self._thread.join()
+        for name, tensor in mapped_tensors(self.path, self._entries):
+            yield name, self._staged.get(name, tensor)
+
+    def _run(self) -> None:
+        upload = Upload(self._device)
+        try:
+            for name, tensor in mapped_tensors(self.path, self._entries):
+                if self.nbytes + tensor.nbytes > self._spare:
+                    break
+                target = torch.empty_like(tensor, device=self._device)
+                upload.copy(tensor, target)
+                self._staged[name] = target
+                self.nbytes += tensor.nbytes
+        except Exception as error:  # no memory, or a document that the load will refuse in its turn
+            log.warning("version is staged in part: %r", error)
+        upload.finish()
 
 
 class DocumentLoader:
@@ -41,6 +91,21 @@ class DocumentLoader:
 
     model_runner: Any
     vllm_config: Any
+    streamrl_staging: Staging | None = None
+
+    def streamrl_stage(self, path: str, entries: Sequence[Entry]) -> None:
+        """Begin to bring a document beside the model: returns at once, and what runs goes on. On a CPU it is there."""
+        device = next(self.model_runner.get_model().parameters()).device
+        self.streamrl_staging = None
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            spare = torch.cuda.mem_get_info(device)[0] + unused - STAGING_MARGIN_BYTES
+            self.streamrl_staging = Staging(path, entries, device, spare)
+
+    def streamrl_staged(self) -> tuple[int, bool]:
+        """Bytes that are beside the model by now, and whether no more will be."""
+        staging = self.streamrl_staging
+        return (staging.nbytes, staging.done) if staging is not None else (0, True)
 
     def streamrl_load(self, path: str, entries: Sequence[Entry]) -> float:
         """Load a complete document, layer by layer, through the fusing and packing of a first load; seconds it took.
@@ -53,13 +118,15 @@ class DocumentLoader:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         began = time.perf_counter()
+        staging, self.streamrl_staging = self.streamrl_staging, None
+        staged = staging is not None and staging.path == path
         model = self.model_runner.get_model()
         # Before the reload begins: it puts place-holders where the model's tensors were.
         wanted = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
             try:
-                loaded = model.load_weights(mapped_tensors(path, entries))
+                loaded = model.load_weights(staging.tensors() if staged else mapped_tensors(path, entries))
             finally:
                 # After a failure too: it restores the layers not reached, so that another document can follow.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -67,6 +134,8 @@ class DocumentLoader:
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing and self.vllm_config.model_config.quantization is None:
             raise RuntimeError(f"{len(missing)} tensors of the model got nothing, the first is {missing[0]}")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the label and the next pass follow
         return time.perf_counter() - began
 
 

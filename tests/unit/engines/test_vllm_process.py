@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -25,9 +26,12 @@ from actors.engines.vllm.process import (
     kv_bytes_per_token,
 )
 from actors.engines.vllm.reaper import MARK, group_pids
-from actors.engines.vllm.worker import mapped_tensors
+from actors.engines.vllm.worker import Staging, mapped_tensors
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from streamrl.weights.document import Document
+from streamrl.weights.manifest import make_layout, make_manifest
+from streamrl.weights.shm.transport import ShmPublisher
 from tests.unit.engines.tiny_models import request
 
 pytestmark = pytest.mark.timeout(60)
@@ -102,6 +106,53 @@ def test_a_staged_document_is_read_back_bit_for_bit_by_another_mapping_and_leave
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
     with pytest.raises(OSError):
         next(mapped_tensors(staged.path, staged.entries))
+
+
+def test_a_document_that_is_a_file_is_mapped_as_it_is_though_it_lost_its_name(tmp_path):
+    tensors = {"a": torch.randn(3, 5).to(torch.bfloat16), "odd": torch.ones(3, dtype=torch.uint8), "b": torch.randn(7)}
+    with ShmPublisher(tmp_path / "documents", "run") as shm:
+        specs = [(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()]
+        writer = shm.begin(VersionRef(1, 1), layout := make_layout(specs, bucket_bytes=20))
+        for tensor in tensors.values():
+            writer.append(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+        manifest = make_manifest(layout, VersionRef(1, 1), None, writer.digests())
+        document = Document.map_file(writer.commit(), manifest, layout).verify()
+    given = document.renamed(manifest).tensors()
+    staged = StagedDocument(given)
+    found = dict(mapped_tensors(staged.path, staged.entries))
+
+    assert staged._fd == -1 and given.file is not None  # nothing was copied
+    assert all(torch.equal(found[name], tensor) and given[name].dtype == tensor.dtype for name, tensor in
+               tensors.items())  # fmt: skip
+    path = staged.path
+    assert os.path.exists(path)
+    staged.close()
+    del document, given, staged
+    gc.collect()
+    assert not os.path.exists(path), "the file is closed with the last that refers to it"
+
+
+def test_a_document_is_staged_as_far_as_memory_reaches_and_read_from_there():
+    tensors = {name: torch.randn(100) for name in "abc"}
+    staged = StagedDocument(tensors)
+    staging = Staging(staged.path, staged.entries, torch.device("cpu"), spare_bytes=900)
+    found = dict(staging.tensors())
+
+    assert staging.done and staging.nbytes == 800 and list(staging._staged) == ["a", "b"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found["a"].data_ptr() == staging._staged["a"].data_ptr()
+    staged.close()
+
+
+def test_a_document_that_cannot_be_read_fails_in_the_load_and_not_beside_it():
+    staged = StagedDocument({name: torch.randn(100) for name in "abc"})
+    staged.entries[1] = ("b", "float32", [100_000], 0)
+    staging = Staging(staged.path, staged.entries, torch.device("cpu"), spare_bytes=1 << 20)
+
+    with pytest.raises(ValueError, match="buffer length"):
+        dict(staging.tensors())
+    assert staging.done and list(staging._staged) == ["a"]
+    staged.close()
 
 
 def test_labels_become_versions_and_what_is_not_ours_is_refused():
