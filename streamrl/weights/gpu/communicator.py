@@ -1,16 +1,18 @@
 """The communicator interface, and deadlines around collective calls that may never return.
 
-Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each call
-runs in a thread of its own with a deadline. `abort` from another thread ends a call in progress; a thread that does not
-return even then is abandoned and counted.
+Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each
+communicator's calls run in a thread of its own, with a deadline. `abort` from another thread ends a call in progress; a
+thread that does not return even then is abandoned and counted.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +69,41 @@ class CommunicatorStuck(EngineError):
     """A call neither returns nor can be aborted: the process must be restarted."""
 
 
+@dataclass(slots=True)
+class _Call:
+    work: Callable[[], Any]
+    value: Any = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class CallingThread:
+    """A thread that makes blocking calls, one after another, until one of them never returns."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def begin(self, work: Callable[[], Any]) -> _Call:
+        call = _Call(work)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """Let it end once its call has returned."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call.value = call.work()
+            except BaseException as error:  # re-raised in the waiting thread
+                call.error = error
+            finally:
+                call.done.set()
+
+
 class Threads:
     """Runs blocking calls in threads that can be abandoned; counts those that never returned."""
 
@@ -81,37 +118,33 @@ class Threads:
             self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
             return len(self._abandoned)
 
-    def run(self, work: Callable[[], Any], *, deadline_s: float, stop: threading.Event, what: str) -> Any:
+    def run(
+        self, work: Callable[[], Any], *, deadline_s: float, stop: threading.Event, what: str,
+        caller: CallingThread | None = None,
+    ) -> Any:
         """What `work` returns or raises.
 
+        Args:
+            caller: makes the call; None starts a thread for it.
         Raises:
-            CommunicatorError: not done within `deadline_s`, or `stop` was set. The thread still runs: end its call and
-                `join` it, or `abandon` it. The error's `thread` is the one.
+            CommunicatorError: not done within `deadline_s`, or `stop` was set. The thread still runs and takes no more
+                calls: end its call and `join` it, or `abandon` it. The error's `thread` is the one.
         """
-        outcome: list[Any] = []
-        done = threading.Event()
-
-        def body() -> None:
-            try:
-                outcome.append((work(), None))
-            except BaseException as error:  # re-raised in the waiting thread
-                outcome.append((None, error))
-            finally:
-                done.set()
-
-        thread = threading.Thread(target=body, name=what, daemon=True)
-        thread.start()
+        one = caller or CallingThread(what)
+        call = one.begin(work)
+        if caller is None:
+            one.end()
         deadline = time.monotonic() + deadline_s
-        while not done.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic()))):
+        while not call.done.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic()))):
             late = time.monotonic() >= deadline
             if late or stop.is_set():
+                one.end()
                 error = CommunicatorError(f"{what} was not done in {deadline_s:g} s" if late else f"{what} was stopped")
-                error.thread = thread  # type: ignore[attr-defined]
+                error.thread = one.thread  # type: ignore[attr-defined]
                 raise error
-        value, error = outcome[0]
-        if error is not None:
-            raise error
-        return value
+        if call.error is not None:
+            raise call.error
+        return call.value
 
     def abandon(self, thread: threading.Thread) -> None:
         with self._lock:
@@ -134,6 +167,7 @@ class GuardedCommunicator:
         self._inner: Communicator | None = None
         self._stop = threading.Event()
         self._dead = False
+        self._caller = CallingThread(what)
 
     def form(self, deadline_s: float) -> None:
         """Connect and test.
@@ -169,8 +203,10 @@ class GuardedCommunicator:
     def close(self) -> None:
         """Leave the group; a healthy communicator is closed, a stopped one aborted."""
         if self._inner is None or self._dead:
+            self._caller.end()
             return
         self._dead = True
+        self._caller.end()
         # Closing waits for the other ranks in some versions of NCCL; aborting does not.
         self._end(self._inner)
 
@@ -179,9 +215,12 @@ class GuardedCommunicator:
         if self._dead or (inner is not None and self._stop.is_set()):
             raise CommunicatorError(f"{self._what} is over")
         try:
-            return self._threads.run(work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}")
+            return self._threads.run(
+                work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}", caller=self._caller
+            )
         except Exception as error:
             self._dead = True
+            self._caller.end()
             thread = getattr(error, "thread", None)
             if inner is not None:
                 self._end(inner)

@@ -6,7 +6,8 @@ Buckets travel as bytes, so their dtype never matters; cupy is given addresses o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,11 +87,27 @@ class CupyNccl:
         return unique_id_bytes(self._nccl.get_unique_id())
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> CupyCommunicator:
-        with torch.cuda.device(self.device), self._cupy.cuda.Device(self.device.index):
+        with torch.cuda.device(self.device), self._cupy.cuda.Device(self.device.index), named_errors():
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
             native = unique_id_for(self._cupy.__version__, unique_id)
             inner = self._nccl.NcclCommunicator(world, native, rank)
         return CupyCommunicator(self._nccl, inner, self.device, world)
+
+
+_NUMBERS = {6: "remote error", 7: "operation in progress", 8: "a timeout"}
+"""Results of NCCL that cupy has no name for: it raises a KeyError of the number."""
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Inside, an error of NCCL that cupy cannot name keeps its number."""
+    try:
+        yield
+    except KeyError as error:
+        number = error.args[0] if error.args else None
+        if not isinstance(number, int):
+            raise
+        raise WeightsError(f"NCCL error {number} ({_NUMBERS.get(number, 'unknown to cupy')})") from error
 
 
 class CupyCommunicator:
@@ -99,9 +116,10 @@ class CupyCommunicator:
     def __init__(self, nccl: Any, inner: Any, device: torch.device, world: int) -> None:
         self._nccl, self._inner, self._device, self._world = nccl, inner, device, world
         self._stream = torch.cuda.Stream(device)
+        self._aborted = False
 
     def test(self) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), named_errors():
             one = torch.ones(1, dtype=torch.int32, device=self._device)
             self._stream.wait_stream(torch.cuda.current_stream())
             address, nccl = one.data_ptr(), self._nccl
@@ -114,14 +132,18 @@ class CupyCommunicator:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device != self._device:
             raise WeightsError(f"a broadcast moves contiguous bytes on {self._device}, got {buffer.dtype} there: "
                                f"{buffer.device}")
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), named_errors():
             self._stream.wait_stream(torch.cuda.current_stream())
             self._inner.bcast(buffer.data_ptr(), buffer.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
             self._stream.synchronize()
+            # An abort ends the kernel that was waited for, then frees what would be asked.
+            if self._aborted:
+                raise WeightsError("the communicator was aborted")
             self._inner.check_async_error()
 
     def abort(self) -> None:
-        with torch.cuda.device(self._device):
+        self._aborted = True
+        with torch.cuda.device(self._device), named_errors():
             self._inner.abort()
 
     def close(self) -> None:

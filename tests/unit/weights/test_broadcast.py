@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +23,7 @@ from streamrl.weights.gpu import broadcast_member, communicator
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.broadcast_member import BroadcastMember
 from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
-from streamrl.weights.gpu.nccl import CupyNccl, unique_id_bytes, unique_id_for
+from streamrl.weights.gpu.nccl import CupyCommunicator, CupyNccl, named_errors, unique_id_bytes, unique_id_for
 from streamrl.weights.manifest import document_nbytes
 from tests.fakes.communicator import FakeLibrary
 from tests.unit.weights.conftest import random_bytes
@@ -376,3 +378,82 @@ def test_nccl_without_cupy_says_what_to_install(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"pip install 'streamrl\[nccl\]'"):
         CupyNccl("cuda")
+
+
+def test_all_calls_of_a_communicator_are_made_by_one_thread_that_ends_with_it():
+    library, callers = FakeLibrary(), []
+    unique_id, connect = library.unique_id(), library.connect
+
+    def noted(*place):
+        callers.append(threading.current_thread())
+        inner = connect(*place)
+        broadcast = inner.broadcast
+        inner.broadcast = lambda buffer: (callers.append(threading.current_thread()), broadcast(buffer))
+        return inner
+
+    library.connect = noted
+    guard = GuardedCommunicator(library, Threads(), rank=0, world=1, unique_id=unique_id, what="epoch 1")
+    guard.form(30.0)
+    for _ in range(3):
+        guard.broadcast(torch.zeros(4, dtype=torch.uint8), 30.0)
+    guard.close()
+
+    assert len(callers) == 4 and len(set(callers)) == 1
+    callers[0].join(30)
+    assert not callers[0].is_alive()
+
+
+class FakeStream:
+    """Waits for its kernel, which only an abort ends."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: object) -> None:
+        self.waiting, self.ended = threading.Event(), threading.Event()
+
+    def wait_stream(self, _other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.waiting.set()
+        assert self.ended.wait(30)
+
+
+def test_an_aborted_communicator_is_not_asked_for_its_error(monkeypatch):
+    """Its memory may be gone: the abort ends the kernel that a broadcast waits for before it has freed everything."""
+    stream, freed, asked = FakeStream(), threading.Event(), []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+
+    def abort() -> None:
+        stream.ended.set()
+        assert freed.wait(30)
+
+    inner = SimpleNamespace(bcast=lambda *_: None, abort=abort, check_async_error=lambda: asked.append(1))
+    one = CupyCommunicator(SimpleNamespace(NCCL_UINT8=1), inner, torch.device("cpu"), 2)
+    outcome: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            one.broadcast(torch.zeros(4, dtype=torch.uint8))
+        except WeightsError as error:
+            outcome.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (receive, one.abort)]
+    threads[0].start()
+    assert stream.waiting.wait(30)
+    threads[1].start()
+    threads[0].join(30)
+    freed.set()
+    threads[1].join(30)
+
+    assert "aborted" in str(outcome[0]) and not asked
+
+
+@pytest.mark.parametrize(("number", "words"), [(6, "NCCL error 6 .remote error"), (7, "NCCL error 7 .operation in")])
+def test_errors_of_nccl_that_cupy_cannot_name_keep_their_number(number, words):
+    with pytest.raises(WeightsError, match=words), named_errors():
+        raise KeyError(number)
+    with pytest.raises(KeyError), named_errors():
+        raise KeyError("another")
