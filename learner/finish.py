@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from learner.model.export import export_model
+from learner.model.paths import wire_dtype
 from learner.run import Run
 from streamrl.errors import StreamrlError
 
@@ -13,11 +14,14 @@ log = logging.getLogger("streamrl.learner")
 
 def finish(run: Run, *, completed: bool) -> None:
     """Collective over the ranks; unless the run is `completed`, actors wait for a resumed learner."""
+    run.settle_publish()
     run.save()
+    run.saving.settle()
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
         lora = run.config.policy.lora if run.adapter is not None else None
-        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora)
+        dtype = wire_dtype(run.config.publish.dtype, run.ranks.device)  # as actors had it
+        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora, dtype=dtype)
         log.info("the trained model is in %s", exported)
     if completed and not (run.config.trainer.eval_only and run.version == 0):
         run.evaluate(wait=True)

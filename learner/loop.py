@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch
-from learner.model.gradients import BatchResult, optimizer_step
+from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
 from learner.model.policy import Policy
 from learner.objective.objective import Objective
 from learner.run import Run
@@ -59,8 +60,11 @@ def update(run: Run, minibatches: list[list[MicroBatch]]) -> tuple[Meter, BatchR
                 with run.timed("score"):
                     run.score(batch)  # for what all steps share: losses that must see the whole batch first, anchors
             with run.timed("forward_backward"):
-                for micro_batch in minibatch:
+                last = max((at for at, one in enumerate(minibatch) if one.has_gradient), default=0)
+                for at, micro_batch in enumerate(minibatch):
+                    reduce_gradients(run.policy, at == last or not run.config.learner.reduce_once)
                     forward_backward(run.policy, micro_batch, run.objective)
+                    run.poll()
         if number == 0:
             with run.timed("critic"):
                 run.fit_critic(batch)
@@ -77,8 +81,10 @@ def update(run: Run, minibatches: list[list[MicroBatch]]) -> tuple[Meter, BatchR
     return total, BatchResult(tuple(results))
 
 
-def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> float:
-    """Add the gradients, if it has any, of one micro-batch; returns its share of the loss. The objective measures it.
+def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objective) -> Tensor:
+    """Add the gradients, if it has any, of one micro-batch, which the objective measures; its share of the loss, 0-d.
+
+    Nothing is read from the device: a GPU would run dry while it is waited for.
 
     The loss is normalized by counts of the whole batch, so gradients of micro-batches and ranks simply add up. FSDP2
     divides their sum over data-parallel ranks by the number of these; the loss is multiplied by it, which cancels.
@@ -93,4 +99,4 @@ def forward_backward(policy: Policy, micro_batch: MicroBatch, objective: Objecti
         (loss * objective.ranks.mesh.dp_size).backward()
     else:
         reshard(policy)  # no backward pass will free the gathered root, whose gradients would be lost with it
-    return float(loss.detach())
+    return loss.detach()

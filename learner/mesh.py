@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -100,6 +100,8 @@ class Ranks:
         device: where this rank computes.
         fsdp_mesh: what FSDP2 shards over; None in a lone process that does not shard.
         activity: what this process does at the moment, for those who watch it.
+        timeout_s: a collective that waits longer for another rank raises.
+        group: of the collectives below; None is all ranks' own.
     """
 
     rank: int = 0
@@ -107,6 +109,8 @@ class Ranks:
     device: torch.device = torch.device("cpu")
     fsdp_mesh: DeviceMesh | None = None
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+    timeout_s: float = 600.0
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
@@ -130,7 +134,16 @@ class Ranks:
             backend, timeout=timedelta(seconds=timeout_s), device_id=where if where.type == "cuda" else None, **alone
         )
         # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
-        return cls(rank, mesh, where, init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",)))
+        fsdp_mesh = init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",))
+        return cls(rank, mesh, where, fsdp_mesh, timeout_s)
+
+    def beside(self) -> Ranks:
+        """The same ranks over another group, for a thread beside training: in one group, collectives of two threads
+        would be taken for one another. On the host, so that they do not wait for a GPU either. A collective call."""
+        if self.mesh.world == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return replace(self, device=torch.device("cpu"), group=group, activity=Activity())
 
     @property
     def dp_rank(self) -> int:
@@ -166,7 +179,7 @@ class Ranks:
         padded[: len(values)] = torch.tensor(list(values), dtype=torch.float64)
         everyone = [torch.empty_like(padded) for _ in range(world)]
         with self.activity.in_collective("all_gather"):
-            dist.all_gather(everyone, padded)
+            dist.all_gather(everyone, padded, group=self.group)
         return [row.tolist()[:length] for row, length in zip(everyone, lengths, strict=True)]
 
     # --- sums over the batch and over the model -----------------------------------------------------------------
@@ -188,6 +201,14 @@ class Ranks:
         rows = self.gather([float(len(data)), *padded.tolist()])
         return [np.array(words, dtype="<u4").tobytes()[: int(length)] for length, *words in rows]
 
+    def add_up(self, values: Tensor) -> Tensor:
+        """Sums of an integer tensor over all ranks, entry by entry, modulo its range; on this group's device."""
+        values = values.to(self.device)
+        if self.mesh.world > 1:
+            with self.activity.in_collective("all_reduce"):
+                dist.all_reduce(values, group=self.group)
+        return values
+
     def sum_over_shards(self, value: float) -> float:
         """The sum over the parts of the model in float64, each counted once."""
         return self._reduce([value if self.mesh.is_first_of_shard(self.rank) else 0.0])[0]
@@ -197,7 +218,7 @@ class Ranks:
             return [float(value) for value in values]
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         with self.activity.in_collective("all_reduce"):
-            dist.all_reduce(tensor, op)
+            dist.all_reduce(tensor, op, group=self.group)
             return tensor.tolist()  # on a GPU it is here that the result is waited for
 
 

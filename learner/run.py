@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from learner.adapter.base import AdapterOf
-from learner.checkpoint.checkpoint import save_checkpoint
 from learner.checkpoint.run_lock import RunLock
+from learner.checkpoint.saving import Saving
+from learner.checkpoint.shards import training_tensors
 from learner.control.staleness import StalenessControl
 from learner.data.packing import MicroBatch, pack_minibatches
 from learner.data.trajectories import Trajectory, TrajectoryReader
@@ -33,7 +35,7 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
 from learner.publish.probe import Prober
-from learner.publish.publisher import Publisher
+from learner.publish.publishing import Publishing
 from learner.publish.rounding import with_wire_precision
 from learner.record.process_use import ProcessUse
 from learner.record.recorder import Recorder
@@ -42,8 +44,8 @@ from learner.stop_flag import StopFlag
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config, PublishWhen
-from streamrl.errors import TaskError, WeightsError
-from streamrl.messages import Base, BatchShare, Lineage, PlanRow, VersionRef
+from streamrl.errors import TaskError
+from streamrl.messages import BatchShare, Lineage, PlanRow, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
 
@@ -70,7 +72,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     objective: Objective
-    publisher: Publisher
+    publishing: Publishing
+    saving: Saving
     hub: HubLink
     beats: RankBeats
     reader: TrajectoryReader
@@ -90,18 +93,12 @@ class Run:
     eval_sets: Sequence[EvalSet] = ()
     """Where evaluations get their prompts; by default as the config says."""
     adapter: AdapterOf | None = None
-    base: tuple[Base, str] | None = None
     process_use: ProcessUse = field(init=False)
     model_dir: Path = Path()
-    assets_path: str = ""
-    saved_version: int = -1
     shares_prompts: bool = False
-    num_failed_publishes: int = 0
-    published_bytes: int = 0
     times: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
     _regulated_at: float = 0.0
-    _published_before: bool = False
 
     def __post_init__(self) -> None:
         self.process_use = ProcessUse(self.ranks.device)
@@ -231,42 +228,41 @@ class Run:
     # --- publishing and evaluation ------------------------------------------------------------------------------
 
     def publish_if_due(self) -> None:
-        """Publish, unless actors have this version or do as well with the one they have; a collective call."""
+        """Publish, unless actors have this version or do as well with the one they have; a collective call.
+
+        The version before is announced first, also where none is due: the ledger takes them in order.
+        """
+        with self.timed("publish"):
+            self.settle_publish()
         asked_for = self._eval_due or self.step == self.config.trainer.num_steps
         if self.staleness.publish_due(self.version, asked_for=asked_for):
             self.publish()
 
     def publish(self) -> None:
-        """Make the current weights available to every actor under the current version; a collective call."""
-        with self.timed("publish"):
-            published = self._stage_and_announce()
-        if self.ranks.maximum(float(published)) > 0.0:
-            self.staleness.published(self.version)
+        """Make the current weights available to every actor under the current version; a collective call.
 
-    def _stage_and_announce(self) -> bool:
-        """Whether it succeeded, on rank 0; False elsewhere."""
-        probe = None
-        if self.prober is not None and self.prober.due(self.version):
-            with self.with_wire_precision():
-                probe = self.prober.probe_if_due(self.version)
-        try:
-            published = self.publisher.publish(VersionRef(self.learner_epoch, self.version))
-        except WeightsError as error:
-            if not self._published_before:
-                raise  # a path that never worked is a broken set-up, not bad luck
-            log.error("version %d is skipped, actors keep the one before: %s", self.version, error)
-            self.num_failed_publishes += 1
-            return False
-        if published is None:
-            return False
-        first, self.published_bytes = not self._published_before, published.nbytes
-        self.hub.publish(
-            msgspec.structs.replace(published.manifest, probe=probe), str(published.path), published.nbytes,
-            self.publisher.layout if first else None, self.assets_path if first else "", published.device_manifest,
-            base=self.base if first else None,
-        )
-        self._published_before = True
-        return True
+        It may return while they are being written: `settle_publish` waits for that.
+        """
+        with self.timed("publish"):
+            self.settle_publish()
+            probe = None
+            if self.prober is not None and self.prober.due(self.version):
+                with self.with_wire_precision():
+                    probe = self.prober.probe_if_due(self.version)
+            self.publishing.stage(VersionRef(self.learner_epoch, self.version), probe)
+            if not self.publishing.beside:
+                self.settle_publish()
+
+    def settle_publish(self) -> None:
+        """Wait until the last version is written and announced; a collective call."""
+        if (ref := self.publishing.settle()) is not None:
+            self.staleness.published(ref.version)
+
+    def poll(self) -> None:
+        """Rank 0 tells the hub what threads beside training have finished; never waits."""
+        if self.ranks.rank == 0:
+            self.publishing.poll()
+            self.saving.poll()
 
     def evaluate(self, *, wait: bool) -> None:
         """Score held-out prompts with at least the current version; rank 0 asks, actors do it."""
@@ -313,30 +309,30 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Model, optimizer, RNG and the ledger in one checkpoint; a collective call. Then, and only then, DURABLE."""
-        if self.version == self.saved_version:
+        """Model, optimizer, RNG and the ledger in one checkpoint; a collective call. Then, and only then, DURABLE.
+
+        It may return while the checkpoint is being written: `saving.settle` waits for that.
+        """
+        if self.version == self.saving.version:
             return
         with self.timed("checkpoint"):
-            recorder, rank_zero = self.recorder, self.ranks.rank == 0
             moving = self.reference if self.config.reference.sync_every_steps else None
             beside = [network for network in (self.critic, self.proximal, moving) if network is not None]
-            extra = {
-                "run_id": self.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": self.steps_per_batch,
-                "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
-                "wall_s": recorder.wall_s if recorder else 0.0,
-                "trained_tokens": recorder.trained_tokens if recorder else 0,
-                "adapter": self.adapter.to_plain() if self.adapter is not None else None,
-                "controls": {"loss": self.loss_weights.to_plain(), "staleness": self.staleness.to_json(),
-                             "scores": self.objective.reward_rules_state()},
-            }
-            save_checkpoint(
-                self.run_dir, self.version, self.policy, self.optimizer, self.ranks, extra=extra,
-                blobs={"ledger": self.hub.freeze(self.version)} if rank_zero else {}, lock=self.lock,
-                num_keep=self.config.checkpoint.num_keep, also=(pair for one in beside for pair in one.tensors()),
-            )
-            if rank_zero:
-                self.hub.saved(self.version)
-            self.saved_version = self.version
+            also = (pair for one in beside for pair in one.tensors())
+            self.saving.save(self.version, training_tensors(self.policy, self.optimizer, also), self._remembered())
+
+    def _remembered(self) -> dict[str, Any]:
+        """What a resumed run must know beside the tensors."""
+        recorder = self.recorder
+        return {
+            "run_id": self.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": self.steps_per_batch,
+            "lineage": [[row.learner_epoch, row.first, row.last] for row in self.lineage],
+            "wall_s": recorder.wall_s if recorder else 0.0,
+            "trained_tokens": recorder.trained_tokens if recorder else 0,
+            "adapter": self.adapter.to_plain() if self.adapter is not None else None,
+            "controls": {"loss": self.loss_weights.to_plain(), "staleness": self.staleness.to_json(),
+                         "scores": self.objective.reward_rules_state()},
+        }
 
     def record(self, step: int, meter: Meter, result: BatchResult) -> None:
         """One row of metrics and the step's samples; every rank calls it, rank 0 writes."""
@@ -356,8 +352,8 @@ class Run:
         meter.add_all({
             "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
             "policy/num_skipped_steps": float(result.num_skipped),
-            "hub/num_failed_publishes": float(self.num_failed_publishes),
-            "throughput/published_bytes": float(self.published_bytes), "meter/num_nonfinite": 0.0,
+            "hub/num_failed_publishes": float(self.publishing.num_failed),
+            "throughput/published_bytes": float(self.publishing.nbytes), "meter/num_nonfinite": 0.0,
         })
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
         self.recorder.samples(step, self.samples.take())

@@ -21,6 +21,7 @@ from learner.adapter.base import check_resumed, describe_adapter, publish_base
 from learner.adapter.lora import adapter_parameters
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
+from learner.checkpoint.saving import Saving
 from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import TrajectoryReader
@@ -40,8 +41,10 @@ from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
 from learner.preflight import check_settings, checked_eval_sets, template_text
+from learner.publish.background import Background
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.publishing import Publishing
 from learner.publish.rounding import round_frozen
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
@@ -50,6 +53,7 @@ from learner.stop_flag import StopFlag
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.rules import largest_max_lag, lookahead, steps_per_batch
 from streamrl.config.schema import Config, SkipZeroAdvantage
+from streamrl.config.schema_system import BesideTraining
 from streamrl.environment import Task
 from streamrl.messages import Base
 from streamrl.weights.assets import pack_assets
@@ -172,13 +176,18 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
             num_steps=config.trainer.num_steps * steps_per_batch(config),
             lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
         ),
-        objective=objective, publisher=_make_publisher(config, networks.policy, ranks, shm, lock), stop=stop, lock=lock,
-        adapter=adapter, base=_publish_base(config, networks.policy, ranks, shm) if adapter else None,
+        objective=objective, publishing=_make_publishing(config, networks.policy, ranks, shm, lock, hub), stop=stop,
+        lock=lock, adapter=adapter,
+        saving=Saving(
+            run_dir, hub, ranks, num_keep=config.checkpoint.num_keep, lock=lock,
+            beside=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
+            version=past.version if past.checkpoint is not None else -1,
+        ),
         prober=_make_prober(config, networks.policy, model_dir, ranks.device), hub=hub,
         hub_process=hub_process, shm=shm, reader=reader, model_dir=model_dir, samples=samples,
-        eval_sets=sets, saved_version=past.version if past.checkpoint is not None else -1,
-        shares_prompts=networks.shares_prompts,
+        eval_sets=sets, shares_prompts=networks.shares_prompts,
     )
+    hub.meanwhile = run.poll
     if rank_zero:
         _finish_rank_zero(run, past)
     return run
@@ -212,15 +221,27 @@ def fit_to_records(config: Config, task: Task) -> list[EvalSet]:
     return sets
 
 
-def _make_publisher(
-    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, lock: RunLock | None
-) -> Publisher:
-    trained = adapter_parameters(policy) if config.policy.lora.rank else policy_parameters(policy.model)
-    return Publisher(
-        trained, wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
-        bucket_bytes=config.publish.bucket_bytes, shm=shm, rank=ranks.rank, fence=lock.check if lock else None,
+def _make_publishing(
+    config: Config, policy: Policy, ranks: Ranks, shm: ShmPublisher | None, lock: RunLock | None, hub: HubLink
+) -> Publishing:
+    """A collective call."""
+    adapted = bool(config.policy.lora.rank)
+    publisher = Publisher(
+        adapter_parameters(policy) if adapted else policy_parameters(policy.model),
+        wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
+        bucket_bytes=config.publish.bucket_bytes, shm=shm, ranks=ranks, fence=lock.check if lock else None,
         fold=bool(device_transports(config.publish.transports, setting="publish.transports")),
     )
+    return Publishing(
+        publisher, hub, ranks, base=_publish_base(config, policy, ranks, shm) if adapted else None,
+        beside=background_of(config.publish.beside_training, ranks, "publish"),
+    )
+
+
+def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[Any] | None:
+    """A thread beside training where the setting asks for one here; a collective call."""
+    asked = wish is BesideTraining.always or (wish is BesideTraining.auto and ranks.device.type == "cuda")
+    return Background(ranks, name) if asked else None
 
 
 def _publish_base(
@@ -257,7 +278,7 @@ def _restored_controls(config: Config, past: ResumeState) -> tuple[LossWeights, 
 def _finish_rank_zero(run: Run, past: ResumeState) -> None:
     assets = run.run_dir / "assets.msgpack"
     assets.write_bytes(pack_assets(run.model_dir))
-    run.assets_path = str(assets)
+    run.publishing.assets_path = str(assets)
     run.hub.wait_until_up()
     dtype = compute_dtype(run.config.policy.dtype, run.ranks.device)
     run.recorder = Recorder(
@@ -308,6 +329,8 @@ def tear_down(run: Run) -> None:
     """Close sockets, shared memory and process group; safe after any failure."""
     run.samples.close()
     run.beats.close()
+    run.publishing.close()
+    run.saving.close()
     run.hub.close()
     if run.hub_process is not None:
         run.hub_process.abandon()

@@ -116,7 +116,7 @@ def publish_base(
     """
     publisher = Publisher(
         list(base_parameters(policy)), wire_dtype=wire_dtype, bucket_bytes=config.publish.bucket_bytes, shm=shm,
-        rank=ranks.rank, for_good=True,
+        ranks=ranks, for_good=True,
     )
     try:
         published = publisher.publish(BASE_REF)

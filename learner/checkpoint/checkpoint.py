@@ -18,7 +18,6 @@ import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
-from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
+from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.mesh import Ranks
 from streamrl.errors import CheckpointError, RunLockedError
 
@@ -63,18 +62,29 @@ class Checkpoint:
 
 def save_checkpoint(
     run_dir: Path | str, version: int, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *,
+    also: Iterable[tuple[str, Tensor]] = (), **what: Any,
+) -> Path:
+    """`write_checkpoint` of a policy and its optimizer.
+
+    Args:
+        also: (key, tensor) of more tensors, sharded as the policy's; read them back from `Checkpoint.shards()`. Keys
+            must not begin with model/, optim/ or rng/.
+    """
+    return write_checkpoint(run_dir, version, training_tensors(policy, optimizer, also), ranks, **what)
+
+
+def write_checkpoint(
+    run_dir: Path | str, version: int, tensors: Iterable[tuple[str, Tensor]] | Copied, ranks: Ranks, *,
     extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, lock: RunLock | None = None,
-    also: Iterable[tuple[str, Tensor]] = (),
 ) -> Path:
     """Write `ckpt-<version>` and point LATEST at it; a collective call. When it returns, the checkpoint is durable.
 
     Args:
+        tensors: (key, tensor) of what is saved, or a copy of it.
         extra: anything that JSON holds (learner_epoch, lineage, ...), of rank 0.
         blobs: name -> bytes (the ledger's state), of rank 0.
         num_keep: this many checkpoints stay, at least one.
         lock: checked right before the checkpoint becomes visible.
-        also: (key, tensor) of more tensors, sharded as the policy's; read them back from `Checkpoint.shards()`. Keys
-            must not begin with model/, optim/ or rng/.
     Raises:
         CheckpointError: a rank could not write; on every rank, with nothing made visible.
         RunLockedError: a newer learner owns the run; on every rank.
@@ -83,7 +93,6 @@ def save_checkpoint(
     tag = ranks.from_rank_zero(float(secrets.randbits(40)))
     draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
     draft.mkdir(parents=True, exist_ok=True)
-    tensors = chain(training_tensors(policy, optimizer), also)
     entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
     if ranks.maximum(float(failure is not None)):
         raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
@@ -134,7 +143,7 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
 
 
 def _write_mine(
-    draft: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks, blobs: Mapping[str, bytes]
+    draft: Path, tensors: Iterable[tuple[str, Tensor]] | Copied, ranks: Ranks, blobs: Mapping[str, bytes]
 ) -> tuple[list[tuple[int, bytes]], Exception | None]:
     """Sizes and digests of this rank's files, or the error."""
     try:

@@ -67,8 +67,10 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
-def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """(key, tensor) of trained weights, persistent buffers and optimizer states; tied weights once.
+def training_tensors(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, also: Iterable[tuple[str, Tensor]] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """(key, tensor) of trained weights, persistent buffers and optimizer states, then `also`; tied weights once.
 
     Frozen weights are those of the model that the run started from, and not saved again.
     """
@@ -80,6 +82,51 @@ def training_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Ite
     for name, buffer in policy.named_buffers():
         if name in persistent:
             yield f"model/{name}", buffer
+    yield from also
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """What this rank holds of a tensor, and where it lies in it."""
+
+    box: Box
+    whole: tuple[int, ...]
+    part: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Block:
+        return cls(local_box(tensor), tuple(tensor.shape), local_part(tensor).contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Tensors of one moment in host memory, and the states of the random generators at that moment."""
+
+    blocks: tuple[tuple[str, Block], ...]
+    generators: Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def copied(tensors: Iterable[tuple[str, Tensor]]) -> Copied:
+    """Copy this rank's blocks to the host, from a GPU at the rate of pinned memory: training may go on."""
+    blocks, cuda = [], False
+    for key, tensor in tensors:
+        block = Block.of(tensor.detach())
+        cuda = cuda or block.part.is_cuda
+        target = torch.empty(block.part.shape, dtype=block.part.dtype, pin_memory=block.part.is_cuda)
+        target.copy_(block.part, non_blocking=True)
+        blocks.append((key, Block(block.box, block.whole, target)))
+    if cuda:
+        torch.cuda.current_stream().synchronize()
+    return Copied(tuple(blocks), generator_states())
+
+
+def generator_states() -> dict[str, Tensor]:
+    """Of the random generators of this process, as bytes."""
+    states = {"rng/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng/cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,18 +143,16 @@ def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
     return value
 
 
-def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]] | Copied) -> None:
     """This rank's blocks, and its random generators, in one safetensors file."""
-    parts: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        parts["rng/cuda"] = torch.cuda.get_rng_state()
+    held = isinstance(tensors, Copied)
+    parts: dict[str, Tensor] = dict(tensors.generators if held else generator_states())
     boxes: dict[str, Any] = {}
-    for key, tensor in tensors:
-        box = local_box(tensor)
-        if tensor.numel() and 0 in box.shape:
+    for key, block in tensors.blocks if held else ((key, Block.of(tensor)) for key, tensor in tensors):
+        if math.prod(block.whole) and 0 in block.box.shape:
             continue  # this rank got no rows of a small tensor
-        parts[key] = local_part(tensor).contiguous()
-        boxes[key] = {"offset": box.offset, "whole": tuple(tensor.shape)}
+        parts[key] = block.part
+        boxes[key] = {"offset": block.box.offset, "whole": block.whole}
     save_file(parts, path, metadata={"boxes": json.dumps(boxes)})
 
 

@@ -62,6 +62,8 @@ class HubLink:
         self._asked: set[int] = set()  # evaluations without a result
         self._eval_moved_at = -math.inf  # when an evaluation's answer was last scored; actors may do nothing else
         self.halted: str | None = None
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called at every turn of a wait, in the waiting thread; it may send."""
         self._ready = RankReady(rank, world, version)
         self._check_hub, self._stop_requested = check_hub, stop_requested
         self._stall_report_s, self._stall_fail_s = stall_report_s, stall_fail_s
@@ -188,6 +190,7 @@ class HubLink:
 
     def _receive(self) -> Message | None:
         """The next message, or None after a short wait; keeps `status` and `evals`."""
+        self.meanwhile()
         if not self._socket.poll(POLL_MS):
             self._check_hub()
             silent_s = time.monotonic() - self._heard_at

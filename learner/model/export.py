@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -27,25 +28,27 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 @torch.no_grad()
 def export_model(
     policy: Policy, model_dir_source: Path | str, out_dir: Path | str, ranks: Ranks | None = None, *,
-    lora: LoraConfig | None = None,
+    lora: LoraConfig | None = None, dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write weights and config of the policy, and every other small file (tokenizer, templates) of its first model.
 
-    A collective call: tensors are gathered one at a time and kept in host memory by rank 0, which writes. An existing
-    `out_dir` is replaced in one step when the new one is complete.
+    A collective call: tensors are cast, gathered one at a time and kept in host memory by rank 0, which writes. An
+    existing `out_dir` is replaced in one step when the new one is complete.
 
     Args:
+        dtype: of the weights.
         lora: of a policy with an adapter, which is merged here and also written on its own, in peft's form, to the
             folder `adapter` beside `out_dir`.
     """
     out_dir, source = Path(out_dir), Path(model_dir_source)
     ranks = ranks or Ranks()
-    adapter = _gather(adapter_parameters(policy), ranks) if lora is not None else {}
-    weights = _gather(base_parameters(policy) if lora is not None else policy_parameters(policy.model), ranks)
+    adapter = _gather(adapter_parameters(policy), ranks, torch.float32) if lora is not None else {}
+    named = base_parameters(policy) if lora is not None else policy_parameters(policy.model)
+    weights = _gather(named, ranks, dtype if lora is None else torch.float32)  # rounded once: after it is merged
     if ranks.rank == 0:
         if lora is not None:
             whole = {name: weight.float() for name, weight in weights.items()}
-            weights = dict(merged(whole, adapter, scale_of(lora)))
+            weights = {name: weight.to(dtype) for name, weight in merged(whole, adapter, scale_of(lora))}
             with _replacing(out_dir.with_name("adapter")) as draft:
                 save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
         with _replacing(out_dir) as draft:
@@ -53,18 +56,28 @@ def export_model(
                 if path.is_file() and not path.name.endswith(_WEIGHTS):
                     shutil.copyfile(path, draft / path.name)
             policy.model.save_pretrained(draft, state_dict=weights)
+            _say_type(draft / "config.json", dtype)  # the model's own parameters are the masters
     ranks.barrier()
     return out_dir
 
 
-def _gather(parameters: Iterable[tuple[str, Tensor | Dequantized]], ranks: Ranks) -> dict[str, Tensor]:
+def _gather(
+    parameters: Iterable[tuple[str, Tensor | Dequantized]], ranks: Ranks, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Whole tensors in host memory, on rank 0; a collective call."""
     found = {}
     for name, parameter in parameters:
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor | Dequantized) else parameter
+        cast = parameter.detach().to(dtype) if isinstance(parameter, Tensor) else parameter
+        whole = cast.full_tensor() if isinstance(cast, DTensor | Dequantized) else cast
         if ranks.rank == 0:
-            found[name] = whole.detach().to("cpu", copy=True)
+            found[name] = whole.to("cpu", dtype, copy=True)
     return found
+
+
+def _say_type(path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from learner.mesh import Ranks, local_part
@@ -75,6 +76,15 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(norm, skipped, 0.0 if frozen else lr)
+
+
+def reduce_gradients(module: nn.Module, now: bool) -> None:
+    """Whether the next backward pass adds the gradients of all ranks up, or each rank keeps its own, whole, in float32.
+
+    The pass that does so last must: it adds up what was kept before, too.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(now)
 
 
 def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:

@@ -91,6 +91,7 @@ class Objective:
         self._outputs: dict[batch_stats.MicroBatchKey, tuple[MicroBatch, PassOutputs]] = {}
         self._advantages: dict[batch_stats.MicroBatchKey, Advantages] = {}
         self._watched: Collection[int] = ()
+        self._unmeasured: list[tuple[TokenBatch, LossTerms]] = []
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._first_version = self._version = 0
         self._meter = Meter()
@@ -211,7 +212,7 @@ class Objective:
 
     def begin_step(self, number: int) -> None:
         """The batch's optimizer step of this number, counted from 0, follows; `begin` is followed by number 0."""
-        self._version = self._first_version + number
+        self._version, self._unmeasured = self._first_version + number, []
         if number:
             self._meter = Meter()
         assert self._stats is not None, "begin_step() before begin()"
@@ -286,7 +287,7 @@ class Objective:
         # One row a trajectory from here on: masks, corrections and row weights are about whole trajectories.
         tokens = self._tokens(batch, batch.padded(logprobs), batch.padded(entropy))
         terms = self._terms(tokens)
-        self._measure(tokens, terms)
+        self._unmeasured.append((tokens.detached(), terms.detached()))  # read when no pass waits for it
         self._watch(tokens, terms)
         # Clips and vetoes would hide a broken policy: NaN must reach the gradients, so that the step is skipped.
         broken = tokens.mask & ~tokens.policy.isfinite()
@@ -377,6 +378,9 @@ class Objective:
 
         What is measured once a batch is among those of its first step.
         """
+        for tokens, terms in self._unmeasured:
+            self._measure(tokens, terms)
+        self._unmeasured = []
         # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()
         for totals in self.ranks.gather(self._meter.totals_for_ranks()):

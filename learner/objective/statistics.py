@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class LossTerms:
     lag_weights: Tensor | None  # factors on the losses of old tokens; None if all are 1
     clipped: Tensor  # bool, the trust region removed or bounded the token's gradient
     losses: Tensor  # differentiable, every weight applied and every regularizer added
+
+    def detached(self) -> LossTerms:
+        """The same values without the graph that they came from."""
+        return replace(self, losses=self.losses.detach())
 
 
 @torch.no_grad()

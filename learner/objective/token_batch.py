@@ -9,7 +9,7 @@ Legend: S trajectories of the micro-batch, A most action tokens of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -92,6 +92,12 @@ class TokenBatch:
     def behavior(self) -> Tensor:
         """Log-probs as the actors recorded them, [S, A]."""
         return self.micro.behavior_logprobs
+
+    def detached(self) -> TokenBatch:
+        """The same values without the graph that they came from."""
+        return replace(
+            self, policy=self.policy.detach(), entropy=None if self.entropy is None else self.entropy.detach()
+        )
 
     def scored(self, name: str) -> Tensor:
         """An output of the scoring pass that some part of the loss cannot do without."""

@@ -1,29 +1,41 @@
-"""The learner's side of weight transfer: gather, cast, digest, commit.
+"""The learner's side of weight transfer: cast, write, digest, commit.
 
-One uninterrupted block between the optimizer step and the next forward. All ranks walk the tensors in layout order and
-gather them one at a time; rank 0 copies each into the document that is being written, and every rank frees it at once.
-A rank that left the block early would leave the others in an all-gather, so a failure on rank 0 (no room, a newer
-learner) is remembered until the last gather is done, and rank 0 waits for no other process meanwhile.
+    rows     every rank casts the rows that it holds and writes them into the one file, which all of them see: nothing
+             is gathered. Then each digests its part of the buckets, and rank 0 commits.
+    gather   ranks on other hosts do not see it. All ranks walk the tensors in layout order and gather them one at a
+             time, in the document's type; rank 0 writes. A lone rank does the same, with nothing to gather.
+
+A rank that left in the middle would leave the others in a collective, so a failure (no room, a newer learner) is
+remembered until the last collective is done, and rank 0 waits for no other process meanwhile.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from learner.mesh import Ranks
+from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_parts
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
-from streamrl.weights.document import PIECE_BYTES
+from streamrl.weights.document import PIECE_BYTES, PROBE_BYTES
 from streamrl.weights.gpu.fold128 import DocumentFold
+from streamrl.weights.gpu.pinned import Download
 from streamrl.weights.manifest import DIGEST_FOLD128, document_nbytes, make_layout, make_manifest
 from streamrl.weights.shm.transport import ShmPublisher
 from streamrl.weights.shm.writer import DocumentWriter
+
+log = logging.getLogger("streamrl.learner")
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -48,7 +60,7 @@ def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
 
 
 class Publisher:
-    """Turns the policy's parameters into published documents; every rank has one, rank 0 writes.
+    """Turns the policy's parameters into published documents; every rank has one, rank 0 commits.
 
     Args:
         parameters: (checkpoint name, parameter), the same on all ranks; see `policy_parameters`. A parameter that
@@ -59,48 +71,83 @@ class Publisher:
         shm: owner of the documents' directory; rank 0 alone has it.
         fence: called right before the document becomes visible; raises if this learner no longer owns the run.
         slot_wait_s: longest that rank 0 waits for room, which is local work on this machine; then the version is
-            skipped. The other ranks are in their first gather meanwhile, so it must be far below their time-out.
+            skipped. The other ranks are in a collective meanwhile, so it must be far below their time-out.
         fold: also digest every tensor where it lies, for transports from GPU to GPU (digest_kind 1).
         for_good: what is published stays available until the learner ends.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, torch.Tensor]], *, wire_dtype: torch.dtype, bucket_bytes: int,
-        shm: ShmPublisher | None, rank: int = 0, fence: Callable[[], None] | None = None,
+        self, parameters: Sequence[tuple[str, Any]], *, wire_dtype: torch.dtype, bucket_bytes: int,
+        shm: ShmPublisher | None, ranks: Ranks | None = None, fence: Callable[[], None] | None = None,
         slot_wait_s: float = 15.0, fold: bool = False, for_good: bool = False,
     ) -> None:
-        if rank == 0 and shm is None:
+        self._ranks = ranks or Ranks()
+        if self._ranks.rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
-        first_names: dict[int, tuple[str, torch.Tensor]] = {}
+        first_names: dict[int, tuple[str, Any]] = {}
         for name, parameter in parameters:
             first_names.setdefault(id(parameter), (name, parameter))
         self._parameters = list(first_names.values())
-        self._wire_dtype, self._rank, self._shm = wire_dtype, rank, shm
+        self._wire_dtype, self._shm = wire_dtype, shm
         self._fence, self._fold = fence or (lambda: None), fold
         self._slot_wait_s, self._for_good = slot_wait_s, for_good
         self._last_tried: VersionRef | None = None
         self._last_staged: VersionRef | None = None
         dtype = str(wire_dtype).removeprefix("torch.")
         self.layout: Layout = make_layout(((name, dtype, p.shape) for name, p in self._parameters), bucket_bytes)
+        self._device = next((p.device for _, p in self._parameters if isinstance(p, torch.Tensor)), self._ranks.device)
+        self._download = Download(self._device)
+        self._by_rows = self._ranks.mesh.world > 1 and sharded_by_rows(self._parameters)
+        self.num_bytes_written = 0
+        """By this rank, of the last document."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a publish gathers over training's own group, so that training must wait for it."""
+        return self._ranks.mesh.world > 1 and not self._by_rows
 
     def publish(self, ref: VersionRef) -> PublishedVersion | None:
         """Stage the current parameters under `ref`; a collective call. The result on rank 0, None elsewhere.
 
-        Raises WeightsError: `ref` is not higher than the last one (on every rank, before anything is gathered); or, on
-        rank 0 after the last gather, no room. Whatever `fence` raises. Nothing is visible then.
+        Raises WeightsError: `ref` is not higher than the last one (on every rank, before anything is written); or, on
+        rank 0 at the end, no room. Whatever `fence` raises. Nothing is visible then.
         """
+        self._begin(ref)
+        return self._stage(ref, [parameter for _, parameter in self._parameters], self._ranks, None)
+
+    @torch.no_grad()
+    def snapshot(self, ref: VersionRef) -> Callable[[Ranks], PublishedVersion | None]:
+        """Copy what this rank holds, where it lies and in the document's type: training may go on.
+
+        Returns:
+            `publish` of the copy, to be called on every rank, in a thread whose collectives go over the given ranks.
+        Raises:
+            WeightsError: as `publish`, for the version.
+        """
+        assert not self.gathers, "a publish that gathers needs the parameters until its end"
+        self._begin(ref)
+        copies = [_copied(parameter, self._wire_dtype) for _, parameter in self._parameters]
+        ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+        return lambda ranks: self._stage(ref, copies, ranks, ready)
+
+    def _begin(self, ref: VersionRef) -> None:
         if self._last_tried is not None and ref <= self._last_tried:
             raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
-        started = time.monotonic()
         self._last_tried = ref
-        draft = None
-        if self._shm is not None and self._rank == 0:
-            fold = DocumentFold(self.layout, self._parameters[0][1].device) if self._fold else None
+
+    @torch.no_grad()
+    def _stage(self, ref: VersionRef, tensors: Sequence[Any], ranks: Ranks, ready: Any) -> PublishedVersion | None:
+        started, draft, self.num_bytes_written = time.monotonic(), None, 0
+        fold = DocumentFold(self.layout, self._device) if self._fold and (self._by_rows or ranks.rank == 0) else None
+        if self._shm is not None and ranks.rank == 0:
             begin = partial(self._shm.begin, wait_s=self._slot_wait_s, for_good=self._for_good)
             draft = _Draft(begin, ref, self.layout, fold)
-        with torch.no_grad():
-            for _, parameter in self._parameters:
-                self._gather_one(parameter, draft)
+        with self._download.stream(ready):
+            if self._by_rows:
+                self._by_rows = self._write_rows(tensors, ranks, draft, fold)
+            if not self._by_rows:
+                for tensor in tensors:
+                    self._gather_one(tensor, draft)
         if draft is None:
             return None
         manifest, path = draft.finish(self._last_staged, self._fence)
@@ -109,11 +156,60 @@ class Publisher:
         seconds = time.monotonic() - started
         return PublishedVersion(manifest, path, document_nbytes(self.layout), seconds, device_manifest)
 
-    def _gather_one(self, parameter: torch.Tensor, draft: _Draft | None) -> None:
-        """Its own function, so that the gathered tensor is freed before the next one is gathered."""
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    def _write_rows(
+        self, tensors: Sequence[Any], ranks: Ranks, draft: _Draft | None, fold: DocumentFold | None
+    ) -> bool:
+        """Write and digest what is this rank's; False if a rank does not see the file, and nothing was written."""
+        note = ranks.gather_bytes(draft.where() if draft is not None else b"")[0]
+        if not note:
+            return True  # rank 0 has no file, and says why
+        file = failure = None
+        try:
+            file = SharedFile(os.fsdecode(note[PROBE_BYTES:]), note[:PROBE_BYTES], self.layout)
+        except (OSError, WeightsError) as error:
+            log.debug("weights are gathered: %s", error)
+        if ranks.maximum(float(file is None)):
+            if file is not None:
+                file.close()
+            log.info("the learner's ranks do not share a host: rank 0 gathers the weights and writes them")
+            return False
+        assert file is not None
+        with file:
+            try:
+                named = [(name, tensor) for (name, _), tensor in zip(self._parameters, tensors, strict=True)]
+                parts = parts_of(named, self.layout, ranks.rank)
+                self.num_bytes_written = write_parts(parts, self._wire_dtype, file, self._download, fold)
+            except Exception as error:  # whatever it is: the other ranks wait for the last part
+                failure = error
+            failed, digests = ranks.maximum(float(failure is not None)), b""
+            if not failed:
+                count, rank, world = len(self.layout.bucket_bytes), ranks.rank, ranks.mesh.world
+                try:
+                    digests = b"".join(file.digests(range(rank * count // world, (rank + 1) * count // world)))
+                except OSError as error:  # rank 0 then gets too few, and says so
+                    failure = error
+        digests = b"".join(ranks.gather_bytes(digests))
+        sums = ranks.add_up(fold.sums) if fold is not None else None
         if draft is not None:
-            draft.append(whole, self._wire_dtype)
+            draft.was_written(digests, sums, failure or WeightsError("another rank failed") if failed else None)
+        elif failure is not None:
+            log.error("rank %d could not write its rows: %s", ranks.rank, failure)
+        return True
+
+    def _gather_one(self, tensor: Any, draft: _Draft | None) -> None:
+        """Its own function, so that the gathered tensor is freed before the next one is gathered."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.detach().to(self._wire_dtype)  # before it is gathered: half of the bytes move
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if draft is not None:
+            self.num_bytes_written += draft.append(whole, self._wire_dtype, self._download)
+
+
+def _copied(parameter: Any, dtype: torch.dtype) -> Any:
+    """The same numbers in memory of their own."""
+    if not isinstance(parameter, torch.Tensor):
+        return parameter.full_tensor().to(dtype)  # just made
+    return parameter.detach().to(dtype, copy=True)
 
 
 class _Draft:
@@ -124,28 +220,45 @@ class _Draft:
     ) -> None:
         self._ref, self._layout, self._fold = ref, layout, fold
         self._failure: Exception | None = None
+        self._sums: torch.Tensor | None = None  # of the folds of all ranks
         self._writer: DocumentWriter | None = None
         try:
             self._writer = begin(ref, layout)
         except Exception as error:  # whatever it is: the other ranks are entering the first gather
             self._failure = error
 
-    def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
+    def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype, download: Download) -> int:
+        """Write the next tensor; returns its bytes."""
         if self._writer is None or self._failure is not None:
-            return
+            return 0
         try:
+            if self._fold is not None or tensor.device.type != "cpu":
+                tensor = tensor.detach().to(wire_dtype)
             if self._fold is not None:
-                tensor = tensor.detach().to(wire_dtype).reshape(-1)
-                self._fold.append(tensor.view(torch.uint8))
-            _write(tensor, wire_dtype, self._writer)
+                self._fold.append(tensor.reshape(-1).view(torch.uint8))
+            _write(tensor, wire_dtype, self._writer, download)
         except Exception as error:
             self._failure = error
+        return tensor.numel() * wire_dtype.itemsize
+
+    def where(self) -> bytes:
+        """The file's first random bytes, then its path; nothing if there is none."""
+        if self._writer is None:
+            return b""
+        path, probe = self._writer.where
+        return probe + os.fsencode(path)
+
+    def was_written(self, digests: bytes, sums: torch.Tensor | None, failure: Exception | None) -> None:
+        """All ranks have written their parts, or one has failed."""
+        self._failure, self._sums = self._failure or failure, sums
+        if failure is None and self._writer is not None:
+            self._writer.was_written([digests[at : at + 16] for at in range(0, len(digests), 16)])
 
     def device_manifest(self, parent: VersionRef | None) -> Manifest | None:
         """Of a finished document."""
         if self._fold is None:
             return None
-        return make_manifest(self._layout, self._ref, parent, self._fold.digests(), DIGEST_FOLD128)
+        return make_manifest(self._layout, self._ref, parent, self._fold.digests(self._sums), DIGEST_FOLD128)
 
     def finish(self, parent: VersionRef | None, fence: Callable[[], None]) -> tuple[Manifest, Path]:
         try:
@@ -162,12 +275,17 @@ class _Draft:
                 self._writer.abort()
 
 
-def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter) -> None:
-    """Cast and copy straight into the document; on the CPU in pieces that are digested while still in the cache."""
+def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter, download: Download) -> None:
+    """Copy straight into the document and digest: on a CPU it is cast on the way, in pieces that stay in the cache."""
     flat = tensor.detach().reshape(-1)
-    step = PIECE_BYTES // wire_dtype.itemsize if flat.device.type == "cpu" else max(1, flat.numel())
+    if flat.device.type != "cpu":
+        for _, piece in download.pieces([(0, flat)]):
+            writer.room(len(piece))[:] = piece
+            writer.filled(len(piece))
+        return
+    step = PIECE_BYTES // wire_dtype.itemsize
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
-        nbytes = piece.numel() * wire_dtype.itemsize
-        torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(piece)
+        part = flat[start : start + step]
+        nbytes = part.numel() * wire_dtype.itemsize
+        torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(part)
         writer.filled(nbytes)

@@ -14,6 +14,7 @@ Attention = StrEnum(
 OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
 PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "drift"])
 Pruner = StrEnum("Pruner", ["none", "median", "asha"])
+BesideTraining = StrEnum("BesideTraining", ["auto", "always", "never"])
 SkipZeroAdvantage = StrEnum("SkipZeroAdvantage", ["auto", "always", "never"])
 SweepDirection = StrEnum("SweepDirection", ["maximize", "minimize"])
 WandbMode = StrEnum("WandbMode", ["offline", "online"])
@@ -39,6 +40,9 @@ class LearnerConfig:
     compile: bool = False
     """Compile every decoder layer of the policy with torch.compile: the first steps are slow, later ones faster; a
     critic of `critic.kind=model` is not compiled."""
+    reduce_once: bool = False
+    """Add the gradients of all ranks up once per optimizer step instead of after every micro-batch: less traffic, and 4
+    bytes more of memory for each parameter on every rank."""
     skip_zero_advantage: SkipZeroAdvantage = SkipZeroAdvantage.auto
     """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto`, or only a
     forward pass if a control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...); `always`
@@ -137,6 +141,9 @@ class PublishConfig:
     when: PublishWhen = PublishWhen.every_step
     """Publish after every step; after every_optimizer_step of a batch that takes several; or only once the predicted
     drift since the last one exceeds a quarter of `staleness.adaptive.m2_target` (before the actors' lead runs out)."""
+    beside_training: BesideTraining = BesideTraining.auto
+    """Train on while a version is written, from a copy on the device (2 bytes a parameter, over all ranks): `always`,
+    `never`, or `auto` on a GPU. The first version, and those of ranks on several hosts, are waited for."""
     probe_every: int = ranged(20, ge=0)
     """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never."""
     probe_tolerance: float = ranged(0.1, gt=0)
@@ -148,6 +155,9 @@ class CheckpointConfig:
     every_steps: int = ranged(25, ge=0)
     """Save after every so many steps (more often if actors' outboxes could not hold what lies between), and at the
     end; 0 only at the end."""
+    beside_training: BesideTraining = BesideTraining.auto
+    """Train on while a checkpoint is written, from a copy in host memory (12 bytes a parameter, over all ranks):
+    `always`, `never`, or `auto` on a GPU. Actors keep their groups until it is written."""
     resume: bool = False
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = ranged(2, gt=0)

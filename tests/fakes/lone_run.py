@@ -46,5 +46,8 @@ class FakeRun:
     def fit_critic(self, _batch: Sequence[MicroBatch]) -> None:
         pass
 
+    def poll(self) -> None:
+        pass
+
     def stepped(self, version: int, *, skipped: bool) -> None:
         self.inside.append((version, skipped))

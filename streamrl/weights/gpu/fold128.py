@@ -12,7 +12,8 @@ cryptographic digest, and on a host it is slow: documents on a host keep digest_
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -110,33 +111,45 @@ def _signed(number: int) -> int:
 
 
 class DocumentFold:
-    """Digests of all buckets of a document whose tensors come in order; waits for the device only at the end.
+    """Digests of all buckets of a document whose bytes come piece by piece; waits for the device only at the end.
 
     Args:
         layout: its buckets are the units.
-        device: where the tensors are.
+        device: where the bytes are.
     """
 
     def __init__(self, layout: Layout, device: Any) -> None:
-        self._bucket_bytes: Sequence[int] = layout.bucket_bytes
-        self._sums = torch.zeros(len(layout.bucket_bytes), 2, dtype=torch.int64, device=device)
-        self._bucket = self._in_bucket = 0
+        self._ends = list(accumulate(layout.bucket_bytes))
+        self.sums = torch.zeros(len(layout.bucket_bytes), 2, dtype=torch.int64, device=device)
+        """(s1, s2) of each bucket; sums of several folds of one document add up."""
+        self._num_bytes = 0
 
     def append(self, data: torch.Tensor) -> None:
         """The document's next bytes, uint8 [n]."""
-        start = 0
-        while start < data.numel():
-            if self._bucket == len(self._bucket_bytes):
-                raise WeightsError("more bytes were folded than the layout holds")
-            step = min(data.numel() - start, self._bucket_bytes[self._bucket] - self._in_bucket)
-            self._sums[self._bucket] += fold_sums(data[start : start + step], self._in_bucket)
-            start += step
-            self._in_bucket += step
-            if self._in_bucket == self._bucket_bytes[self._bucket]:
-                self._bucket, self._in_bucket = self._bucket + 1, 0
+        self.add(data, self._num_bytes)
 
-    def digests(self) -> list[bytes]:
-        """One digest per bucket; waits for the device. Raises WeightsError: the document is not complete."""
-        if self._bucket != len(self._bucket_bytes):
-            raise WeightsError(f"only {self._bucket} of {len(self._bucket_bytes)} buckets were folded")
-        return [pack(s1, s2) for s1, s2 in self._sums.tolist()]
+    def add(self, data: torch.Tensor, start: int) -> None:
+        """The document's bytes from `start` on, uint8 [n]; each byte is given once."""
+        if start + data.numel() > self._ends[-1]:
+            raise WeightsError("more bytes were folded than the layout holds")
+        self._num_bytes += data.numel()
+        done, bucket = 0, bisect_right(self._ends, start)
+        while done < data.numel():
+            at = start + done
+            step = min(data.numel() - done, self._ends[bucket] - at)
+            first = at - (self._ends[bucket - 1] if bucket else 0)
+            self.sums[bucket] += fold_sums(data[done : done + step], first)
+            done, bucket = done + step, bucket + 1
+
+    def digests(self, sums: torch.Tensor | None = None) -> list[bytes]:
+        """One digest per bucket; waits for the device.
+
+        Args:
+            sums: of all folds of the document, where this one has seen but a part.
+        Raises:
+            WeightsError: the document is not complete.
+        """
+        if sums is None and self._num_bytes != self._ends[-1]:
+            seen = bisect_right(self._ends, self._num_bytes)
+            raise WeightsError(f"only {seen} of {len(self._ends)} buckets were folded")
+        return [pack(s1, s2) for s1, s2 in (self.sums if sums is None else sums).tolist()]

@@ -120,6 +120,16 @@ class DocumentWriter:
             self.room(len(piece))[:] = piece
             self.filled(len(piece))
 
+    @property
+    def where(self) -> tuple[Path, bytes]:
+        """The file now, and the random bytes that it begins with: for other processes that write parts of it."""
+        assert self._file is not None, f"version {self._ref} was committed or aborted before"
+        return self._file.path, bytes(self._file.mapping[:PROBE_BYTES])
+
+    def was_written(self, digests: list[bytes]) -> None:
+        """Other processes have written the whole body; these are the digests of its buckets."""
+        self._digests, self._written = digests, self._nbytes
+
     def _next_bucket(self) -> None:
         self._digests.append(self._hasher.digest())
         self._hasher.reset()

@@ -186,7 +186,7 @@ def published_layout(*words: str):
     publish = config_of(*words).publish
     return Publisher(
         [("weight", torch.zeros(1000))], wire_dtype=wire_dtype(publish.dtype, Ranks().device),
-        bucket_bytes=publish.bucket_bytes, shm=None, rank=1,
+        bucket_bytes=publish.bucket_bytes, shm=None, ranks=Ranks(rank=1),
     ).layout
 
 
@@ -337,8 +337,8 @@ def run_of(hub: ScriptedHub) -> Run:
     """A run with what evaluating needs: config, version and the connection to the hub."""
     return Run(
         config=hub.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
-        policy=None, optimizer=None, schedule=None, objective=None, publisher=None, hub=hub.link, beats=None,
-        reader=None, stop=None, loss_weights=None, staleness=None,
+        policy=None, optimizer=None, schedule=None, objective=None, publishing=None, saving=None, hub=hub.link,
+        beats=None, reader=None, stop=None, loss_weights=None, staleness=None,
         samples=StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None),
     )
 

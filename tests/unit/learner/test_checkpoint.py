@@ -205,7 +205,7 @@ training.step().save({run!r})
 """
 
 
-@pytest.mark.parametrize("stage", ["training_tensors", "write_durably", "_publish", "sync_directory"])
+@pytest.mark.parametrize("stage", ["write_shards", "write_durably", "_publish", "sync_directory"])
 def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, tmp_path, stage):
     paths = [str(HERE.parents[2])]
     code = KILLED.format(paths=paths, model=str(checkpoints["qwen3-tied"]), run=str(tmp_path), stage=stage)

@@ -110,7 +110,7 @@ def test_a_step_with_a_reference_model_has_the_same_loss_gradients_and_statistic
         objective.begin(rows, plan_of(rows), version=5)
         batches = pack(rows, 900, share=share)
         score_batch(policy, batches, objective, reference=reference)
-        total = sum(forward_backward(policy, micro, objective) for micro in batches)
+        total = sum(float(forward_backward(policy, micro, objective)) for micro in batches)
         found.append((total, [p.grad.clone() for p in policy.parameters()], objective.finish().flush(1)))
     (alone, expected, stats), (shared, gradients, shared_stats) = found
 

@@ -21,14 +21,23 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def launch(world: int, *arguments: Path) -> None:
-    """Run `two_ranks.py` with that many ranks, with a deadline."""
+def launch_script(world: int, script: Path, *arguments: Path) -> str:
+    """Run a script with that many ranks, with a deadline; what they printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
-    program = [sys.executable, *launcher, str(HERE / "two_ranks.py"), *map(str, arguments)]
+    program = [sys.executable, *launcher, str(script), *map(str, arguments)]
     paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
+    environment = {
+        **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 18),  # freed memory goes back at once, for scripts that count it
+    }
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def launch(world: int, *arguments: Path) -> None:
+    """Run `two_ranks.py` with that many ranks."""
+    launch_script(world, HERE / "two_ranks.py", *arguments)
 
 
 def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -61,7 +70,8 @@ def work(tmp_path_factory):
     tiny_checkpoint(folder / "model", "qwen3", tied=True)
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     folders = ("one", "one/lora", "one/muon", "one/minibatches", "one/measured", "two", "two/lora",
-               "two/lora-resumed", "two/muon", "two/minibatches", "two/measured", "two/resumed", "one-resumed")
+               "two/lora-resumed", "two/muon", "two/minibatches", "two/measured", "two/once", "two/resumed",
+               "one-resumed")
     for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
@@ -85,6 +95,13 @@ def test_minibatches_and_epochs_do_the_same_over_two_ranks(work):
 
 def test_trajectories_without_a_backward_pass_may_all_be_on_one_rank(work):
     assert_same(work / "one" / "measured", work / "two" / "measured")
+
+
+@pytest.mark.shows("learner.reduce_once")
+def test_gradients_that_are_added_up_once_a_step_are_the_same(work):
+    assert_same(work / "one" / "minibatches", work / "two" / "once")
+    every, once = (int((work / "two" / name / "reductions").read_text()) for name in ("minibatches", "once"))
+    assert once == 4 * 3 < every  # of four optimizer steps, two layers and the rest
 
 
 def test_two_ranks_train_an_adapter_as_one_process_does_and_resume_it(work):
@@ -117,6 +134,12 @@ def test_two_ranks_export_one_whole_model_with_its_tokenizer_and_ties(work):
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, weights[f"weights/model.{name}"])
     assert exported.lm_head.weight.data_ptr() == exported.model.embed_tokens.weight.data_ptr()
+    for folder in ("half", "lora/half"):  # the type in which versions are published
+        whole = load_file(work / "two" / folder.replace("half", "exported") / "model.safetensors")
+        half = load_file(work / "two" / folder / "exported" / "model.safetensors")
+        assert whole.keys() == half.keys()
+        assert all(torch.equal(half[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())
+        assert json.loads((work / "two" / folder / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_the_checkpoint_of_one_process_resumes_on_two_ranks(work):

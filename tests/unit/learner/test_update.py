@@ -31,7 +31,7 @@ def gradients(policy, rows, *, max_tokens=500, loss=None, advantage=None):
     made.begin(rows, plan_of(rows), version=5)
     micro_batches = pack(rows, max_tokens)
     score_batch(policy, micro_batches, made)
-    total = sum(forward_backward(policy, micro, made) for micro in micro_batches)
+    total = sum(float(forward_backward(policy, micro, made)) for micro in micro_batches)
     return total, [p.grad.clone() for p in policy.parameters()]
 
 

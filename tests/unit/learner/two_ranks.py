@@ -4,7 +4,8 @@
                             with an adapter
     resume(work, folder)    from a checkpoint, the last step; the result
     muon(work, folder)      two steps with another optimizer, the result
-    minibatches(...)        a batch of four optimizer steps, the result
+    minibatches(...)        a batch of four optimizer steps, the result; also with gradients that are added up once a
+                            step, and then the number of reductions of both
     measured(...)           a step with trajectories that have no backward pass, the result
     fail(work, folder)      rank 1 cannot write its shard
 """
@@ -22,6 +23,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.adapter.frozen import FrozenAdapter
 from learner.adapter.lora import add_adapter
@@ -82,7 +84,7 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     objective.begin(mine, plan, version=5)
     micro_batches = equalize(pack(mine, 40), ranks)
     score_batch(policy, micro_batches, objective, reference=kit.reference)
-    loss = sum(forward_backward(policy, micro, objective) for micro in micro_batches)
+    loss = sum(float(forward_backward(policy, micro, objective)) for micro in micro_batches)
     gradients = {name: whole(p.grad) for name, p in policy.named_parameters() if p.requires_grad}
     result = optimizer_step(policy, kit.optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
     meter = objective.finish()
@@ -128,6 +130,7 @@ def train(work: Path, folder: Path, ranks: Ranks, lora: LoraConfig | None = None
     train_step(kit, ranks, step=2)
     write(folder, kit.policy, ranks, first)
     export_model(kit.policy, work / "model", folder / "exported", ranks, lora=lora)
+    export_model(kit.policy, work / "model", folder / "half" / "exported", ranks, lora=lora, dtype=torch.bfloat16)
 
 
 def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path, lora: LoraConfig | None = None) -> None:
@@ -148,7 +151,19 @@ def muon(work: Path, folder: Path, ranks: Ranks) -> None:
     write(folder, kit.policy, ranks, first)
 
 
-def minibatches(work: Path, folder: Path, ranks: Ranks) -> None:
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that add gradients up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False) -> None:
     """Two minibatches and two epochs with a frozen anchor; one rank has more of a minibatch than the other."""
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
     loss = LossConfig(surrogate="decoupled_ppo", anchor="recomputed", dual_clip=None)
@@ -159,9 +174,13 @@ def minibatches(work: Path, folder: Path, ranks: Ranks) -> None:
     mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
     run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)), SCHEDULE, objective, num_epochs=2,
                   version=0, ranks=ranks)  # fmt: skip
+    run.config.learner.reduce_once = once
     mine = objective.begin(mine, plan, version=5)
-    meter, result = update(run, pack_minibatches(mine, plan, 40, ranks, num_minibatches=2))
+    with Reductions() as reductions:
+        meter, result = update(run, pack_minibatches(mine, plan, 40, ranks, num_minibatches=2))
     write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
+    if ranks.rank == 0:
+        (folder / "reductions").write_text(str(reductions.count))
 
 
 def measured(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -210,6 +229,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     muon(work, folder / "muon", ranks)
     minibatches(work, folder / "minibatches", ranks)
     measured(work, folder / "measured", ranks)
+    minibatches(work, folder / "once", ranks, once=True)
     fail(work, folder, ranks)
     ranks.close()
 

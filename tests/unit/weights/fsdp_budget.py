@@ -1,7 +1,7 @@
 """Two FSDP2 ranks publish and watch themselves; run by test_publisher under torchrun. argv: directory.
 
-Each rank prints one line of JSON: how far its own memory rose while it gathered (the document is shared memory and
-not counted), and which collectives it ran, in which thread.
+Each rank prints one line of JSON: how far its own memory rose meanwhile (the document is shared memory and not
+counted), what it wrote, and how many bytes its collectives carried, in which thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from learner.mesh import Mesh, Ranks
 from learner.publish.publisher import Publisher, policy_parameters
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
@@ -26,11 +28,11 @@ BUCKET_BYTES = 8 << 20
 
 
 class Watch(TorchDispatchMode):
-    """Every collective that passes, and the most memory that was held right after one."""
+    """The bytes of collectives, and the most memory that was held right after an operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.nbytes = 0
         self.threads: set[str] = set()
         self.before = self.peak = own_mib()
 
@@ -38,7 +40,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.peak = max(self.peak, own_mib())
         if func.namespace in ("_c10d_functional", "c10d"):
-            self.seen.append(f"{func.__name__}{list(args[0].shape)}")
+            self.nbytes += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
             self.threads.add(threading.current_thread().name)
         return result
 
@@ -58,13 +60,17 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     rank = mesh.get_rank()
     shm = ShmPublisher(Path(sys.argv[1]), "budget") if rank == 0 else None
+    ranks = Ranks(rank, Mesh.of(2), torch.device("cpu"), mesh)
     publisher = Publisher(
-        policy_parameters(model), wire_dtype=torch.float32, bucket_bytes=BUCKET_BYTES, shm=shm, rank=rank
+        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES, shm=shm, ranks=ranks
     )
-    publisher.publish(VersionRef(1, 0))  # the first gathers make buffers for good
+    publisher.publish(VersionRef(1, 0))  # the first makes buffers for good
     with Watch() as watch:
         publisher.publish(VersionRef(1, 1))
-    found = {"rank": rank, "extra_mib": watch.peak - watch.before, "seen": watch.seen, "threads": sorted(watch.threads)}
+    found = {
+        "rank": rank, "extra_mib": watch.peak - watch.before, "written_mib": publisher.num_bytes_written / 2**20,
+        "collective_bytes": watch.nbytes, "threads": sorted(watch.threads),
+    }
     print(json.dumps(found), flush=True)
     torch.distributed.barrier()
     if shm is not None:

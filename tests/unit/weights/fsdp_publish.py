@@ -10,7 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import learner.publish.publisher as publisher_module
+from learner.mesh import Mesh, Ranks
+from learner.publish import rows
 from learner.publish.publisher import Publisher, policy_parameters
+from streamrl.errors import WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
 
@@ -23,35 +27,67 @@ def toy_model() -> torch.nn.Module:
     )
 
 
-def publish_all(model: torch.nn.Module, folder: Path, *, rank: int, full_at: int | None) -> None:
-    shm = ShmPublisher(folder, "fsdp", keep_versions=9) if rank == 0 else None
+def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str) -> None:
+    """Three versions, the last of which must fail; prints the manifests of the others.
+
+    rows      every rank writes its own
+    gather    rank 1 does not see the file, as on another host
+    snapshot  rows, of a copy: the weights change before it is written
+    broken    rows, and it is rank 1 that cannot write the last version
+    """
+    shm = ShmPublisher(folder / way, "fsdp", keep_versions=9) if ranks.rank == 0 else None
     publisher = Publisher(
-        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, rank=rank
+        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, ranks=ranks, fold=True
     )
+    beside = ranks.beside()
     for version in range(3):
-        if version == full_at and shm is not None:
-            shm.close()  # rank 0 can write no more: the others must get through their gathers all the same
+        if version == 2 and way == "broken" and ranks.rank == 1:
+            rows.SharedFile.write = no_room
+        elif version == 2 and way != "broken" and shm is not None:
+            shm.close()  # rank 0 can write no more: the others must get through their part all the same
+        ref = VersionRef(1, version)
+        work = publisher.snapshot(ref) if way == "snapshot" and version else None
+        if work is not None:
+            change(model, 1.5)
         try:
-            published = publisher.publish(VersionRef(1, version))
-        except Exception as error:
-            assert rank == 0 and version == full_at, error
-            print("abandoned", flush=True)
+            published = publisher.publish(ref) if work is None else work(beside)
+        except WeightsError as error:
+            assert ranks.rank == 0 and version == 2, error
+            print(way, "abandoned", flush=True)
         else:
-            assert (published is None) == (rank != 0)
+            assert (published is None) == (ranks.rank != 0)
             if published is not None:
-                print(msgspec.msgpack.encode(published.manifest).hex(), flush=True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
+                both = published.manifest, published.device_manifest
+                print(way, msgspec.msgpack.encode(both).hex(), flush=True)
+        if work is None:
+            change(model, 1.5)
+
+
+def no_room(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def not_here(*_: object) -> None:
+    raise FileNotFoundError(2, "No such file or directory")
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module, factor: float) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(factor)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,))
-    model = toy_model()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    publish_all(model, Path(sys.argv[1]), rank=mesh.get_rank(), full_at=2)
+    ranks = Ranks(mesh.get_rank(), Mesh.of(2), torch.device("cpu"), mesh)
+    here = publisher_module.SharedFile
+    for way in ("rows", "gather", "snapshot", "broken"):
+        model = toy_model()
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        publisher_module.SharedFile = not_here if way == "gather" and ranks.rank == 1 else here
+        publish_all(model, Path(sys.argv[1]), ranks, way=way)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -111,7 +111,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_two_fsdp_ranks_publish_what_one_rank_would_and_a_failing_rank_0_blocks_no_other(tmp_path: Path, python_env):
+def test_two_fsdp_ranks_publish_what_one_would_in_every_way_and_a_failing_one_blocks_no_other(
+    tmp_path: Path, python_env
+):
     script = Path(__file__).with_name("fsdp_publish.py")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
@@ -121,16 +123,16 @@ def test_two_fsdp_ranks_publish_what_one_rank_would_and_a_failing_rank_0_blocks_
     done = subprocess.run(command, env=python_env, capture_output=True, text=True, timeout=100)
 
     assert done.returncode == 0, done.stderr[-3000:]
-    *published, abandoned = done.stdout.split()
-    assert abandoned == "abandoned"
-    manifests = [msgspec.msgpack.decode(bytes.fromhex(line), type=Manifest) for line in published]
-    assert manifests == single_rank_manifests(tmp_path / "single")
+    expected = single_rank_manifests(tmp_path / "single")
+    said = [line.split() for line in done.stdout.splitlines()]
+    for way in ("rows", "gather", "snapshot", "broken"):
+        *published, abandoned = [word for mine, word in said if mine == way]
+        found = [msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Manifest]) for line in published]
+        assert abandoned == "abandoned" and found == expected, way
 
 
-def test_no_rank_holds_more_than_a_bucket_and_a_tensor_and_all_run_the_same_collectives_in_one_thread(
-    tmp_path: Path, python_env
-):
-    """24 tensors of 4 MiB, buckets of 8 MiB: 96 MiB pass through, at most 12 are held."""
+def test_every_rank_writes_its_own_rows_from_little_memory_and_no_weights_are_gathered(tmp_path: Path, python_env):
+    """24 tensors of 4 MiB, 2 on the wire: each rank writes 24 of the 48 MiB, and holds a tensor's rows at a time."""
     script = Path(__file__).with_name("fsdp_budget.py")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
@@ -142,9 +144,9 @@ def test_no_rank_holds_more_than_a_bucket_and_a_tensor_and_all_run_the_same_coll
 
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(ranks) == 2 and all(rank["extra_mib"] <= 12 for rank in ranks), [rank["extra_mib"] for rank in ranks]
-    assert ranks[0]["seen"] == ranks[1]["seen"] and sum("all_gather" in name for name in ranks[0]["seen"]) == 24
-    assert all(rank["threads"] == ["MainThread"] for rank in ranks)
+    assert len(ranks) == 2 and all(rank["extra_mib"] <= 6 for rank in ranks), ranks
+    assert [rank["written_mib"] for rank in ranks] == [24, 24]
+    assert all(rank["collective_bytes"] < 100_000 and rank["threads"] == ["MainThread"] for rank in ranks), ranks
 
 
 def test_a_publish_that_gets_no_slot_in_time_is_skipped_and_the_next_one_comes(shm):
@@ -165,18 +167,18 @@ def test_a_publish_that_gets_no_slot_in_time_is_skipped_and_the_next_one_comes(s
     assert later is not None and later.manifest.parent == VersionRef(1, 0)
 
 
-def single_rank_manifests(folder: Path) -> list[Manifest]:
+def single_rank_manifests(folder: Path) -> list[tuple[Manifest, Manifest]]:
     torch.manual_seed(11)
     model = torch.nn.Sequential(
         torch.nn.Embedding(13, 5), torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1, bias=False)
     )
     manifests = []
     with ShmPublisher(folder, "single") as shm:
-        publisher = Publisher(policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm)
+        publisher = Publisher(policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, fold=True)
         for version in range(2):
             published = publisher.publish(VersionRef(1, version))
             assert published is not None
-            manifests.append(published.manifest)
+            manifests.append((published.manifest, published.device_manifest))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.5)

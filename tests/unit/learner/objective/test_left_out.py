@@ -61,7 +61,7 @@ def trained(policy, objective, rows, plan=None, lag_policy=None):
     (batches,) = pack_minibatches(
         rows, plan, 60, Ranks(), places=objective.places, measured=objective.measured
     )
-    loss = sum(forward_backward(policy, micro, objective) for micro in batches)
+    loss = sum(float(forward_backward(policy, micro, objective)) for micro in batches)
     gradients = [p.grad.clone() for p in policy.parameters()]
     num_tokens = sum(micro.num_tokens for micro in batches if micro.has_gradient)
     return loss, gradients, objective.finish().flush(1), num_tokens
