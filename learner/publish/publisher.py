@@ -138,20 +138,21 @@ class Publisher:
     @torch.no_grad()
     def _stage(self, ref: VersionRef, tensors: Sequence[Any], ranks: Ranks, ready: Any) -> PublishedVersion | None:
         started, draft, self.num_bytes_written = time.monotonic(), None, 0
-        fold = DocumentFold(self.layout, self._device) if self._fold and (self._by_rows or ranks.rank == 0) else None
-        if self._shm is not None and ranks.rank == 0:
-            begin = partial(self._shm.begin, wait_s=self._slot_wait_s, for_good=self._for_good)
-            draft = _Draft(begin, ref, self.layout, fold)
-        with self._download.stream(ready):
+        with self._download.stream(ready):  # all of it: beside training, nothing else orders what a GPU does
+            folds = self._fold and (self._by_rows or ranks.rank == 0)
+            fold = DocumentFold(self.layout, self._device) if folds else None
+            if self._shm is not None and ranks.rank == 0:
+                begin = partial(self._shm.begin, wait_s=self._slot_wait_s, for_good=self._for_good)
+                draft = _Draft(begin, ref, self.layout, fold)
             if self._by_rows:
                 self._by_rows = self._write_rows(tensors, ranks, draft, fold)
             if not self._by_rows:
                 for tensor in tensors:
                     self._gather_one(tensor, draft)
-        if draft is None:
-            return None
-        manifest, path = draft.finish(self._last_staged, self._fence)
-        device_manifest = draft.device_manifest(self._last_staged)
+            if draft is None:
+                return None
+            manifest, path = draft.finish(self._last_staged, self._fence)
+            device_manifest = draft.device_manifest(self._last_staged)
         self._last_staged = ref
         seconds = time.monotonic() - started
         return PublishedVersion(manifest, path, document_nbytes(self.layout), seconds, device_manifest)
