@@ -135,7 +135,7 @@ class Ranks:
         )
         # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
         fsdp_mesh = init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",))
-        return cls(rank, mesh, where, fsdp_mesh, timeout_s)
+        return cls(rank, mesh, where, fsdp_mesh, timeout_s=timeout_s)
 
     def beside(self) -> Ranks:
         """The same ranks over another group, for a thread beside training: in one group, collectives of two threads
