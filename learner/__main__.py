@@ -6,6 +6,7 @@ The only finite process of a run: owns the version number, the leases (in its hu
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import shlex
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("streamrl.learner")
 
+STANDBY = "--standby"
+"""First word: load the libraries, and begin when the launcher writes to standard input."""
 CHECK = "--check"
 """First word: check the settings as `streamrl launch` does, and start nothing."""
 
@@ -36,6 +39,10 @@ def main() -> int:
         return 0
     if words[:1] == [CHECK]:
         return check_only(words[1:])
+    if words[:1] == [STANDBY]:
+        words = words[1:]
+        if not stand_by():
+            return 0
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG", "INFO" if rank == 0 else "WARNING").upper(),
@@ -53,6 +60,13 @@ def prepare_allocator() -> None:
     """Before torch is imported: batches differ in shape, fixed segments leave holes. The user's own choice wins."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def stand_by() -> bool:
+    """Import what a learner needs, which is most of its start; then wait. False if the launcher ended meanwhile."""
+    for name in ("learner.finish", "learner.loop", "learner.setup"):
+        importlib.import_module(name)
+    return bool(os.read(0, 1))
 
 
 def check_only(words: list[str]) -> int:

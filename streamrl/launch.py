@@ -40,7 +40,7 @@ from streamrl.report.pages import write_pages
 from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
 from streamrl.supervise.child import Child
-from streamrl.supervise.learner import LearnerRestarts
+from streamrl.supervise.learner import LearnerRestarts, Standby
 from streamrl.transport.control import ControlServer, ask, note, remove_stale
 from streamrl.transport.keys import KeyDirectory
 
@@ -92,8 +92,10 @@ class Launcher:
         self._learner: Child | None = None
         self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts)
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
+        self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
         self._endpoint: str | None = None
-        self._old_hub, self._began = 0, False
+        self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
+        self._began = False
         self._old_summary = self._written_at("summary.json")
 
     def run(self) -> int:
@@ -173,6 +175,8 @@ class Launcher:
                 self._look_for_hub()
             elif not stopping:
                 self._actors.poll(now)
+                if self.config.launch.standby_learner and self.config.launch.num_learner_ranks == 1:
+                    self._standby.poll(now)
                 if self._actors.hopeless:
                     print("No actor can be kept alive: the run is stopped.", file=sys.stderr)
                     self._learner.process.send_signal(signal.SIGTERM)
@@ -182,7 +186,7 @@ class Launcher:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    def _start_learner(self, *, resume: bool = False) -> Child:
+    def _start_learner(self, *first: str, resume: bool = False) -> Child:
         overrides = [*self._overrides, f"run.dir={self.run_dir}"]
         if resume:
             overrides = [*(one for one in overrides if not one.startswith(RESUME)), f"{RESUME}true"]
@@ -190,12 +194,12 @@ class Launcher:
         torchrun = [
             *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
-        self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
-        print("starting the learner", flush=True)
+        if not first:
+            print("starting the learner", flush=True)
         where = self._placement
         if where.learner_share is not None:
             overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
-        command = [*torchrun, *program("learner"), *overrides]
+        command = [*torchrun, *program("learner"), *first, *overrides]
         return Child.start("learner", command, self.run_dir, environment_for(where.learner))
 
     def _restart_learner(self, code: int) -> bool:
@@ -212,7 +216,8 @@ class Launcher:
         assert self._learner is not None
         self._learner.close_pipe()
         self._endpoint = None
-        self._learner = self._start_learner(resume=True)
+        self._old_hub = self._written_at("hub.json")
+        self._learner = self._standby.take() or self._start_learner(resume=True)
         return True
 
     def _start_actor(self, name: str) -> Child:
@@ -280,6 +285,7 @@ class Launcher:
 
     def _stop_everything(self, interrupts: Interrupts) -> None:
         """Terminate, then kill, what the hub's own stop message has not ended."""
+        self._standby.dismiss()
         children = [child for child in [self._learner, *self._actors.children] if child is not None]
         self._wait(children, 0.5 if interrupts.count else 2.0)
         for child in children:

@@ -4,14 +4,56 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from streamrl.metrics.run_record import read_object
+from streamrl.supervise.child import Child
 from streamrl.transport.control import is_running
 
+STANDBY_AFTER_S = 30.0
 HUB_ENDS_S = 10.0
 """The hub outlives its learner for a moment: it writes the cause, and must free its address."""
+
+
+class Standby:
+    """A learner process that has loaded its libraries and waits for its turn.
+
+    Args:
+        start: such a process.
+    """
+
+    def __init__(self, start: Callable[[], Child]) -> None:
+        self._start = start
+        self.child: Child | None = None
+        self._due: float | None = None
+
+    def poll(self, now: float) -> None:
+        """Start one a while after the learner: not beside it, and its actors, while they load."""
+        self._due = now + STANDBY_AFTER_S if self._due is None else self._due
+        if self.child is None and now >= self._due:
+            self.child = self._start()
+
+    def take(self) -> Child | None:
+        """The process, which begins now; None if there is none that could."""
+        child, self.child, self._due = self.child, None, None
+        if child is None or child.process.poll() is not None or child.process.stdin is None:
+            return None
+        try:
+            child.process.stdin.write(b"\n")
+            child.process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return child
+
+    def dismiss(self) -> None:
+        """It is not needed any more: it ends by its pipe, or by force."""
+        child, self.child = self.child, None
+        if child is not None:
+            child.close_pipe()
+            child.process.kill()  # it holds nothing yet
+            child.process.wait()
 
 
 class LearnerRestarts:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 if sys.argv[1:2] == ["--check"]:
     sys.exit(0)
+if sys.argv[1:2] == ["--standby"] and not sys.stdin.read(1):
+    sys.exit(0)
 here = Path.cwd()
 rank = int(os.environ.get("RANK", "0"))
 (here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))

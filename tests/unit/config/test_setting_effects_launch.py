@@ -215,3 +215,18 @@ def test_the_launcher_keeps_as_many_actors_as_it_is_told(here):
         {"started": [], "leaving": []},
     ]
     assert len(answers[3]["started"]) == 1 and not (here / "run" / "launch.json").exists()
+
+
+@pytest.mark.shows("launch.standby_learner")
+@pytest.mark.parametrize("stands_by", [False, True])
+def test_a_learner_that_stands_by_takes_over_if_one_is_asked_for(here, monkeypatch, stands_by):
+    monkeypatch.setattr("streamrl.supervise.learner.STANDBY_AFTER_S", 0.0)
+    (here / "hub-please").write_text("1")
+    (here / "patient").touch()
+    (here / "lethal").write_text("1")
+
+    assert launch(here, "launch.num_actors=1", f"launch.standby_learner={stands_by}") == 0
+
+    first, second = started(here, "life")
+    assert not first.startswith("--standby") and second.startswith("--standby") is stands_by
+    assert "checkpoint.resume=true" in second
