@@ -304,8 +304,10 @@ class ActorHandler:
         if now - self._ack_at < ACK_FLUSH_S:
             return
         self._ack_at = now
-        for actor in self._hub.connections.all():
-            self._send_ack(actor)
+        for actor_id in self._hub.ledger.acks_due():
+            actor = self._hub.connections.by_actor.get(actor_id)
+            if actor is not None:
+                self._send_ack(actor)
 
     def _send_ack(self, actor: Connection) -> None:
         ack = self._hub.ledger.take_acks(actor.actor_id)

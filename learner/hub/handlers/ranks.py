@@ -14,6 +14,7 @@ from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
 from learner.hub.watch.ranks import Finding
+from streamrl.errors import WireError
 from streamrl.messages import (
     RANK_TO_HUB,
     BatchPending,
@@ -112,7 +113,14 @@ class RankHandler:
         self._evals: set[int] = set()
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
-        message = self._decoder.decode(frames[0])
+        try:
+            if len(frames) != 1:
+                raise WireError(f"expected one frame, got {len(frames)}")
+            message = self._decoder.decode(frames[0])
+        except WireError as error:
+            self._hub.counters[f"num_wire_errors_{error.counter}"] += 1
+            log.warning("refused a message on the socket of the ranks (%s): %s", error.counter, error)
+            return
         ledger = self._hub.ledger
         match message:
             case RankReady():

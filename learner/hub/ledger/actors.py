@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from learner.hub.lease_shares import LeaseShares
 from learner.hub.ledger.dedup import DedupEntry, DedupTable, outbox_error
 from learner.hub.ledger.evals import EvalTable
 from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenLease
@@ -55,6 +56,14 @@ class Actor:
     resend_upto: int = 0  # orphaned leases wait until its numbers up to here have been answered
     granted_no: int = 0  # when it last got a lease, for round robin
 
+    @property
+    def num_train(self) -> int:
+        return len(self.train.leases)
+
+    @property
+    def wants_train(self) -> bool:
+        return self.state == "READY" and self.train.room > 0
+
     def credit(self, group_id: int) -> Credit:
         return self.eval if group_id & EVAL_BIT else self.train
 
@@ -87,6 +96,7 @@ class ActorTable:
         self._lifecycle = lifecycle
         self._evals = evals
         self._actors: dict[str, Actor] = {}
+        self.shares = LeaseShares()
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -99,6 +109,7 @@ class ActorTable:
 
     def add(self, actor: Actor) -> None:
         self._actors[actor.actor_id] = actor
+        self.shares.touch(actor)
 
     def remove(self, actor: Actor, now: float, *, failed: bool) -> list[LeaseRef]:
         """Its link is gone: its leases go back to the pool, each group at its old place."""
@@ -106,6 +117,7 @@ class ActorTable:
         for group_id, _ in held:
             self.release(group_id, now, failed=failed)
         del self._actors[actor.actor_id]
+        self.shares.remove(actor.actor_id)
         return [(group_id, lease.attempt) for group_id, lease in held]
 
     def start_grace(self, now: float) -> None:
@@ -123,6 +135,7 @@ class ActorTable:
         record.max_lag = max(record.max_lag, self._lifecycle.lag.rule.max_lag)  # later lowering does not apply to it
         self._lifecycle.groups.move(record, GroupState.LEASED)
         actor.train.leases[record.group_id] = record.lease_to(actor.actor_id, attempt, members, now)
+        self.shares.touch(actor)
 
     def detach(self, record: GroupRecord, *, revoke: bool) -> None:
         """Take the lease off its actor, without saying yet what becomes of the group."""
@@ -131,6 +144,7 @@ class ActorTable:
         actor = self._actors.get(lease.actor_id)
         if actor is not None:
             actor.end_lease(record.group_id, revoke=revoke)
+            self.shares.touch(actor)
 
     def release(self, group_id: int, now: float, *, failed: bool, revoke: bool = False) -> None:
         """End an open lease without data; its group goes back to the pool or runs out of attempts."""
@@ -190,6 +204,7 @@ class ActorTable:
         held = sum(len(actor.train.leases) for actor in self._actors.values())
         leased = groups.num(GroupState.LEASED)
         assert held == leased, f"actors hold {held} leases, the table has {leased}"
+        self.shares.check(self._actors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +290,7 @@ class Handshake(LedgerPart):
         actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
         actor.revocations.clear()
         actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))
+        self.actors.shares.touch(actor)
         return actor
 
     def _keep(self, actor: Actor, ref: LeaseRef, now: float) -> bool:

@@ -23,6 +23,7 @@ class BatchCutter(LedgerPart):
 
     # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
+    looked_at: int = -1  # the last version that held groups were judged at
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
         """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
@@ -35,6 +36,10 @@ class BatchCutter(LedgerPart):
         newest = self.in_flight[-1][0] + self.lag.rule.steps_per_batch if self.in_flight else current
         if not current <= version <= newest:
             raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
+        # What came since the last look at this version was judged on arrival: until there are enough, nothing changes.
+        if version == self.looked_at and self.groups.num(GroupState.HELD) < self.lag.rule.groups_per_batch:
+            return None
+        self.looked_at = version
         # L2 again: what was fresh on arrival has aged while it was held.
         for record in self.groups.in_state(GroupState.HELD):
             if self.lag.is_stale(record, version):

@@ -95,9 +95,12 @@ class DedupRow(Struct, array_like=True):
 class DedupEntry:
     """One incarnation of one actor."""
 
-    def __init__(self, actor_id: str, incarnation: int, window: int) -> None:
+    def __init__(
+        self, actor_id: str, incarnation: int, window: int, due: set[tuple[str, int]] | None = None
+    ) -> None:
         self.actor_id = actor_id
         self.incarnation = incarnation
+        self._due = set() if due is None else due  # the table's senders that are to be told something
         self.settled = SeqWindow()
         self.durable = SeqWindow()
         self.departed_at: int | None = None  # number of checkpoints published when it left
@@ -126,11 +129,16 @@ class DedupEntry:
                 for seq in range(last + 1, following):
                     seqs.add(seq)
 
+    def _tell(self) -> None:
+        self._due.add((self.actor_id, self.incarnation))
+
     def accept(self, seq: int) -> None:
+        self._tell()
         self.settled.add(seq)
         self._to_accept.add(seq)
 
     def reject(self, seq: int, reason: RejectReason, detail: str, *, settle: bool = True) -> None:
+        self._tell()
         rejection = Rejection(seq, reason, detail[:256])
         self._to_reject[seq] = rejection
         if settle:
@@ -143,6 +151,7 @@ class DedupEntry:
 
     def repeat(self, seq: int) -> None:
         """Put what was answered about this number into the next ack again."""
+        self._tell()
         if seq in self._rejections:
             self._to_reject[seq] = self._rejections[seq]
         elif seq > self.settled.upto:
@@ -153,6 +162,7 @@ class DedupEntry:
 
     def make_durable(self, seq: int) -> None:
         if seq not in self.durable:
+            self._tell()
             self.durable.add(seq)
             self._to_make_durable.add(seq)
 
@@ -162,6 +172,7 @@ class DedupEntry:
         durable = as_ranges(sorted(seq for seq in self._to_make_durable if seq > self.durable.upto))
         rejected = list(self._to_reject.items())
         if not (self._dirty or self._to_accept or self._to_make_durable or rejected):
+            self._due.discard((self.actor_id, self.incarnation))
             return None
         self._to_accept = _beyond(accepted[_MAX_RANGES:])
         self._to_make_durable = _beyond(durable[_MAX_RANGES:])
@@ -189,6 +200,7 @@ class DedupTable:
         self._entries: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
         self._current: dict[str, int] = {}
         self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
+        self.due: set[tuple[str, int]] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -206,7 +218,10 @@ class DedupTable:
         if fenced is not None:
             self._fence(actor_id, fenced)
         self._current[actor_id] = incarnation
-        entry = self._entries.setdefault((actor_id, incarnation), DedupEntry(actor_id, incarnation, self._window))
+        entry = self._entries.get((actor_id, incarnation))
+        if entry is None:
+            entry = DedupEntry(actor_id, incarnation, self._window, self.due)
+            self._entries[actor_id, incarnation] = entry
         entry.departed_at = None
         return entry, fenced
 
@@ -246,6 +261,7 @@ class DedupTable:
 
     def _forget(self, key: tuple[str, int]) -> None:
         del self._entries[key]
+        self.due.discard(key)
         if self._current.get(key[0]) == key[1]:
             del self._current[key[0]]
 
@@ -260,7 +276,7 @@ class DedupTable:
         for actor_id, incarnations in fenced:
             self._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
         for row in rows:
-            entry = DedupEntry(row.actor_id, row.incarnation, self._window)
+            entry = DedupEntry(row.actor_id, row.incarnation, self._window, self.due)
             entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
             entry.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
             entry.departed_at = 0

@@ -156,6 +156,10 @@ class EvalTable:
         """The oldest evaluation with something to lease that weights of this version may score."""
         return next((run for run in self._runs.values() if run.waiting and run.may_ask(version)), None)
 
+    def any_waiting(self) -> bool:
+        """Whether there is something to lease, whichever version may score it."""
+        return any(run.waiting for run in self._runs.values())
+
     def take(self, run: EvalRun, version: int) -> GroupRecord:
         """The next prompt, for an actor with this version; the first one pins the evaluation to it."""
         if run.pin is not None and run.pin.version is None:

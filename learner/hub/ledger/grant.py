@@ -7,7 +7,7 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from learner.hub.ledger.actors import Actor, LedgerPart
@@ -29,7 +29,10 @@ class Grants(LedgerPart):
     num_grants: int = 0
 
     def order(self) -> list[str]:
-        """Actors that could take a lease, the one that waited longest first."""
+        """Actors that could take what there is: those that hold least first, of these the one that waited longest."""
+        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
+        if not self.evals.any_waiting():
+            return self.actors.shares.first(num, self._admits()) if num else []
         ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
         return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
 
@@ -45,6 +48,7 @@ class Grants(LedgerPart):
         if leases:
             self.num_grants += 1
             actor.granted_no = self.num_grants
+            self.actors.shares.touch(actor)
         return leases
 
     def what_it_does(self, actor_id: str, now: float) -> str:
@@ -91,17 +95,18 @@ class Grants(LedgerPart):
     def _fair_share(self, actor: Actor) -> int:
         """How many leases bring this actor level with the others that could have what is there."""
         # The actor that holds least is always below the level, so asking every actor in order leaves nothing over.
-        ready = self.groups.in_state(GroupState.READY)
-        num_new = max(0, self.lag.num_free)
-        if not ready and not num_new:
+        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
+        if not num:
             return 0
-        first = self.groups.rank(ready[0].group_id if ready else self.groups.next_id)
-        held = [
-            len(one.train.leases) for one in self.actors.all()
-            if one.state == "READY" and one.train.room and self.lag.may_grant(first, one.installed.version)
-        ]
-        level = -(-(len(ready) + num_new + sum(held)) // max(1, len(held)))
-        return max(0, level - len(actor.train.leases))
+        num_actors, num_held = self.actors.shares.totals(self._admits())
+        level = -(-(num + num_held) // max(1, num_actors))
+        return max(0, level - actor.num_train)
+
+    def _admits(self) -> Callable[[int], bool]:
+        """Whether an actor with this version may have the first of what there is."""
+        oldest = self.groups.first(GroupState.READY)
+        rank = self.groups.rank(self.groups.next_id if oldest is None else oldest)
+        return lambda installed: self.lag.may_grant(rank, installed)
 
     def _candidates(self, actor: Actor, now: float) -> Iterator[GroupRecord]:
         """READY groups this actor may have, oldest first, then new draws."""
@@ -123,6 +128,7 @@ class Grants(LedgerPart):
         self.counts["lost_on_crash"] += bool(record.holder)
         self.actors.lease(actor, record, attempt, members, now)
         actor.train.free -= 1  # until its next heartbeat, which may have been written before this lease arrived
+        self.actors.shares.touch(actor)
         num, limit = len(actor.train.leases), actor.train.limit
         assert num <= limit, f"{actor.actor_id}: {num} leases, it takes {limit}"
         return Lease(

@@ -231,6 +231,10 @@ class GroupTable:
         # A copy, because callers move groups while they go through it.
         return [self.live[group_id] for group_id in sorted(self._by_state[state])]
 
+    def first(self, state: GroupState) -> int | None:
+        """The number of the oldest group in a state."""
+        return min(self._by_state[state], default=None)
+
     def in_order(self) -> list[GroupRecord]:
         return [self.live[group_id] for group_id in self._order]
 

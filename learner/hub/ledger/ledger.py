@@ -214,6 +214,7 @@ class Ledger:
         actor.train.free, actor.train.limit = beat.free, beat.max_leases or actor.train.limit
         actor.eval.free, actor.eval.limit = beat.free_eval, max(actor.eval.limit, beat.free_eval)
         actor.install(self.versions.usable(beat.installed))
+        self.actors.shares.touch(actor)
         self.actors.renew(actor, beat, now)
         return True
 
@@ -224,12 +225,14 @@ class Ledger:
             self.counts["num_installs" if ok else "num_install_failures"] += 1
             if ok:
                 actor.install(self.versions.usable(ref))
+                self.actors.shares.touch(actor)
 
     def suspend(self, actor_id: str, now: float) -> None:
         """Its weights are not to be trusted: its leases go to others, and it gets none until `installed` says so."""
         actor = self._heard(actor_id, now)
         if actor is not None:
             actor.install(None)
+            self.actors.shares.touch(actor)
             for group_id, _ in actor.open_leases():
                 self.actors.release(group_id, now, failed=False, revoke=True)
 
@@ -238,6 +241,7 @@ class Ledger:
         actor = self._heard(actor_id, now)
         if actor is not None:
             actor.state = "LEAVING"
+            self.actors.shares.touch(actor)
 
     def bye(self, actor_id: str, now: float) -> None:
         """It has left. What it still held goes back to the pool and counts as no failure of the group."""
@@ -261,6 +265,11 @@ class Ledger:
         """Open leases of an actor; 0 for one that is not linked."""
         actor = self.actors.get(actor_id)
         return 0 if actor is None else len(actor.open_leases())
+
+    def acks_due(self) -> list[str]:
+        """Linked actors with something to be told."""
+        linked = ((self.actors.get(actor_id), incarnation) for actor_id, incarnation in self.dedup.due)
+        return [actor.actor_id for actor, incarnation in linked if actor and actor.incarnation == incarnation]
 
     def take_acks(self, actor_id: str) -> Ack | None:
         """The next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""

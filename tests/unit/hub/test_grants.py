@@ -201,3 +201,33 @@ def test_a_beat_of_an_actor_without_a_link_is_not_taken():
 
     assert actor.beat() is False
     assert ActorState.RUNNING == 2 and ledger.counters()["num_actors"] == 0
+
+
+def test_no_more_actors_are_asked_than_there_are_groups_and_those_that_hold_least_come_first():
+    ledger = make_ledger(groups_per_batch=3, eta=0)
+    actors = [FakeActor(ledger, f"a{number}", slots=4) for number in range(6)]
+    for actor in actors:
+        actor.join()
+        actor.beat()
+    assert ledger.grant_order() == ["a0", "a1", "a2"]  # three groups may be drawn
+
+    ledger.grant("a0", 0.0)
+    assert ledger.grant_order() == ["a1", "a2"]
+    ledger.grant("a1", 0.0), ledger.grant("a2", 0.0)
+    assert ledger.grant_order() == []  # and nothing is left
+
+    ledger.evict("a1", 0.0)
+    assert ledger.grant_order() == ["a3"]
+    ledger.check()
+
+
+def test_only_actors_with_something_to_be_told_are_asked_for_acks():
+    ledger = make_ledger()
+    busy, idle = FakeActor(ledger, "busy"), FakeActor(ledger, "idle")
+    busy.join(), idle.join()
+    busy.finish(busy.ask()[0])
+
+    assert ledger.acks_due() == ["busy"]
+    while ledger.take_acks("busy") is not None:
+        pass
+    assert ledger.acks_due() == []
