@@ -1,0 +1,84 @@
+"""What a power cut leaves of a run directory: what was synced, and of the rest nothing that may be relied on.
+
+kill -9 spares the page cache, so a missing fsync would never show. `journal` notes every fsync and rename of a process;
+`power_cut` then takes back what no fsync covers: files written since are cut in half, renames are undone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+_FSYNC, _REPLACE = os.fsync, os.replace
+
+
+def forget() -> None:
+    """In a child of a process that keeps a journal: this one keeps none."""
+    os.fsync, os.replace = _FSYNC, _REPLACE
+
+
+def journal(path: Path) -> None:
+    """Note this process's syncs and renames in a file that survives it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fsync, replace = _FSYNC, _REPLACE
+    kept = path.parent / "replaced"
+    kept.mkdir(exist_ok=True)
+
+    def note(**entry: Any) -> None:
+        os.write(file, json.dumps(entry).encode() + b"\n")
+
+    def noted_fsync(target: Any) -> None:
+        fsync(target)
+        number = target if isinstance(target, int) else target.fileno()
+        found = os.fstat(number)
+        if stat.S_ISDIR(found.st_mode):
+            note(directory=os.readlink(f"/proc/self/fd/{number}"))
+        else:
+            note(inode=found.st_ino, written=found.st_mtime_ns)
+
+    def noted_replace(source: Any, target: Any) -> None:
+        before = None
+        if os.path.isfile(target):
+            before = str(kept / f"{os.stat(target).st_ino}-{os.stat(source).st_ino}")
+            os.link(target, before)
+        note(source=str(source), target=str(target), before=before)
+        replace(source, target)
+
+    os.fsync, os.replace = noted_fsync, noted_replace
+
+
+def power_cut(run_dir: Path, path: Path) -> int:
+    """Leave only what was synced; how many files and renames were lost. The journal begins again."""
+    synced, renames = _read(path)
+    num_lost = 0
+    for source, target, before in reversed(renames):
+        if os.path.exists(target):
+            num_lost += 1
+            os.replace(target, source)
+            if before is not None and os.path.exists(before):
+                os.link(before, target)
+    for file in [one for folder in run_dir.glob("ckpt*") for one in folder.iterdir()]:
+        found = file.stat()
+        if synced.get(found.st_ino) != found.st_mtime_ns:
+            num_lost += 1
+            os.truncate(file, found.st_size // 2)
+            os.utime(file, ns=(0, 0))
+    return num_lost
+
+
+def _read(path: Path) -> tuple[dict[int, int], list[tuple[str, str, str | None]]]:
+    """inode -> time of the newest write that was synced, and the renames that no sync of their folder covers."""
+    synced: dict[int, int] = {}
+    renames: list[tuple[str, str, str | None]] = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        if "inode" in entry:
+            synced[entry["inode"]] = entry["written"]
+        elif "directory" in entry:
+            renames = [one for one in renames if os.path.dirname(one[1]) != entry["directory"]]
+        else:
+            renames.append((entry["source"], entry["target"], entry["before"]))
+    return synced, renames
