@@ -1,0 +1,152 @@
+"""What the hub is compared with: a DEALER/ROUTER loop that only decodes and acknowledges, and a PUSH/PULL pipe.
+
+The loop has the same frames, the same window and the same batched acknowledgements, and no ledger: nothing is checked,
+deduplicated, leased or trained. The pipe shows what a transport without acknowledgements loses when a process dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import tempfile
+import time
+from collections import Counter
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from bench.wire import make_group
+from streamrl.messages import TO_HUB
+from streamrl.messages.codec import Decoder, encode
+
+ACK_S = 0.02
+_FORK = multiprocessing.get_context("spawn")
+
+
+def serve_router(endpoint: str, received: Synchronized[int], stop: Event, decode: bool) -> None:
+    """The other end of the loop."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4096)
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVHWM, 4096)
+    router.setsockopt(zmq.BACKLOG, 4096)
+    router.bind(endpoint)
+    decoder, owed = Decoder(TO_HUB), Counter[bytes]()
+    ack_at = 0.0
+    while not stop.is_set():
+        if router.poll(20):
+            for _ in range(256):
+                try:
+                    route, frame = router.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if decode:
+                    decoder.decode(frame)
+                owed[route] += 1
+        if time.monotonic() - ack_at >= ACK_S:
+            ack_at = time.monotonic()
+            for route, num in owed.items():
+                router.send_multipart([route, num.to_bytes(4, "little")], zmq.NOBLOCK)
+            received.value += sum(owed.values())
+            owed.clear()
+    context.destroy(linger=0)
+
+
+def bare_loop(num_actors: int, group_size: int, num_tokens: int, window: int, seconds: float, *, decode: bool) -> float:
+    """Acknowledged trajectories a second."""
+    folder = tempfile.mkdtemp(prefix="bare-")
+    endpoint = f"tcp://127.0.0.1:{_free_port()}"
+    received, stop = _FORK.Value("q", 0), _FORK.Event()
+    server = _FORK.Process(target=serve_router, args=(endpoint, received, stop, decode))
+    server.start()
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, num_actors + 16)
+    frame = bytes(encode(make_group(num_tokens, group_size, 0)))
+    epoll, sockets = select.epoll(), {}
+    for _ in range(num_actors):
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(endpoint)
+        for _ in range(window):
+            dealer.send(frame, copy=False)
+        descriptor = dealer.getsockopt(zmq.FD)
+        sockets[descriptor] = dealer
+        epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+    try:
+        while received.value < num_actors * window:
+            _answer(epoll, sockets, frame)
+        began, first = time.monotonic(), received.value
+        while time.monotonic() - began < seconds:
+            _answer(epoll, sockets, frame)
+        return (received.value - first) * group_size / (time.monotonic() - began)
+    finally:
+        stop.set()
+        server.join()
+        context.destroy(linger=0)
+        os.rmdir(folder)
+
+
+def _answer(epoll: Any, sockets: dict[int, zmq.Socket], frame: bytes) -> None:
+    for descriptor, _ in epoll.poll(0.02, 1024):
+        dealer = sockets[descriptor]
+        while True:
+            try:
+                num = int.from_bytes(dealer.recv(zmq.NOBLOCK), "little")
+            except zmq.Again:
+                break
+            for _ in range(num):
+                dealer.send(np.frombuffer(frame, np.uint8), copy=True)  # an actor encodes each group: so copy it here
+
+
+def pull(endpoint: str, path: Path) -> None:
+    """The far end of the pipe: notes the number of every message that it has read."""
+    socket = zmq.Context().socket(zmq.PULL)
+    socket.bind(endpoint)
+    with open(path, "ab", buffering=0) as file:
+        while True:
+            file.write(socket.recv()[:8])
+
+
+def pipe_losses(num_senders: int, num_messages: int, num_kills: int) -> dict[str, float]:
+    """Messages sent, read and lost by PUSH/PULL when the reader is killed so often on the way."""
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+        endpoint, path = f"tcp://127.0.0.1:{_free_port()}", Path(folder) / "read"
+        path.touch()
+        context = zmq.Context()
+        senders = [context.socket(zmq.PUSH) for _ in range(num_senders)]
+        for one in senders:
+            one.connect(endpoint)
+        reader = _FORK.Process(target=pull, args=(endpoint, path))
+        reader.start()
+        kills = {num_messages * (at + 1) // (num_kills + 1) for at in range(num_kills)}
+        payload = bytes(8192)
+        for number in range(num_messages):
+            senders[number % num_senders].send(number.to_bytes(8, "little") + payload)
+            if number in kills:
+                assert reader.pid is not None
+                os.kill(reader.pid, signal.SIGKILL)
+                reader.join()
+                reader = _FORK.Process(target=pull, args=(endpoint, path))
+                reader.start()
+        still_at, size = time.monotonic(), -1
+        while time.monotonic() - still_at < 2.0:  # until nothing more comes
+            if path.stat().st_size != size:
+                still_at, size = time.monotonic(), path.stat().st_size
+            time.sleep(0.02)
+        reader.kill()
+        reader.join()
+        context.destroy(linger=0)
+        num_read = len(set(np.fromfile(path, "<u8").tolist()))
+        return {"sent": num_messages, "read": num_read, "lost": num_messages - num_read, "kills": num_kills}
+
+
+def _free_port() -> int:
+    probe = zmq.Context.instance().socket(zmq.ROUTER)
+    port = probe.bind_to_random_port("tcp://127.0.0.1")
+    probe.close()
+    return port

@@ -1,0 +1,60 @@
+"""The simulation against what can be worked out by hand: which side limits, how old tokens get, what failures cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.plane.ledger_cost import LedgerLoad
+from bench.simulate import Simulation, World
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config
+
+B = 16
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config([
+        "experiment=quickstart", "trainer.num_steps=1000000", "rollout.num_responses_per_prompt=2",
+        f"rollout.num_prompts_per_step={B}", "staleness.eta=2",
+    ])
+
+
+def simulate(config: Config, world: World, seconds: float = 400.0, seed: int = 0) -> dict:
+    return Simulation(config, world, seed).run(seconds, warm_s=100.0)
+
+
+def test_few_actors_limit_the_rate_and_the_learner_waits(config):
+    found = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1))
+    assert found["groups_per_s"] == pytest.approx(8 / 4.0, rel=0.1)
+    assert found["learner_busy"] == pytest.approx(found["groups_per_s"] / B * 0.5, rel=0.1)
+
+
+def test_many_actors_keep_the_learner_busy_and_the_lag_at_its_bound(config):
+    world = World(200, group_s=2.0, sigma=0.1, step_s=2.0, install_s=0.1)
+    simulation = Simulation(config, world)
+    found = simulation.run(400.0, warm_s=100.0)
+    assert found["groups_per_s"] == pytest.approx(B / 2.0, rel=0.05) and found["learner_busy"] > 0.95
+    assert 1 <= found["lag_mean"] <= found["lag_max"] <= simulation.ledger.lag.rule.max_lag
+    assert found["stale"] == found["dropped"] == 0
+
+
+def test_actors_that_die_cost_leases_and_rate_and_no_prompt(config):
+    whole = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1))
+    frail = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1, mean_life_s=20.0, restart_s=10.0))
+    assert frail["reissued"] > 0 and frail["groups_per_s"] < 0.85 * whole["groups_per_s"]
+
+
+def test_a_seed_gives_the_same_history(config):
+    world = World(10, group_s=3.0, step_s=1.0, mean_life_s=100.0)
+    first, second, other = (simulate(config, world, 100.0, seed) for seed in (4, 4, 5))
+    assert first == second != other
+
+
+@pytest.mark.parametrize("num_actors", [3, 200])
+def test_the_load_on_the_ledger_keeps_every_actor_busy(num_actors):
+    load = LedgerLoad(num_actors, groups_per_batch=16)
+    for _ in range(3 * num_actors):
+        load.step()
+    load.ledger.check()
+    assert {len(one.train.leases) for one in load.ledger.actors.all()} == {2}
