@@ -140,10 +140,12 @@ class BroadcasterService:
             document = self._open(message)
         except (OSError, WeightsError) as error:
             log.warning("version %s cannot be sent: %s", ref, error)
+            self._reports.append(BroadcastReport(0, BroadcastStage.LOADED, error=str(error)[:2000], ref=ref))
             return
         for old in sorted(self._documents)[:-1]:
             del self._documents[old]
         self._documents[ref] = document
+        self._reports.append(BroadcastReport(0, BroadcastStage.LOADED, ref=ref))
         if self._slots is not None:
             try:
                 self._slots.publish(ref, self._buckets("ipc", document))

@@ -269,13 +269,15 @@ class BroadcastStage(IntEnum):
     SENT = 3
     FAILED = 4
     ALIVE = 5
+    LOADED = 6
 
 
 @message(51, RANK_TO_HUB)
 class BroadcastReport(Message):
     """Progress of an epoch; NAMED carries the unique id, FAILED the reason.
 
-    ALIVE is the broadcaster's heartbeat and of no epoch: once a second, for as long as no thread of it hangs.
+    ALIVE is the broadcaster's heartbeat and of no epoch: once a second, for as long as no thread of it hangs. LOADED is
+    of no epoch either: the document of `ref` can be sent, or cannot, for the reason in `error`.
     """
 
     epoch: U32
@@ -283,6 +285,7 @@ class BroadcastReport(Message):
     unique_id: Annotated[bytes, Meta(max_length=256)] = b""
     error: LongText = ""
     seconds: float = 0.0
+    ref: VersionRef | None = None
 
 
 @message(52, RANK_TO_HUB)

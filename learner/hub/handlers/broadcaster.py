@@ -67,6 +67,8 @@ class BroadcastHandler:
         self._publish: Publish | None = None
         self._recent: deque[VersionRef] = deque(maxlen=RECENT_VERSIONS)
         self._told_shared: set[str] = set()
+        self._loading: VersionRef | None = None  # published, and not yet in the broadcaster's hands
+        self._load_until = float("inf")
         self.num_started = 0
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -76,14 +78,37 @@ class BroadcastHandler:
         self._publish = message
         self._recent.append(message.manifest.ref)
         told: set[str] = set()
+        ref = message.manifest.ref
         if self._start is not None and message.device_manifest is not None:
             self._send_document()
             if self._nccl:
-                self._do(self.membership.set_candidates(self._candidates(), now), now)
-                told = self._do(self.membership.published(message.manifest.ref, now), now)
-        ref = message.manifest.ref
+                candidates = self._candidates()
+                self._do(self.membership.set_candidates(candidates, now), now)
+                if self._route is not None and candidates and self._loading is None:
+                    # A member that is invited waits inside a kernel, on a GPU that its engine computes on.
+                    publish = self._hub.settings.publish
+                    self._loading, told = ref, set(candidates)
+                    self._load_until = now + publish.nccl_init_deadline_s + publish.nccl_bucket_deadline_s
+                else:  # also of a learner that publishes faster than a document is loaded
+                    self._loading = None
+                    told = self._do(self.membership.published(ref, now), now)
         for link in self._hub.connections.all():
             if link.actor_id not in told and not self.membership.expects(link.actor_id, ref):
+                self.announce(link)
+
+    def _loaded(self, ref: VersionRef, error: str, now: float) -> None:
+        """The broadcaster has this version, or cannot have it: the members are invited, or pull."""
+        if ref != self._loading:
+            return
+        self._loading = None
+        candidates = self._candidates()
+        told: set[str] = set()
+        if not error:
+            self._do(self.membership.set_candidates(candidates, now), now)
+            told = self._do(self.membership.published(ref, now), now)
+        for link in self._hub.connections.all():
+            held = "nccl" in link.transports and link.actor_id not in told
+            if held and not self.membership.expects(link.actor_id, ref):
                 self.announce(link)
 
     def announce(self, link: Connection, ticket: NcclTicket | None = None) -> None:
@@ -154,6 +179,8 @@ class BroadcastHandler:
         if self._nccl:
             self._do(self.membership.set_candidates(self._candidates(), now), now)
             self._do(self.membership.tick(now), now)
+        if self._loading is not None and now >= self._load_until:
+            self._loaded(self._loading, "it took too long", now)
 
     def metrics(self) -> Mapping[str, float]:
         if self._start is None:
@@ -188,6 +215,8 @@ class BroadcastHandler:
                 self._do(one.progressed(epoch, now), now)
             case BroadcastStage.SENT:
                 self._do(one.sent(epoch, now), now)
+            case BroadcastStage.LOADED if report.ref is not None:
+                self._loaded(report.ref, report.error, now)
             case BroadcastStage.FAILED:
                 log.warning("epoch %d failed at the broadcaster: %s", epoch, report.error)
                 self._do(one.failed(None, epoch, report.error, now), now)
@@ -272,6 +301,8 @@ class BroadcastHandler:
             self._broadcaster.kill()
             self._ended.append(self._broadcaster)
         self._broadcaster, self._route, self._up = None, None, None
+        if self._loading is not None:
+            self._loaded(self._loading, "the broadcaster ended", now)
         self._start_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)
 

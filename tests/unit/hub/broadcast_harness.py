@@ -15,6 +15,7 @@ from streamrl.messages import (
     HUB_TO_BROADCASTER,
     ActorHeartbeat,
     ActorState,
+    BroadcastDocument,
     BroadcastReport,
     BroadcastStage,
     BroadcastUp,
@@ -40,7 +41,7 @@ class ScriptedBroadcaster:
     """A broadcaster that does what the test says. One at a time, as the hub has them."""
 
     def __init__(self, settings: HubSettings, slots: IpcBufferTicket | None = None, device: str = "") -> None:
-        self.settings, self.killed = settings, threading.Event()
+        self.settings, self.killed, self.loads = settings, threading.Event(), True
         self.status: int | None = None
         self._decoder = Decoder(HUB_TO_BROADCASTER)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -51,6 +52,8 @@ class ScriptedBroadcaster:
         while True:
             assert self._socket.poll(PATIENCE_MS), f"no {kind.__name__} came"
             message = self._decoder.decode(self._socket.recv())
+            if isinstance(message, BroadcastDocument) and self.loads:
+                self.report(0, BroadcastStage.LOADED, ref=message.manifest.ref)
             if isinstance(message, kind):
                 return message
 

@@ -56,6 +56,27 @@ def test_an_epoch_from_publish_to_broadcast(harness):
     assert broadcaster.receive(BroadcastSend) == BroadcastSend(1, manifest.ref)
 
 
+def test_members_are_invited_when_the_broadcaster_has_the_document_and_pull_if_it_cannot_have_it(harness):
+    """An invited member waits inside a kernel on the GPU that its engine computes on."""
+    one = harness()
+    broadcaster, peer = one.broadcaster(), one.actor("a")
+    broadcaster.receive(BroadcastDocument)
+    one.candidates(1)
+    broadcaster.loads = False
+    manifest = one.publish()
+    assert broadcaster.receive(BroadcastDocument).manifest == manifest
+    one.beat(peer)
+    assert one.hub.server.broadcast.membership.epoch == 0  # nothing is formed, and no member told
+    broadcaster.report(0, BroadcastStage.LOADED, ref=manifest.ref)
+    assert broadcaster.receive(BroadcastForm) == BroadcastForm(1, 2)
+
+    manifest = one.publish()
+    broadcaster.receive(BroadcastDocument)
+    broadcaster.report(0, BroadcastStage.LOADED, error="no such file", ref=manifest.ref)
+    announce = peer.receive(Announce)
+    assert announce.manifest == manifest and ways(announce) == ["shm", "zmq"]
+
+
 def test_the_broadcaster_is_told_of_every_document_before_it_must_send_it(harness):
     one = harness()
     broadcaster = one.broadcaster()
@@ -72,6 +93,7 @@ def test_a_member_that_loses_its_communicator_ends_the_epoch(harness):
     broadcaster, peer, other = one.broadcaster(), one.actor("a"), one.actor("b")
     one.candidates(2)
     one.publish()
+    broadcaster.receive(BroadcastForm)
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
     broadcaster.report(1, BroadcastStage.FORMED)
     for member in (peer, other):
@@ -115,6 +137,7 @@ def test_members_are_told_the_deadlines_that_are_set(harness):
     assert (options.nccl_init_deadline_s, options.nccl_bucket_deadline_s, options.bucket_bytes) == (7, 3, 512)
     one.candidates(1)
     one.publish()
+    broadcaster.receive(BroadcastForm)
     broadcaster.report(1, BroadcastStage.NAMED, unique_id=b"id")
 
     ticket = peer.receive(Announce).offers[0].nccl
