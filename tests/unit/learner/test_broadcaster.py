@@ -86,5 +86,8 @@ def test_a_document_that_takes_long_to_read_is_no_silence(hub, tmp_path):
     try:
         assert all(alive(hub.hear()) for _ in range(4))
     finally:
-        os.close(os.open(path, os.O_WRONLY))  # it was no document: the broadcaster says so in its log and goes on
+        os.close(os.open(path, os.O_WRONLY))  # it was no document: the broadcaster says so and goes on
+    while alive(said := hub.hear()):
+        pass
+    assert said.stage == BroadcastStage.LOADED and said.error and said.ref == manifest.ref
     assert alive(hub.hear())
