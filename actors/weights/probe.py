@@ -23,6 +23,7 @@ from actors.weights.base_weights import HeldBase
 from streamrl.messages import Probe, Probed
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from streamrl.weights.document import Document
+from streamrl.weights.gpu.pinned import Upload
 from streamrl.weights.manifest import bucket_ranges, tensor_offsets
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
         there = expected[spec.name].to(here.dtype)
         if here.shape != there.shape:
             return f"{spec.name} has shape {list(here.shape)}, the document {list(there.shape)}"
-        index = _first_index(here, there.to(here.device))
+        index = _first_index(here, _beside(here, there))
         if index is None:
             continue
         place = offset + index * expected[spec.name].element_size()
@@ -87,6 +88,16 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
         bucket = f"{next(i for i, (start, end) in enumerate(ranges) if start <= place < end)} of {len(ranges)}"
         return f"bucket {bucket} is not what was published: {spec.name} differs from element {index} on"
     return None
+
+
+def _beside(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """`there` on the device of `here`; a GPU goes on computing meanwhile."""
+    if there.device == here.device:
+        return there
+    upload, target = Upload(here.device), torch.empty_like(there, device=here.device)
+    upload.copy(there, target)
+    upload.finish()
+    return target
 
 
 def _first_index(here: torch.Tensor, there: torch.Tensor) -> int | None:

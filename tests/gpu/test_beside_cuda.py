@@ -12,6 +12,7 @@ import streamrl.architectures.attend  # noqa: F401  which keeps attention from c
 from actors.engines.native.engine import build_model
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.worker import Staging
+from actors.weights.probe import first_difference
 from learner.checkpoint.shards import copied
 from learner.mesh import Ranks
 from learner.model.scoring.logprob_head import score_tokens
@@ -120,6 +121,10 @@ def test_a_version_is_written_from_a_snapshot_while_the_weights_change(tmp_path)
         published = beside.take()
         document = Document.map_file(published.path, published.manifest, publisher.layout).verify()
         assert torch.equal(document.tensors()["w"], expected)
+        live = {"w": expected.to(GPU)}
+        assert first_difference(live, document) is None
+        live["w"][77] += 1.0
+        assert "w differs from element 77 on" in first_difference(live, document)
         beside.close()
 
 
