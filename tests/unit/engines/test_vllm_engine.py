@@ -415,7 +415,7 @@ def test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_
         for pid in group_pids(engine._core.group.mark):
             os.kill(pid, signal.SIGSTOP)
         install = asyncio.ensure_future(serve(harness, 2))
-        await until(lambda: not engine._open.is_set())
+        await until(engine._exchange.locked)
         for pid in group_pids(engine._core.group.mark):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WeightsError, match=f"{old} keeps serving"):
