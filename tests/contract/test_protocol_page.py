@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from learner.conform.requirements import REQUIREMENTS
 from streamrl.messages import (
     FROM_WEIGHTS,
     PROTOCOL,
@@ -42,7 +43,9 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode
+from tests.contract.protocol_session import page
 
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 DIRECTIONS = {
     "actor to hub": TO_HUB, "hub to actor": TO_ACTOR, "actor to weights": TO_WEIGHTS, "weights to actor": FROM_WEIGHTS,
@@ -74,6 +77,23 @@ def enum_row(cls: type) -> str:
                                  *map(enum_row, ENUMS)])
 def test_the_page_has_the_row_as_the_code_has_it(row):
     assert row in PAGE.splitlines(), f"docs/protocol.md needs this row:\n{row}"
+
+
+def test_the_page_has_every_requirement_of_the_examination():
+    rows = [f"| `{name}` | {sentence} |" for name, sentence in REQUIREMENTS.items()]
+    assert [line for line in PAGE.splitlines() if line in rows] == rows
+
+
+def test_the_session_is_what_hub_and_actor_say():
+    now = page()
+    assert (DOCS / "protocol_session.md").read_text() == now, (
+        "run  python -m tests.contract.protocol_session > docs/protocol_session.md"
+    )
+    assert now == page(), "two sessions must give the same bytes"
+    names = re.findall(r"^## \d+\. (\w+),", now, re.M)
+    assert names[:2] == ["Hello", "Welcome"] and names[-2:] == ["Bye", "Bye"]
+    kinds = {cls.__name__ for direction in DIRECTIONS.values() for cls in direction.values()}
+    assert set(names) == kinds - {"Stop"}, "a session shows every message but the one that ends it early"
 
 
 def test_the_example_frame_is_what_the_encoder_makes():
