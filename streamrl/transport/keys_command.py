@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from pathlib import Path
 
 from streamrl.errors import ConfigError
@@ -26,10 +28,12 @@ An actor with the key of NAME may call itself NAME or NAME-anything, so one key 
 machine or cluster. A key file is all it takes to join: copy it as you would a password.
 """
 JOIN_USAGE = """streamrl join tcp://HOST:PORT [key=FILE] [key=value ...]
+streamrl join RUN_DIR [key=FILE] [key=value ...]
 
-An actor for a run anywhere. Its key is the file that `streamrl keys add` wrote on the learner's machine; the text in
-that file may also stand after the address, tcp://HOST:PORT#streamrl-key:..., where no other user sees the command line.
-Other words are settings, as for `streamrl actor`.
+An actor for a run anywhere, or for the run of a directory on a file system that both machines share: it then waits for
+the learner to write its address there. Its key is the file that `streamrl keys add` wrote on the learner's machine; the
+text in that file may also stand after the address, tcp://HOST:PORT#streamrl-key:..., where no other user sees the
+command line. Other words are settings, as for `streamrl actor`.
 """
 DIRECTORY = "keys"
 
@@ -66,8 +70,10 @@ def keys(words: list[str]) -> int:
 
 def join_words(words: list[str]) -> list[str]:
     """The words of `streamrl actor` for those of `streamrl join`. Raises ConfigError."""
+    if words and Path(words[0]).is_dir():
+        words = [_address_in(Path(words[0])), *words[1:]]
     if not words or not re.match(r"tcp://", words[0]):
-        raise ConfigError(f"give the address first\n\n{JOIN_USAGE}")
+        raise ConfigError(f"give the address first, or a run directory that is there\n\n{JOIN_USAGE}")
     address, _, text = words[0].partition("#")
     files = [word.partition("=")[2] for word in words[1:] if word.startswith("key=")]
     others = [word for word in words[1:] if not word.startswith("key=")]
@@ -78,6 +84,16 @@ def join_words(words: list[str]) -> list[str]:
     elif text:
         files = [str(_keep(text))]
     return [f"connect={address}", *(f"actors.key={file}" for file in files), *others]
+
+
+def _address_in(run_dir: Path) -> str:
+    """Where the hub of this run listens; waits until it has said so."""
+    note = run_dir / "hub.json"
+    if not note.exists():
+        print(f"waiting for the learner to write {note}", flush=True)
+    while not note.exists():  # perhaps on another machine: nothing tells when it appears
+        time.sleep(1)
+    return str(json.loads(note.read_text())["connect"])
 
 
 def _keep(text: str) -> Path:

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("envs",),
     ("actors", "learner"),
     ("streamrl.supervise",),
-    ("streamrl.launch",),
+    ("streamrl.launch", "streamrl.slurm"),
     ("streamrl.api", "streamrl.sweep", "streamrl.verbs"),
     ("streamrl.cli", "streamrl"),
 )
