@@ -50,6 +50,7 @@ from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
 from learner.run import Run
 from learner.stop_flag import StopFlag
+from streamrl.config.addresses import is_wildcard
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.rules import largest_max_lag, lookahead, steps_per_batch
 from streamrl.config.schema import Config, SkipZeroAdvantage
@@ -320,9 +321,11 @@ def _agree_on_endpoint(run_dir: Path, ranks: Ranks) -> str:
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
     """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
     note = run_dir / "hub.json"
-    if resume and bind.endswith(":0") and note.exists():
-        return str(json.loads(note.read_text())["connect"])
-    return bind
+    if not (resume and bind.endswith(":0") and note.exists()):
+        return bind
+    before = str(json.loads(note.read_text())["connect"])
+    # The predecessor may have run on another machine: what stands for every interface stays so, with its port.
+    return bind[:-1] + before.rpartition(":")[2] if is_wildcard(bind) else before
 
 
 def tear_down(run: Run) -> None:

@@ -141,7 +141,9 @@ def slurm(words: list[str]) -> int:
 def _jobs(chosen: argparse.Namespace) -> Jobs:
     taken = [word for word in chosen.settings if word.startswith(("hub.bind=", "hub.advertise=", "hub.keys="))]
     if taken:
-        raise ConfigError(f"{' '.join(taken)}: streamrl slurm sets these itself; the keys are --keys DIRECTORY")
+        raise ConfigError(
+            f"{' '.join(taken)}: streamrl slurm sets these itself: leave them out, and give keys as --keys=DIRECTORY"
+        )
     config = load_config(chosen.settings)
     num_actors = config.launch.num_actors if chosen.actors is None else chosen.actors
     if num_actors < 1:

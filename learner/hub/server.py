@@ -164,7 +164,11 @@ class HubServer:
                     name, routing_id, frames = self._authenticator.receive(self._actor_socket)
             except zmq.Again:
                 return
-            self._actors.received(routing_id, frames, now, key_name=name)
+            self.received(routing_id, frames, now, name)
+
+    def received(self, routing_id: bytes, frames: list[bytes], now: float, key_name: str | None) -> None:
+        """One message of an actor; an examiner of actors listens here (`learner.conform`)."""
+        self._actors.received(routing_id, frames, now, key_name=key_name)
 
     def _drain_ranks(self, now: float) -> None:
         for _ in range(MAX_DRAINED):
