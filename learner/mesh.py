@@ -169,6 +169,14 @@ class Ranks:
         """Rank 0's `value`, on every rank."""
         return self._reduce([value if self.rank == 0 else 0.0])[0]
 
+    def bytes_from_rank_zero(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank; what the others pass is ignored."""
+        if self.mesh.world == 1:
+            return data
+        padded = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4")
+        length, *words = self.gather_world([float(len(data)), *padded.tolist()] if self.rank == 0 else [])[0]
+        return np.array(words, dtype="<u4").tobytes()[: int(length)]
+
     def gather_world(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's list, by rank; lists may differ in length (float64, so integers are exact up to 2**53)."""
         world = self.mesh.world

@@ -26,8 +26,9 @@ from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import TrajectoryReader
 from learner.group.beats import RankBeats
+from learner.hub_client.endpoint import RankDoor, agree
 from learner.hub_client.link import HubLink
-from learner.hub_client.process import HubProcess, private_rank_endpoint
+from learner.hub_client.process import HubProcess
 from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.build import load_networks
@@ -126,20 +127,23 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     vocab_size = policy_vocab_size(model_dir)
     past = find_resume_state(config, run_dir, ranks)
     lineage = surviving_lineage(past, epoch)
-    endpoint = _agree_on_endpoint(run_dir, ranks)
+    door = RankDoor.make() if rank_zero else None
     loss_weights, reward_rules, staleness = _restored_controls(config, past)
     documents = document_directory(past.run_id, run_dir)
     hub_process = shm = None
-    if rank_zero:  # the hub imports and binds while the networks load here
+    if door is not None:  # the hub imports and binds while the networks load here
         hub_process = HubProcess(hub_settings(
             config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
-            lineage=lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=endpoint, shm_dir=documents,
+            lineage=lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=door.bind, shm_dir=documents,
             bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=vocab_size,
             restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
             bounds=staleness.bounds, device=str(ranks.device),
-        ))
+        ), door.keys)
         undo.callback(hub_process.abandon)
-    beats = undo.enter_context(RankBeats(endpoint, ranks, silent_s=config.learner.rank_silent_s))
+    endpoint = agree(ranks, lambda: door.endpoint(run_dir, epoch, hub_process.check))
+    beats = undo.enter_context(
+        RankBeats(endpoint.address, ranks, silent_s=config.learner.rank_silent_s, key=endpoint.key)
+    )
     objective = Objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config),
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights),
@@ -159,7 +163,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
     hub = HubLink(
-        endpoint, rank=ranks.rank, world=ranks.mesh.world, version=past.version,
+        endpoint.address, key=endpoint.key, rank=ranks.rank, world=ranks.mesh.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
     )
@@ -309,15 +313,6 @@ def _announce(run: Run) -> None:
     )
 
 
-def _agree_on_endpoint(run_dir: Path, ranks: Ranks) -> str:
-    """Rank 0 chooses the socket, the others read it from the run directory."""
-    note = run_dir / "ranks.json"
-    if ranks.rank == 0:
-        note.write_text(json.dumps({"endpoint": private_rank_endpoint()}))
-    ranks.barrier()
-    return str(json.loads(note.read_text())["endpoint"])
-
-
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
     """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
     note = run_dir / "hub.json"
@@ -342,6 +337,4 @@ def tear_down(run: Run) -> None:
     if run.lock is not None:
         run.lock.release()
     run.ranks.close()
-    if run.ranks.rank == 0:
-        (run.run_dir / "ranks.json").unlink(missing_ok=True)
     logging.getLogger("streamrl").debug("process %d is done", os.getpid())

@@ -17,6 +17,7 @@ from learner.hub.broadcaster_process import EXIT_NO_MEMORY
 from learner.hub.settings import HubSettings, read_settings
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import watch
+from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferServer
@@ -37,10 +38,12 @@ def serve(settings: HubSettings, home: str) -> int:
             CudaMemory(settings.device), context, f"ipc://{home}/slots", slot_bytes=publish.bucket_bytes,
             deadline_s=publish.nccl_bucket_deadline_s,
         )
+    keys = RankKeys.from_environment()
     service = BroadcasterService(
         context, settings.rank_endpoint, broadcaster=broadcaster, slots=slots,
         init_deadline_s=publish.nccl_init_deadline_s, bucket_deadline_s=publish.nccl_bucket_deadline_s, pinned=True,
         device=device_id(settings.device),
+        key=keys.key if keys is not None else None,
     )
     return service.run(lambda: bool(parent_gone))
 

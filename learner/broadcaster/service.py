@@ -37,6 +37,8 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.authentication import connect_with
+from streamrl.transport.keys import ActorKey
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import GRACE_S, Broadcaster
 from streamrl.weights.gpu.communicator import CommunicatorStuck
@@ -60,16 +62,19 @@ class BroadcasterService:
         slots: None without the transport ipc.
         pinned: whether documents go to the device through pinned host memory.
         device: this process's GPU, as actors name theirs.
+        key: shown to a hub whose rank socket other machines reach.
     """
 
     def __init__(
         self, context: zmq.Context, endpoint: str, *, broadcaster: Broadcaster | None, slots: IpcBufferServer | None,
-        init_deadline_s: float, bucket_deadline_s: float, pinned: bool, device: str = "",
+        init_deadline_s: float, bucket_deadline_s: float, pinned: bool, device: str = "", key: ActorKey | None = None,
     ) -> None:
         self._broadcaster, self._slots, self._pinned = broadcaster, slots, pinned
         self._init_s, self._bucket_s, self._device = init_deadline_s, bucket_deadline_s, device
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        if key is not None:
+            connect_with(self._socket, key)
         self._socket.connect(endpoint)
         self._decoder = Decoder(HUB_TO_BROADCASTER, max_bytes=1 << 30)
         self._documents: dict[VersionRef, Document] = {}

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
 from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors, training_tensors, write_shards
+from learner.checkpoint.transfer import collect, distribute
 from learner.mesh import Ranks
 from streamrl.errors import CheckpointError, RunLockedError
 
@@ -97,6 +98,7 @@ def write_checkpoint(
     if ranks.maximum(float(failure is not None)):
         raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
     files = _gather_entries(entries, ranks, blobs)
+    collect(draft, [_shard_name(rank, ranks.mesh.world) for rank in range(ranks.mesh.world)], ranks)
     final = run_dir / f"ckpt-{version:08d}"
     if ranks.rank == 0:
         body = {"format": FORMAT, "version": version, "world": ranks.mesh.world, "files": files, "extra": dict(extra)}
@@ -125,9 +127,11 @@ def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoi
     version = int(ranks.from_rank_zero(-2.0 if failure else -1.0 if chosen is None else float(chosen.version)))
     if version == -2:
         raise failure or CheckpointError(f"rank 0 found no good checkpoint in {run_dir}")
-    if ranks.rank == 0 or version == -1:
-        return chosen
-    return _open(Path(run_dir) / f"ckpt-{version:08d}", check_files=False)
+    if version == -1:
+        return None
+    path = Path(run_dir) / f"ckpt-{version:08d}"
+    distribute(path, ranks)
+    return chosen if ranks.rank == 0 else _open(path, check_files=False)
 
 
 def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:

@@ -42,8 +42,7 @@ def find_resume_state(config: Config, run_dir: Path, ranks: Ranks) -> ResumeStat
     if ranks.rank == 0 and not name.exists():
         safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
         name.write_text(f"{safe}-{secrets.token_hex(4)}")
-    ranks.barrier()
-    run_id = name.read_text().strip()
+    run_id = ranks.bytes_from_rank_zero(name.read_bytes() if ranks.rank == 0 else b"").decode().strip()
     found = find_checkpoint(run_dir, ranks) if config.checkpoint.resume else None
     if found is None:
         if config.checkpoint.resume:

@@ -23,6 +23,8 @@ from learner.mesh import Ranks
 from streamrl.errors import WireError
 from streamrl.messages import HUB_TO_RANK, EndGroup, RankBeat
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.authentication import connect_with
+from streamrl.transport.keys import ActorKey
 
 log = logging.getLogger("streamrl.learner")
 
@@ -41,14 +43,16 @@ class RankBeats:
     """Sends the beats of this rank until `close`; in a `with` block also what the block fails with.
 
     Args:
+        key: shown to a hub on another machine.
         on_end: called in the thread when the hub orders the end; it must not return to a training thread that hangs.
     """
 
     def __init__(
-        self, endpoint: str, ranks: Ranks, *, silent_s: float, on_end: Callable[[str], None] = _exit
+        self, endpoint: str, ranks: Ranks, *, silent_s: float, on_end: Callable[[str], None] = _exit,
+        key: ActorKey | None = None,
     ) -> None:
         self._endpoint, self._ranks, self._silent_s, self._on_end = endpoint, ranks, silent_s, on_end
-        self._host = host_id()
+        self._host, self._key = host_id(), key
         self._last: queue.Queue[RankBeat] = queue.Queue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank_beats", daemon=True)
@@ -94,6 +98,8 @@ class RankBeats:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 100)
         dealer.setsockopt(zmq.SNDHWM, 16)  # a hub that reads nothing must not fill this process's memory
+        if self._key is not None:
+            connect_with(dealer, self._key)
         dealer.connect(self._endpoint)
         closing = False
         while not closing:

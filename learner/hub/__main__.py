@@ -13,6 +13,7 @@ from learner.hub.server import HubServer
 from learner.hub.settings import read_settings
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import watch
+from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.shm.directory import remove_run_dir
 
 
@@ -28,7 +29,7 @@ def main() -> int:
     parent_gone: list[bool] = []
     watch(lambda: parent_gone.append(True))
     try:
-        hub = HubServer(settings)
+        hub = HubServer(settings, rank_keys=RankKeys.from_environment())
     except StreamrlError as error:
         logging.getLogger("streamrl.hub").error("%s", error)
         return 2
@@ -36,10 +37,11 @@ def main() -> int:
         hub.run(lambda: bool(parent_gone))
     finally:
         hub.close()
-        socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
-        socket_file.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty, or gone
-            socket_file.parent.rmdir()
+        if settings.rank_endpoint.startswith("ipc://"):
+            socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
+            socket_file.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty, or gone
+                socket_file.parent.rmdir()
     if parent_gone:
         for folder in (Path(settings.shm_dir), Path(settings.run_dir) / "weights"):
             remove_run_dir(folder, settings.run_id, wait_s=5.0)

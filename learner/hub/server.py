@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from learner.hub.broadcaster_process import BroadcasterProcess
@@ -36,6 +37,7 @@ from streamrl.metrics.run_record import read_object
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.control import ControlServer, remove_stale
 from streamrl.transport.keys import KeyDirectory
+from streamrl.transport.rank_keys import RankKeys
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.transport import device_transports
 
@@ -61,6 +63,7 @@ class HubServer:
     def __init__(
         self, settings: HubSettings, *,
         start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
+        rank_keys: RankKeys | None = None,
     ) -> None:
         ledger = build_ledger(settings)
         self._zmq = zmq.Context()
@@ -74,14 +77,20 @@ class HubServer:
         self.endpoint = bound_endpoint(self._actor_socket)
         host = settings.hub.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         weights = WeightServer(self._zmq, settings, host, self._authenticator)
-        self._rank_socket = self._zmq.socket(zmq.ROUTER)
+        # A context of its own: ZAP asks one authenticator per context, and ranks have other keys than actors.
+        self._rank_zmq = zmq.Context()
+        self._rank_authenticator = Authenticator(self._rank_zmq, rank_keys) if rank_keys is not None else None
+        self._rank_socket = self._rank_zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._rank_authenticator is not None:
+            self._rank_authenticator.protect(self._rank_socket)
         self._rank_socket.bind(settings.rank_endpoint)
         counters = Counter(dict.fromkeys(ALWAYS, 0))
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
         uses_device = device_transports(settings.publish.transports, setting="publish.transports")
-        self.broadcast = BroadcastHandler(self.context, (lambda: start_broadcaster(settings)) if uses_device else None)
+        reached = msgspec.structs.replace(settings, rank_endpoint=bound_endpoint(self._rank_socket))
+        self.broadcast = BroadcastHandler(self.context, (lambda: start_broadcaster(reached)) if uses_device else None)
         self._actors = ActorHandler(self.context, self.broadcast)
         self._ranks = RankHandler(
             self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)
@@ -92,7 +101,8 @@ class HubServer:
         connect = f"tcp://{host}:{self.endpoint.rpartition(':')[2]}" if is_wildcard(self.endpoint) else self.endpoint
         remove_stale(read_object(Path(settings.run_dir) / "hub.json"))
         self._control = ControlServer(self._zmq, ControlHandler(self.context).answer)
-        write_hub_json(settings, connect, weights.endpoint, self._control.endpoint)
+        ranks = bound_endpoint(self._rank_socket)
+        write_hub_json(settings, connect, weights.endpoint, ranks, self._control.endpoint)
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
         """Serve until the learner's `Shutdown`, or until its process is gone without one."""
@@ -203,3 +213,6 @@ class HubServer:
         if self._authenticator is not None:
             self._authenticator.close()
         self._zmq.term()
+        if self._rank_authenticator is not None:
+            self._rank_authenticator.close()
+        self._rank_zmq.term()

@@ -11,10 +11,10 @@ from streamrl.metrics.sinks import write_atomic
 from streamrl.transport.control import note
 
 
-def write_hub_json(settings: HubSettings, endpoint: str, weights_endpoint: str, control: str) -> None:
-    """Where actors connect, and where `streamrl status` and `streamrl drain` ask."""
+def write_hub_json(settings: HubSettings, endpoint: str, weights: str, ranks: str, control: str) -> None:
+    """Where actors and learner ranks connect, and where `streamrl status` and `streamrl drain` ask."""
     write_atomic(Path(settings.run_dir) / "hub.json", json.dumps({
-        "connect": endpoint, "weights": weights_endpoint, "run_id": settings.run_id,
+        "connect": endpoint, "weights": weights, "ranks": ranks, "run_id": settings.run_id,
         "learner_epoch": settings.learner_epoch, **note(control),
     }, indent=1))
 

@@ -33,6 +33,8 @@ from streamrl.messages import (
     StopRequest,
 )
 from streamrl.messages.codec import Decoder, encode
+from streamrl.transport.authentication import connect_with
+from streamrl.transport.keys import ActorKey
 
 log = logging.getLogger("streamrl.learner")
 
@@ -51,11 +53,12 @@ class HubLink:
         check_hub: raises if the hub process has ended (rank 0); a no-op elsewhere.
         stop_requested: true once this process was told to stop; then no further batch is requested.
         stall_report_s, stall_fail_s: see the settings of the same name.
+        key: shown to a hub on another machine.
     """
 
     def __init__(
         self, endpoint: str, *, rank: int, world: int, version: int, check_hub: Callable[[], None],
-        stop_requested: Callable[[], bool], stall_report_s: float, stall_fail_s: float,
+        stop_requested: Callable[[], bool], stall_report_s: float, stall_fail_s: float, key: ActorKey | None = None,
     ) -> None:
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
@@ -73,6 +76,8 @@ class HubLink:
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        if key is not None:
+            connect_with(self._socket, key)
         self._socket.connect(endpoint)
         self._send(self._ready)
         self._heard_at = self._reported_at = time.monotonic()

@@ -5,34 +5,29 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.settings import HubSettings, write_settings
+from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import child_environment, program
+from streamrl.transport.rank_keys import RankKeys
 
 log = logging.getLogger("streamrl.learner")
-
-FOLDER_PREFIX = "streamrl-ranks-"
-
-
-def private_rank_endpoint() -> str:
-    """A socket file in a directory that only this user may enter."""
-    return f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
 
 
 class HubProcess:
     """The child. If it dies, the learner fails; if the learner dies, end-of-file on its stdin ends it."""
 
-    def __init__(self, settings: HubSettings) -> None:
+    def __init__(self, settings: HubSettings, rank_keys: RankKeys | None = None) -> None:
         self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
         path = Path(settings.run_dir) / "hub_settings.json"
         write_settings(settings, path)
         self._process = subprocess.Popen(
             [*program("learner.hub"), str(path)], stdin=subprocess.PIPE,
-            env={**child_environment(), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env={**child_environment(), "OMP_NUM_THREADS": "1", **(rank_keys.environment() if rank_keys else {})},
+            start_new_session=True,
         )
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from streamrl.errors import ConfigError
 from streamrl.transport.keys import ActorKey, KeyDirectory, KeyPair, short
+from streamrl.transport.rank_keys import RankKeys
 
 log = logging.getLogger("streamrl.transport")
 
@@ -37,7 +38,7 @@ class Authenticator:
         ConfigError: the directory has no keys, or a damaged one.
     """
 
-    def __init__(self, context: zmq.Context, keys: KeyDirectory) -> None:
+    def __init__(self, context: zmq.Context, keys: KeyDirectory | RankKeys) -> None:
         self.pair = keys.hub()
         self._keys = keys
         self._stamp = keys.stamp()
@@ -127,16 +128,32 @@ class HandshakeMonitor:
 
     def __init__(self, endpoint: str, name: str) -> None:
         self._endpoint, self._name, self._next_log_s = endpoint, name, 0.0
+        self._failed: dict[str, int] | None = None
+        self._connected = False
 
     def watch(self, socket: zmq.Socket) -> None:
         """Look at this socket from now on; before it connects nothing is missed."""
-        self._watched, self.socket = socket, socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        events = _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._watched, self.socket = socket, socket.get_monitor_socket(events)
+
+    def _read(self) -> None:
+        while self.socket.poll(0):
+            event = recv_monitor_message(self.socket)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            else:
+                self._failed = event
+
+    def connected(self) -> bool:
+        """Whether a connection was made since the last call."""
+        self._read()
+        found, self._connected = self._connected, False
+        return found
 
     def refused(self) -> bool:
         """Whether a handshake has failed since the last call; logged at most every ten seconds."""
-        event = None
-        while self.socket.poll(0):
-            event = recv_monitor_message(self.socket)
+        self._read()
+        event, self._failed = self._failed, None
         if event is not None and time.monotonic() >= self._next_log_s:
             self._next_log_s = time.monotonic() + REFUSAL_LOG_S
             log.warning("%s %s", self._endpoint, self._why(event["event"]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from streamrl.metrics.samples import read_samples
-from tests.flow.processes import RunHarness
+from tests.flow.processes import RunHarness, free_port
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
@@ -33,6 +34,30 @@ def test_two_fsdp2_ranks_under_torchrun_train_in_minibatches_and_epochs_inside_a
     assert len(shards) == 2, "each rank writes its own shard"
     trained = [one for one in read_samples(harness.run_dir) if one.kind == "train"]
     assert len(trained) == 32 and {one.step for one in trained} == set(range(1, 9)), "drawn from both ranks' groups"
+
+
+def test_a_learner_on_two_machines_that_share_no_directory(harness: RunHarness):
+    port, ranks = free_port(), []
+    for rank in range(2):
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1",
+            "--master_addr=127.0.0.1", f"--master_port={port}", "-m", "learner",
+        ]
+        words = harness.words("trainer.num_steps=4", "checkpoint.every_steps=2", f"run.dir={harness.path}/run-{rank}")
+        words.remove(f"run.dir={harness.run_dir}")
+        ranks.append(harness.start(f"learner-{rank}", [*torchrun, *words]))
+    harness.run_dir = harness.path / "run-0"
+    actor = harness.actor("a0")
+
+    assert [harness.finish(one, 200) for one in ranks] == [0, 0], harness.logs()
+    assert harness.finish(actor, 15) == 0
+    assert harness.summary()["steps"] == 4
+    assert len(list((harness.run_dir / "ckpt-00000004").glob("*.safetensors"))) == 2
+    other = {path.name for path in (harness.path / "run-1").iterdir()}
+    assert not other & {"ckpt-00000004", "hub.json", "LATEST", "run_id"}, other
+    assert json.loads((harness.run_dir / "hub_settings.json").read_text())["rank_endpoint"].startswith("tcp://0.0.0.0")
+    written = "".join(path.read_text(errors="replace") for path in harness.path.rglob("*.json"))
+    assert "streamrl-key" not in written and "STREAMRL_RANK_KEYS" not in written
 
 
 def test_a_multirun_makes_a_directory_a_job_and_a_comparison(harness: RunHarness):

@@ -8,6 +8,7 @@
                             step, and then the number of reductions of both
     measured(...)           a step with trajectories that have no backward pass, the result
     fail(work, folder)      rank 1 cannot write its shard
+    apart(work, folder)     two machines that share no directory: rank 0's holds all, and a restart takes all from it
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import equalize, pack, pack_minibatches
 from learner.data.selection import LeaveOut
 from learner.loop import forward_backward, update
-from learner.mesh import Ranks
+from learner.mesh import Ranks, local_part
 from learner.model.export import export_model
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
@@ -218,6 +219,24 @@ def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     assert find_checkpoint(folder / "broken", ranks) is None
 
 
+def apart(work: Path, folder: Path, ranks: Ranks) -> None:
+    """Each rank has a run directory of its own, and rank 1's holds an older checkpoint of the same name."""
+    kit, mine = start(work, ranks), folder / f"apart-{ranks.rank}"
+    if ranks.rank:
+        (mine / "ckpt-00000001").mkdir(parents=True)
+        (mine / "ckpt-00000001" / "manifest.json").write_text("of a history that a restart has left")
+    save_checkpoint(mine, 1, kit.policy, kit.optimizer, ranks, extra={}, blobs={"ledger": b"state"}, num_keep=1)
+    shards = sorted(path.name for path in (mine / "ckpt-00000001").glob("*.safetensors"))
+    assert len(shards) == (0 if ranks.rank else 2), shards
+    train_step(kit, ranks, step=0)
+    found = find_checkpoint(mine, ranks)
+    assert found is not None and found.path.parent == mine and found.blobs["ledger"] == b"state"
+    found.restore(kit.policy, kit.optimizer, ranks)
+    before, after = start(work, ranks).policy.model.parameters(), kit.policy.model.parameters()
+    assert all(torch.equal(local_part(one), local_part(two)) for one, two in zip(before, after, strict=True))
+    assert not list(mine.glob("ckpt.tmp-*")) and not list(mine.glob("*/*.tmp-*"))
+
+
 def main(work: Path, folder: Path, other_run: Path) -> None:
     """All of it, in one process group."""
     torch.set_num_threads(1)
@@ -231,6 +250,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     measured(work, folder / "measured", ranks)
     minibatches(work, folder / "once", ranks, once=True)
     fail(work, folder, ranks)
+    apart(work, folder, ranks)
     ranks.close()
 
 

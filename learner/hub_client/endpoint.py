@@ -1,0 +1,73 @@
+"""Where the hub listens for learner ranks: a socket file on one machine; on several, an address that asks for a key."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.mesh import Ranks
+from streamrl.transport.keys import ActorKey, actor_key
+from streamrl.transport.rank_keys import RankKeys
+
+FOLDER_PREFIX = "streamrl-ranks-"
+ANY_PORT = "tcp://0.0.0.0:0"
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RankEndpoint:
+    """What a rank connects to, and the key that it shows there."""
+
+    address: str
+    key: ActorKey | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps([self.address, self.key.text if self.key is not None else None]).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> RankEndpoint:
+        address, text = json.loads(data)
+        return RankEndpoint(address, None if text is None else actor_key(text))
+
+
+def spans_machines() -> bool:
+    """Whether torchrun started ranks on several machines."""
+    world, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    return here is not None and int(here) < int(world)
+
+
+@dataclass(frozen=True, slots=True)
+class RankDoor:
+    """Rank 0's side: where it tells its hub to listen, and with which keys."""
+
+    bind: str
+    keys: RankKeys | None = None
+
+    @staticmethod
+    def make() -> RankDoor:
+        if spans_machines():
+            return RankDoor(ANY_PORT, RankKeys.new())
+        return RankDoor(f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks")  # only this user may enter it
+
+    def endpoint(self, run_dir: Path, learner_epoch: int, check_hub: Callable[[], None]) -> RankEndpoint:
+        """What ranks connect to; waits until the hub has taken a port. Raises StreamrlError if the hub ends."""
+        if self.keys is None:
+            return RankEndpoint(self.bind)
+        while True:
+            check_hub()
+            note = run_dir / "hub.json"
+            found = json.loads(note.read_text()) if note.exists() else {}
+            if found.get("learner_epoch") == learner_epoch:
+                port = found["ranks"].rpartition(":")[2]
+                return RankEndpoint(f"tcp://{os.environ['MASTER_ADDR']}:{port}", self.keys.key)
+            time.sleep(POLL_S)
+
+
+def agree(ranks: Ranks, mine: Callable[[], RankEndpoint]) -> RankEndpoint:
+    """Rank 0's endpoint, on every rank; a collective call. `mine` is called on rank 0 only."""
+    return RankEndpoint.decode(ranks.bytes_from_rank_zero(mine().encode() if ranks.rank == 0 else b""))
