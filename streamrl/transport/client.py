@@ -17,7 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from streamrl.errors import ProtocolVersionError, WireError
-from streamrl.messages import TO_ACTOR, Group, Installed, NcclState
+from streamrl.messages import TO_ACTOR, ActorState, Group, Installed, NcclState
 from streamrl.messages.codec import Decoder
 from streamrl.transport.authentication import HandshakeMonitor
 from streamrl.transport.keys import ActorKey
@@ -31,6 +31,8 @@ NO_ANSWER_S = 10.0
 """How often an actor that gets no answer says so."""
 REFUSED_S = 1.0
 """Time from a refused handshake to the next: the key may be added meanwhile."""
+RENEW_S = 2.0
+"""An actor that lost its hub makes a new connection so often: TCP may wait half a minute for one that broke."""
 EXIT_PROTOCOL = 4
 
 
@@ -110,7 +112,7 @@ class HubClient:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        retry_at = math.inf
+        retry_at, renewed_at = math.inf, time.monotonic()
         try:
             self._apply(socket, self.session.start(time.monotonic()))
             while not self._stopping:
@@ -123,10 +125,13 @@ class HubClient:
                 if socket in ready:
                     self._receive(socket)
                 self._apply(socket, self.session.tick(time.monotonic()))
+                now = time.monotonic()
+                if handshakes.connected():
+                    self._apply(socket, self.session.connected(now))
                 if handshakes.refused():
-                    retry_at = time.monotonic() + REFUSED_S
-                elif time.monotonic() >= retry_at:
-                    retry_at = math.inf
+                    retry_at = now + REFUSED_S
+                elif now >= retry_at or (retry_at == math.inf and self._broken(now, now - renewed_at)):
+                    retry_at, renewed_at = math.inf, now
                     poller.unregister(socket)
                     handshakes.close()
                     socket.close(0)
@@ -144,6 +149,14 @@ class HubClient:
         socket = actor_dealer(context, self.endpoint, key=self.key)
         handshakes.watch(socket)
         return socket
+
+    def _broken(self, now: float, since_s: float) -> bool:
+        """Whether to try another connection, `since_s` after the present one was made."""
+        if self.session.linked:
+            return False
+        # Before the first WELCOME a hub may be loading, and answers now and then.
+        wait_s = RENEW_S if self.session.state is ActorState.DISCONNECTED else NO_ANSWER_S
+        return min(since_s, self.session.silent_s(now)) > wait_s
 
     def _warn_if_unanswered(self, now: float) -> None:
         silent_s = self.session.silent_s(now)

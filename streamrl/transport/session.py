@@ -137,6 +137,13 @@ class ActorSession:
             case _:  # what the session does not need itself is the worker's
                 return [Deliver(message)] if self.linked else []
 
+    def connected(self, now: float) -> list[Effect]:
+        """A connection was made: HELLO at once, where its time has not come yet."""
+        if self.state not in (ActorState.CONNECTING, ActorState.DISCONNECTED):
+            return []
+        self._num_retries = 0
+        return self._hello(now)
+
     def submit(self, group: Group, now: float) -> list[Effect]:
         """A finished or returned group: numbered, kept in the outbox, sent when the window allows."""
         numbered = msgspec.structs.replace(group, incarnation=self.incarnation, seq=self.outbox.next_seq)
