@@ -34,7 +34,8 @@ def missing() -> str:
             return f"there is no {tool} here"
     needed = "mount -t tmpfs tmpfs /dev/shm && ip link add name a0 type veth peer name a1 && tc qdisc add dev a0 root"
     tried = subprocess.run(
-        [*NAMESPACES, "sh", "-c", f"{needed} {SHAPED.format(rate='1mbit')}"], capture_output=True, text=True, timeout=30,
+        [*NAMESPACES, "sh", "-c", f"{needed} {SHAPED.format(rate='1mbit')}"],
+        capture_output=True, text=True, timeout=30,
     )
     return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else ""
 

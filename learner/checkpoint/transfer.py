@@ -61,8 +61,8 @@ def _raise_together(errors: Sequence[OSError | None], folder: Path, ranks: Ranks
     mine = next((error for error in errors if error is not None), None)
     if ranks.maximum(float(mine is not None)):
         raise CheckpointError(
-            f"{folder.name} was not passed between machines ({mine or 'another rank could not write'}): check the space "
-            "in the run directory of each"
+            f"{folder.name} was not passed between machines ({mine or 'another rank could not write'}): check the "
+            "space in the run directory of each"
         )
 
 
