@@ -77,6 +77,7 @@ def bare_loop(num_actors: int, group_size: int, num_tokens: int, window: int, se
         descriptor = dealer.getsockopt(zmq.FD)
         sockets[descriptor] = dealer
         epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        _answer_one(dealer, frame)  # only after a read that found nothing does the descriptor tell of the next message
     try:
         while received.value < num_actors * window:
             _answer(epoll, sockets, frame)
@@ -93,14 +94,17 @@ def bare_loop(num_actors: int, group_size: int, num_tokens: int, window: int, se
 
 def _answer(epoll: Any, sockets: dict[int, zmq.Socket], frame: bytes) -> None:
     for descriptor, _ in epoll.poll(0.02, 1024):
-        dealer = sockets[descriptor]
-        while True:
-            try:
-                num = int.from_bytes(dealer.recv(zmq.NOBLOCK), "little")
-            except zmq.Again:
-                break
-            for _ in range(num):
-                dealer.send(np.frombuffer(frame, np.uint8), copy=True)  # an actor encodes each group: so copy it here
+        _answer_one(sockets[descriptor], frame)
+
+
+def _answer_one(dealer: zmq.Socket, frame: bytes) -> None:
+    while True:
+        try:
+            num = int.from_bytes(dealer.recv(zmq.NOBLOCK), "little")
+        except zmq.Again:
+            return
+        for _ in range(num):
+            dealer.send(frame, copy=True)  # an actor encodes each group: so it is copied here
 
 
 def pull(endpoint: str, path: Path) -> None:

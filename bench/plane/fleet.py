@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import os
 import random
 import select
 import sys
@@ -39,6 +40,7 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, pack_ids, pack_logprobs
+from streamrl.parent_watch import watch
 from streamrl.transport.keys import ActorKey, read_actor_key
 from streamrl.transport.session import ActorSession, Deliver, Effect, LinkClosed, Progress, Send
 from streamrl.transport.sockets import actor_dealer
@@ -192,6 +194,7 @@ class Fleet:
         self.now = time.monotonic()
         for actor in self.actors:
             actor.apply(actor.session.start(self.now))
+            actor.receive(self.now)  # only after a read that found nothing does its descriptor tell of the next message
         turn, next_turn, next_report = 0, self.now, self.now
         while not stop.exists():
             wait_s = min(0.02, max(0.0, self._due[0][0] - time.monotonic())) if self._due else 0.02
@@ -226,6 +229,7 @@ class Fleet:
 
 def main() -> int:
     options = json.loads(sys.argv[1])
+    watch(lambda: os._exit(1))
     key = read_actor_key(options["key"]) if options["key"] else None
     fleet = Fleet(
         options["endpoint"], num_actors=options["num_actors"], group_size=options["group_size"],

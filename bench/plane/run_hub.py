@@ -29,7 +29,7 @@ from streamrl.transport.keys import KeyDirectory
 from streamrl.weights.shm.transport import ShmPublisher
 
 PUBLISH_S = 2.0
-"""A version is published this often; the lead is wide enough for it."""
+"""A version is published this often, and before half of the lead is used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Plane:
         assert done is not None
         layout = self.publisher.layout if first else None
         self.link.publish(done.manifest, str(done.path), done.nbytes, layout, str(self.folder / "assets"))
-        self._published_at = time.monotonic()
+        self._published_at, self._published = time.monotonic(), self.version
 
     def start_fleet(self) -> None:
         sizes = self.sizes
@@ -147,7 +147,8 @@ class Plane:
             self.version += 1
             self.num_batches += 1
             self.link.trained(self.version, skipped=False)
-            if now - self._published_at > PUBLISH_S:
+            behind = self.version - self._published
+            if behind >= self.sizes.eta // 2 or (behind and now - self._published_at > PUBLISH_S):
                 self.publish()
         return num, last - began
 
