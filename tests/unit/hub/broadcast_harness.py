@@ -82,6 +82,7 @@ class BroadcastHarness:
         make_broadcaster: Callable[[HubSettings], BroadcasterProcess] | None = None,
     ) -> None:
         self.broadcasters: list[Any] = []
+        self._peers: list[Peer] = []
         self._came = threading.Semaphore(0)
         self._make = make_broadcaster or (lambda settings: ScriptedBroadcaster(settings, slots))
         self._model_dir, self._version = model_dir, -1
@@ -111,6 +112,7 @@ class BroadcastHarness:
             max_leases=4, transports=transports, installed=None, held=(), outbox=(), next_seq=1, device=device,
         ))
         peer.welcome = peer.receive(Welcome)
+        self._peers.append(peer)  # the hub notices a connection that closes, as that of a forgotten peer would
         self.beat(peer)
         return peer
 
