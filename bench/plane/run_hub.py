@@ -19,7 +19,7 @@ import torch
 
 from bench.plane.fleet import VOCAB_SIZE
 from learner.hub_client.link import HubLink
-from learner.hub_client.process import HubProcess, private_rank_endpoint
+from learner.hub_client.process import HubProcess
 from learner.hub_client.settings import hub_settings
 from learner.publish.publisher import Publisher
 from streamrl.config.load import load_config
@@ -89,7 +89,7 @@ class Plane:
         run_dir.mkdir(exist_ok=True)
         settings = hub_settings(
             self.config, run_id="plane", run_dir=run_dir, learner_epoch=self.epoch, version=self.version,
-            lineage=self.lineage, dp_ranks=(0,), bind=self.bind, rank_endpoint=private_rank_endpoint(),
+            lineage=self.lineage, dp_ranks=(0,), bind=self.bind, rank_endpoint=f"ipc://{tempfile.mkdtemp(prefix='plane-ranks-')}/ranks",
             shm_dir=self.folder / "shm", vocab_size=VOCAB_SIZE, restore_path=restore,
         )
         limits = msgspec.structs.replace(settings.limits, max_new_tokens=self.sizes.num_tokens)
