@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -94,8 +95,8 @@ class Plane:
         )
         limits = msgspec.structs.replace(settings.limits, max_new_tokens=self.sizes.num_tokens)
         settings = msgspec.structs.replace(settings, limits=limits, ledger=replace(settings.ledger, limits=limits))
-        os.environ["STREAMRL_LOG"] = "ERROR"
-        self.hub = HubProcess(settings)
+        with patch.dict(os.environ, {"STREAMRL_LOG": "ERROR"}):  # of the hub's process alone
+            self.hub = HubProcess(settings)
         self.link = HubLink(
             settings.rank_endpoint, rank=0, world=1, version=self.version, check_hub=self.hub.check,
             stop_requested=lambda: False, stall_report_s=1e9, stall_fail_s=0,

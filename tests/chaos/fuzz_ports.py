@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import zmq
@@ -54,8 +55,8 @@ class FuzzedHub:
             bind="tcp://127.0.0.1:0", rank_endpoint=self.rank_endpoint, shm_dir=folder / "shm", vocab_size=100,
             restore_path=None,
         )
-        os.environ["STREAMRL_LOG"] = "CRITICAL"
-        self.process = HubProcess(settings)
+        with patch.dict(os.environ, {"STREAMRL_LOG": "CRITICAL"}):  # of the hub's process alone
+            self.process = HubProcess(settings)
         self.link = HubLink(
             self.rank_endpoint, rank=0, world=1, version=0, check_hub=self.process.check, stop_requested=lambda: False,
             stall_report_s=60, stall_fail_s=0,

@@ -62,7 +62,7 @@ def _member(rng: np.random.Generator, index: int, version: int) -> Member:
 class FakeHubProcess:
     """Leaves the note that a hub would leave."""
 
-    def __init__(self, settings: HubSettings) -> None:
+    def __init__(self, settings: HubSettings, keys: object = None) -> None:
         (Path(settings.run_dir) / "hub.json").write_text(json.dumps({"connect": "tcp://127.0.0.1:1"}))
 
     def check(self) -> None:

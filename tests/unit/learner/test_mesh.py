@@ -74,7 +74,8 @@ def test_the_objective_looks_up_its_trajectories_by_data_parallel_rank():
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_sums_count_each_share_of_the_batch_and_each_part_of_the_model_once(mesh, monkeypatch):
-    monkeypatch.setattr("learner.mesh.dist.all_reduce", lambda tensor, op: None)  # leaves what this rank would add
+    # Leaves what this rank would add.
+    monkeypatch.setattr("learner.mesh.dist.all_reduce", lambda tensor, op, group=None: None)
     ranks = [Ranks(rank=rank, mesh=mesh) for rank in range(mesh.world)]
 
     assert sum(one.all_reduce([1.0])[0] for one in ranks) == mesh.dp_size
