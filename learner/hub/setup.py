@@ -34,7 +34,10 @@ def build_ledger(settings: HubSettings) -> Ledger:
     )
     if settings.restore_path is None:
         return Ledger(version=settings.version, lineage=settings.lineage, **arguments)
-    return Ledger.restore(Path(settings.restore_path).read_bytes(), lineage=settings.lineage, **arguments)
+    ledger = Ledger.restore(Path(settings.restore_path).read_bytes(), lineage=settings.lineage, **arguments)
+    for why in ledger.refused_on_resume:
+        log.warning("a group of the checkpoint cannot be trained and is generated again: %s", why)
+    return ledger
 
 
 def record_of(task: Task, split: str, index: int) -> bytes | None:

@@ -116,12 +116,23 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
         max_new_tokens=response_limit(config), vocab_size=vocab_size,
         max_lag=FAR_FUTURE if masks else largest_max_lag(config), max_sequences=MAX_SEQUENCES,
         eval_progress_deadline_s=_progress_deadline_s(response_limit(config)),
+        max_trajectory_tokens=config.learner.max_tokens_per_device,
     )
 
 
+SLOWEST_TOKEN_S = 0.5
+"""Slower than any live engine."""
+
+
 def _progress_deadline_s(num_tokens: int) -> float:
-    # Progress is reported once a generation is finished; half a second per token is slower than any live engine.
-    return max(120.0, 0.5 * num_tokens)
+    return max(120.0, SLOWEST_TOKEN_S * num_tokens)  # progress is reported once a generation is finished
+
+
+def _slowest_s(config: schema.Config) -> tuple[float, float]:
+    """Time that a turn and a whole episode may take, in training or in any evaluation."""
+    lengths = [(one.env, SLOWEST_TOKEN_S * sampling.max_new_tokens) for one, sampling in splits(config)]
+    episodes = [(env.max_turns + 1) * env.step_timeout_s + env.max_turns * turn_s for env, turn_s in lengths]
+    return max(turn_s for _, turn_s in lengths), max(episodes)
 
 
 def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, int] | None = None) -> LedgerSettings:
@@ -129,6 +140,7 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
     if bounds is not None:
         lag = replace(lag, eta=bounds[0], max_lag=bounds[1])
     steps = 0 if config.trainer.eval_only else config.trainer.num_steps
+    slowest_turn_s, slowest_episode_s = _slowest_s(config)
     return LedgerSettings(
         lag=lag, group_size=config.rollout.num_responses_per_prompt,
         num_groups_total=steps * lag.groups_per_batch, lease_ttl_s=config.hub.lease_ttl_s,
@@ -137,5 +149,6 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         group_policy=config.rollout.group_policy.name, min_members=config.rollout.num_min_members,
         group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
         num_passed_over=config.samples.num_per_step, eval_keep_s=config.eval.pin_s if config.eval.pin else 0.0,
-        limits=limits(config, vocab_size),
+        limits=limits(config, vocab_size), slowest_turn_s=slowest_turn_s,
+        lease_max_s=config.hub.lease_ttl_s + slowest_episode_s,
     )

@@ -53,6 +53,8 @@ class Limits(Message):
     """Sequences of one trajectory; a hub that does not know of several leaves it at one."""
     eval_progress_deadline_s: float = 0.0
     """`progress_deadline_s` of evaluation leases, whose answers may be longer; 0 is the same."""
+    max_trajectory_tokens: U32 = 1 << 31
+    """Of one training trajectory: the prompts of all its sequences and every token after them, observations too."""
 
 
 @message(1, TO_HUB)

@@ -4,7 +4,7 @@ Hub and actor check with the same code, so a group that fails at the hub is a bu
 its own (`ContentError.check`):
 
     empty               no members, and not handed back
-    sampling            the distribution is not a distribution
+    sampling            the distribution is not a distribution, or (the ledger looks) not the one that was leased
     member_twice        a member index occurs twice in the message
     member_not_leased   a member index outside the lease
     prompt_length       the prompt is no whole number of 4-byte ids     (`token_length`, `logprob_length` likewise)
@@ -18,11 +18,13 @@ its own (`ContentError.check`):
     version_cover       an action token without a version               (`turn_cover` likewise)
     no_action_tokens    nothing to train on, and not aborted
     response_too_long   more action tokens than the hub allows
+    too_many_tokens     more tokens of any kind, all prompts included, than the learner can train; not of evaluations
     sequence_count      more sequences in a trajectory than the hub allows
     sequence_starts     sequences not in order and inside, or one without an action token
     sequence_prompt_missing, sequence_prompt_length, sequence_prompt_vocabulary     as above, of a later sequence
     reward_finite       a NaN or an infinity                            (`turn_reward_finite`, `score_finite` likewise)
     reward_size         beyond MAX_MAGNITUDE                            (`turn_reward_size`, `score_size` likewise)
+    score_name          a score's name is empty or not printable
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import numpy as np
 from msgspec import Struct
 
 from streamrl.errors import ContentError
-from streamrl.messages import Group, Limits, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
+from streamrl.messages import EVAL_BIT, Group, Limits, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 MAX_LOGPROB = 1e-4
@@ -124,6 +126,7 @@ def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> I
         num_later = _check_sequences(group, member, limits, before, first, last)
         num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
         num_tokens.append(num_prompt + num_later + last - first)
+        _check_total(group, member, limits, num_tokens[-1])
     return map(_summary, members, num_tokens, num_actions, of_versions)
 
 
@@ -149,6 +152,22 @@ def _check_sampling(sampling: Sampling) -> None:
     values = (sampling.temperature, sampling.top_p, sampling.min_p)
     if not all(math.isfinite(value) and value >= 0.0 for value in values):
         raise ContentError("sampling", f"{sampling} is not a distribution: every number must be finite and >= 0")
+
+
+def is_full(sampling: Sampling) -> bool:
+    """Whether the learner can score it: drawn from every token, at a temperature that has log-probs."""
+    return (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, -1, 0.0) and 0.01 <= sampling.temperature <= 100.0
+
+
+def _check_total(group: Group, member: Member, limits: Limits, num_tokens: int) -> None:
+    if num_tokens > limits.max_trajectory_tokens and member.status != MemberStatus.ABORTED and (
+        not group.group_id & EVAL_BIT
+    ):
+        raise ContentError(
+            "too_many_tokens",
+            f"{_where(group, member)} has {num_tokens} tokens with its prompts and observations, the learner trains at "
+            f"most {limits.max_trajectory_tokens} at once (learner.max_tokens_per_device)",
+        )
 
 
 def _check_indices(group: Group, leased: Collection[int]) -> None:
@@ -330,6 +349,8 @@ def _check_rewards(group: Group, member: Member) -> None:
     for turn in member.turns:
         _check_number(group, member, turn.reward, "turn_reward", "the reward of turn", turn)
     for name, score in member.scores.items():
+        if not (name and name.isprintable()):
+            raise ContentError("score_name", f"{_where(group, member)}: the score {name!r} has no printable name")
         _check_number(group, member, score, "score", "score", name)
 
 

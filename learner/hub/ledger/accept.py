@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from learner.hub.ledger.actors import Actor, LedgerPart
 from learner.hub.ledger.dedup import DedupEntry
+from learner.hub.ledger.evals import EvalSource
 from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
-from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason
-from streamrl.messages.validate import MemberSummary, check_group
+from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason, Sampling
+from streamrl.messages.validate import MemberSummary, check_group, is_full
 
 # Handed back for a fault of the prompt: no other actor could do better, so the group is dropped at once.
 HOPELESS = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON)
@@ -42,8 +43,12 @@ class _Refused(Exception):
         self.result = AcceptResult("rejected", reason, detail, strike)
 
 
+@dataclass
 class Acceptance(LedgerPart):
-    """Judges GROUP messages."""
+    """Judges GROUP messages; `sampling` and `eval_sources` say how leases have answers drawn."""
+
+    sampling: Sampling
+    eval_sources: Mapping[str, EvalSource]
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -84,6 +89,9 @@ class Acceptance(LedgerPart):
                 self.actors.release(group.group_id, now, failed=True)
             return self._reject(entry, group, refused.result)
         entry.accept(group.seq)
+        actor.moved_at = now
+        if group.members:
+            actor.credit(group.group_id).delivered()
         self.counts["num_episodes_failed"] += group.num_failed_episodes
         if durable:
             entry.make_durable(group.seq)
@@ -115,6 +123,8 @@ class Acceptance(LedgerPart):
             self._hand_back(actor, record, group, now)
             return True
         self._check_open(record, group, summaries)
+        # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
+        self._check_sampling(group, self.sampling, or_full=actor.survived_restart)
         self._check_versions(group, summaries)
         self._check_age(actor, record, group, frame, summaries)
         self._store(actor, record, group, summaries, bytes(frame))
@@ -127,6 +137,13 @@ class Acceptance(LedgerPart):
         except ContentError as error:
             self.counts[f"num_malformed_{error.check}"] += 1
             raise _Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
+
+    def _check_sampling(self, group: Group, leased: Sampling, *, or_full: bool = False) -> None:
+        if not group.members or group.sampling == leased or (or_full and is_full(group.sampling)):
+            return
+        self.counts["num_malformed_sampling"] += 1
+        detail = f"sampling: group {group.group_id} was drawn with {group.sampling}, the lease asked for {leased}"
+        raise _Refused(RejectReason.MALFORMED, detail, strike=True)
 
     def _find(self, actor: Actor, group: Group, summaries: Summaries) -> GroupRecord:
         """A group that is not live: it has ended, or it was dispatched by a start of the learner that died since."""
@@ -249,6 +266,7 @@ class Acceptance(LedgerPart):
         scored = [one for one in summaries if not one.aborted]
         if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
             raise _Refused(RejectReason.DUPLICATE, f"{name} has its score")
+        self._check_sampling(group, self.eval_sources[self.evals.run_of(record).dataset].sampling)
         self._check_versions(group, summaries)
         current = record.is_with(actor.actor_id, group.attempt)
         if scored and not self.evals.run_of(record).counts(scored[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +16,7 @@ from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
 
+MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
 LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbeat has named by then never arrived
 
 
@@ -29,15 +31,20 @@ class Effect:
 
 @dataclass(slots=True)
 class Credit:
-    """Leases of one purpose at one actor. `limit` is the most that it may hold, `free` what it could take now."""
+    """Leases of one purpose at one actor. `limit` is the most that it may hold, `free` what it could take now, `trust`
+    the most that it gets: one after a lease of it has expired, twice as many with each group that it delivers."""
 
     limit: int = 0
     free: int = 0
+    trust: int = MAX_LEASES
     leases: dict[int, OpenLease] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
-        return max(0, min(self.free, self.limit - len(self.leases)))
+        return max(0, min(self.free, min(self.limit, self.trust) - len(self.leases)))
+
+    def delivered(self) -> None:
+        self.trust = min(2 * self.trust, MAX_LEASES)
 
 
 @dataclass(slots=True)
@@ -55,6 +62,13 @@ class Actor:
     revocations: list[LeaseRef] = field(default_factory=list)
     resend_upto: int = 0  # orphaned leases wait until its numbers up to here have been answered
     granted_no: int = 0  # when it last got a lease, for round robin
+    moved_at: float = 0.0  # when it last showed progress: tokens, answers of environments, a group
+    shown: tuple[float, ...] = ()
+
+    def show(self, progress: tuple[float, ...], now: float) -> None:
+        """What its heartbeat counts; more than before is progress, and so is what a new process begins with."""
+        if progress != self.shown:
+            self.shown, self.moved_at = progress, now
 
     @property
     def num_train(self) -> int:
@@ -165,8 +179,11 @@ class ActorTable:
                     self.release(group_id, now, failed=False)
 
     def renew(self, actor: Actor, beat: ActorHeartbeat, now: float) -> None:
-        """A lease goes on while its actor works on it; one that its heartbeats never named was lost on the way."""
+        """A lease goes on while its actor works on it and shows progress, with any of its leases; one that its
+        heartbeats never named was lost on the way."""
         stuck, held = set(beat.stuck), None if beat.held is None else set(beat.held)
+        # Some engines count a turn's tokens at its end: until then nothing moves, for as long as the slowest may take.
+        moved_at = actor.moved_at + max(0.0, self._settings.slowest_turn_s - self._settings.lease_ttl_s)
         for group_id, lease in actor.open_leases():
             ref = (group_id, lease.attempt)
             if lease.orphan:
@@ -175,16 +192,19 @@ class ActorTable:
             at_work = held is None or ref in held
             lease.seen = lease.seen or at_work
             if at_work and ref not in stuck:
-                lease.renewed_at = now
+                lease.renewed_at = max(lease.renewed_at, min(now, moved_at))
             elif not lease.seen and now - lease.granted_at >= LOST_AFTER * self._settings.dead_after_s:
                 self._counts["num_leases_lost"] += 1
                 self.release(group_id, now, failed=False, revoke=True)
 
     def expire_leases(self, now: float) -> None:
+        """End leases without progress, and those that are older than any honest work on one."""
+        lease_max_s = self._settings.lease_max_s or math.inf
         for actor in self._actors.values():
             for group_id, lease in actor.open_leases():
-                if now - lease.renewed_at >= self._settings.lease_ttl_s:
+                if now - lease.renewed_at >= self._settings.lease_ttl_s or now - lease.granted_at >= lease_max_s:
                     self._counts["num_leases_expired"] += 1
+                    actor.credit(group_id).trust = 1
                     self.release(group_id, now, failed=True, revoke=True)
 
     def take_revocations(self) -> list[Effect]:
@@ -283,10 +303,10 @@ class Handshake(LedgerPart):
             actor = None
         if actor is None:
             survived_restart = self.actors.restored and hello.run_id is not None
-            actor = Actor(actor_id, hello.incarnation, now, survived_restart)
+            actor = Actor(actor_id, hello.incarnation, now, survived_restart, moved_at=now)
             self.actors.add(actor)
         actor.state, actor.heard_at = "JOINING", now
-        actor.train.limit = max(hello.max_leases, len(actor.train.leases))
+        actor.train.limit = max(min(hello.max_leases, MAX_LEASES), len(actor.train.leases))
         actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
         actor.revocations.clear()
         actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from learner.hub.ledger.actors import LedgerPart
 from learner.hub.ledger.groups import GroupRecord, GroupState, HeldGroup
-from streamrl.messages import TO_HUB, Group, MemberStatus
-from streamrl.messages.codec import Decoder
-
-_GROUPS = Decoder({4: TO_HUB[4]}, max_bytes=1 << 32)
+from learner.hub.ledger.lifecycle import GROUPS
+from streamrl.messages import Group, MemberStatus
 
 
 @dataclass
@@ -101,7 +99,7 @@ class BatchCutter(LedgerPart):
         oldest = group.version + self.settings.lag.steps_per_batch - 1 - group.max_lag  # at the batch's last step
         num = 0
         for frame in group.frames:
-            message = _GROUPS.decode(frame)
+            message = GROUPS.decode(frame)
             assert isinstance(message, Group)
             for member in message.members:
                 if member.status == MemberStatus.ABORTED:

@@ -27,7 +27,7 @@ from typing import Any, Self
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.actors import Actor, ActorTable, Effect, Handshake
+from learner.hub.ledger.actors import MAX_LEASES, Actor, ActorTable, Effect, Handshake
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.dedup import DedupTable
 from learner.hub.ledger.evals import EvalRun, EvalSource, EvalTable
@@ -40,7 +40,7 @@ from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.versions import LagBounds, Versions, cut_lineage
 from learner.hub.passed_over import PassedOver
-from streamrl.messages import Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
+from streamrl.messages import ANSWERED_STEPS, Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
@@ -49,7 +49,7 @@ _ALWAYS = (
     "num_lag_violations", "num_members_accepted", "num_members_aborted", "num_tokens_accepted", "num_tokens_stale",
     "num_tokens_discarded", "num_repeats", "num_evictions", "num_leases_expired", "num_leases_lost",
     "num_eval_leases", "num_eval_groups", "num_eval_discarded", "num_evals_started_again", "num_actor_restarts",
-    "num_installs", "num_install_failures", "lost_on_crash",
+    "num_installs", "num_install_failures", "lost_on_crash", "num_groups_refused_on_resume",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
@@ -83,12 +83,14 @@ class Ledger:
             self.actors,
         )
         # The long verbs are their parts' own methods.
-        self.hello, self.accept = Handshake(*tables).hello, Acceptance(*tables).accept
+        self.hello = Handshake(*tables).hello
+        self.accept = Acceptance(*tables, sampling, eval_sources or {}).accept
         grants = Grants(*tables, run_seed, sampling, eval_sources or {})
         self.grant_order, self.grant, self.what_it_does = grants.order, grants.grant, grants.what_it_does
         self.cutter = BatchCutter(*tables)
         self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
         self.why_waiting = self.cutter.why_waiting
+        self.refused_on_resume: list[str] = []
         self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -176,8 +178,9 @@ class Ledger:
         """The ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
 
         Leases that were out are READY again, at their old place; their actors have `dead_after_s` after the first HELLO
-        to come back with them before others get them. Held groups stay held. Versions after the checkpoint are a dead
-        branch. Raises CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
+        to come back with them before others get them. Held groups stay held, unless the settings of now refuse them:
+        `refused_on_resume` says why. Versions after the checkpoint are a dead branch. Raises CheckpointError: the bytes
+        are no ledger, of another run, or of a later start of the learner.
         """
         loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
         rest |= {"version": loaded.version, "lineage": cut_lineage(loaded.lineage, loaded.version)}
@@ -191,6 +194,7 @@ class Ledger:
         ledger.lag.allow_drawn()  # the new settings may have a smaller eta than the run had
         ledger.dedup.load(loaded.senders, loaded.fenced)
         ledger.dedup.make_durable(loaded.ended)
+        ledger.refused_on_resume = ledger.lifecycle.check_frames()
         return ledger
 
     # --- actors -------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ class Ledger:
         return actor
 
     def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
-        """Renew its leases, except those it calls stuck or does not hold, and note what it has free.
+        """Renew its leases if it makes progress, except those it calls stuck or does not hold; note what it has free.
 
         False: no link, or a fenced one; answer STOP(NO_LINK).
         """
@@ -211,8 +215,9 @@ class Ledger:
         if actor is None or actor.incarnation != beat.incarnation:
             return False
         actor.heard_at = now
-        actor.train.free, actor.train.limit = beat.free, beat.max_leases or actor.train.limit
-        actor.eval.free, actor.eval.limit = beat.free_eval, max(actor.eval.limit, beat.free_eval)
+        actor.show((beat.tokens_total, beat.stats.get(ANSWERED_STEPS, 0.0)), now)
+        actor.train.free, actor.train.limit = beat.free, min(beat.max_leases or actor.train.limit, MAX_LEASES)
+        actor.eval.free, actor.eval.limit = beat.free_eval, min(max(actor.eval.limit, beat.free_eval), MAX_LEASES)
         actor.install(self.versions.usable(beat.installed))
         self.actors.shares.touch(actor)
         self.actors.renew(actor, beat, now)

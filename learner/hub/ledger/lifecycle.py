@@ -12,6 +12,13 @@ from learner.hub.ledger.prompts import PromptStream
 from learner.hub.ledger.settings import LedgerSettings
 from learner.hub.ledger.versions import LagBounds
 from learner.hub.passed_over import PassedOver
+from streamrl.errors import WireError
+from streamrl.messages import TO_HUB, Group
+from streamrl.messages.codec import Decoder
+from streamrl.messages.validate import check_group, is_full
+
+GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
+_ANY_MEMBER = range(1 << 16)
 
 
 @dataclass
@@ -100,6 +107,27 @@ class GroupLifecycle:
         self.passed_over.add(record.group_id, record.frames, record.origins, "stale")
         self._discard(record)
         self._make_ready(record)
+
+    def check_frames(self) -> list[str]:
+        """Check what a checkpoint held as if it arrived now: what cannot be trained is generated again. Says why."""
+        refused = []
+        for record in self.groups.in_order():
+            why = next(filter(None, map(self._untrainable, record.frames)), None)
+            if why is not None:
+                self.counts["num_groups_refused_on_resume"] += 1
+                self._discard(record)
+                self._make_ready(record)
+                refused.append(why)
+        return refused
+
+    def _untrainable(self, frame: bytes) -> str | None:
+        try:
+            group = GROUPS.decode(frame)
+            assert isinstance(group, Group)
+            check_group(group, self.settings.limits, _ANY_MEMBER)
+        except WireError as error:
+            return str(error)
+        return None if is_full(group.sampling) else f"group {group.group_id} was drawn with {group.sampling}"
 
     def _make_ready(self, record: GroupRecord) -> None:
         if record.state is not GroupState.READY:

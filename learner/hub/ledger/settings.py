@@ -30,6 +30,8 @@ class LedgerSettings:
         dedupe_window: sequence numbers that may be open per sender.
         limits: sizes that a group may have.
         num_passed_over: groups between two batches that are kept to be read although they are not trained on.
+        slowest_turn_s: time that a turn may take in the slowest engine, during which an actor need show no progress.
+        lease_max_s: age at which a lease ends whatever its actor shows; 0 never.
         eval_keep_s: longest time for which an evaluation may delay the install of a newer version; 0 pins no version.
     Raises:
         ValueError: a number is impossible or contradicts another.
@@ -50,6 +52,8 @@ class LedgerSettings:
     limits: Limits = Limits()
     num_passed_over: int = 0
     eval_keep_s: float = 0.0
+    slowest_turn_s: float = 0.0
+    lease_max_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("group_size", "max_attempts", "dedupe_window"):

@@ -94,6 +94,7 @@ class FakeActor:
     next_seq: int = 1
     leases: dict[LeaseRef, Lease] = field(default_factory=dict)
     outbox: dict[int, Group] = field(default_factory=dict)
+    tokens: int = 0
 
     def join(self, now: float = 0.0, **changes: object):
         result = self.ledger.hello(self.actor_id, self.hello(**changes), now)
@@ -115,13 +116,16 @@ class FakeActor:
 
     def beat(
         self, now: float = 0.0, *, stuck: Sequence[LeaseRef] = (), free_eval: int = 0,
-        held: Sequence[LeaseRef] | None = None,
+        held: Sequence[LeaseRef] | None = None, works: bool = True, **claims: int,
     ) -> bool:
+        """A heartbeat a moment after a token was generated, or with the count of the one before."""
+        self.tokens += works
         num_train = sum(lease.purpose == 0 for lease in self.leases.values())
         return self.ledger.beat(self.actor_id, ActorHeartbeat(
-            incarnation=self.incarnation, beat=1, state=ActorState.RUNNING, free=max(0, self.slots - num_train),
-            running=num_train, installed=self.ref, tokens_total=0, stuck=tuple(stuck), outbox_groups=len(self.outbox),
-            outbox_bytes=0, free_eval=free_eval, held=None if held is None else tuple(held),
+            incarnation=self.incarnation, beat=1, state=ActorState.RUNNING, running=num_train, installed=self.ref,
+            tokens_total=self.tokens, stuck=tuple(stuck), outbox_groups=len(self.outbox), outbox_bytes=0,
+            free_eval=free_eval, held=None if held is None else tuple(held),
+            **{"free": max(0, self.slots - num_train), **claims},
         ), now)
 
     def ask(self, now: float = 0.0, *, free_eval: int = 0) -> list[Lease]:

@@ -29,7 +29,7 @@ from streamrl.messages.codec import pack_ids, pack_logprobs
 from streamrl.messages.validate import VersionTokens, check_group
 from tests.unit.hub.factories import STEADY
 
-LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6, max_sequences=2)
+LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6, max_sequences=2, max_trajectory_tokens=15)
 
 
 def spans(*rows: tuple[int, int, int, int]) -> tuple[Span, ...]:
@@ -91,6 +91,7 @@ BROKEN = {
         token_ids=pack_ids([10] * 7), logprobs=pack_logprobs([-1.0] * 7), mask=((0, 7),),
         versions=spans((1, 4, 0, 7)),
     )),
+    "too_many_tokens": group(changed(sequences=(sequence(4, (7, 8, 9, 10, 11, 12)),))),
     "sequence_count": group(changed(sequences=(sequence(1), sequence(2)))),
     "sequence_starts": group(changed(sequences=(sequence(6),))),
     "sequence_prompt_missing": group(changed(sequences=(sequence(4, ()),))),
@@ -102,6 +103,7 @@ BROKEN = {
     "reward_size": group(changed(reward=1e13)),
     "turn_reward_size": group(changed(turns=turns((0, 4, -1e13), (4, 7, 1.0)))),
     "score_size": group(changed(scores={"correct": 1e300})),
+    "score_name": group(changed(scores={"\x1b[31mred": 1.0})),
 }
 
 
