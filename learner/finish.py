@@ -15,7 +15,7 @@ log = logging.getLogger("streamrl.learner")
 def finish(run: Run, *, completed: bool) -> None:
     """Collective over the ranks; unless the run is `completed`, actors wait for a resumed learner."""
     run.settle_publish()
-    run.save()
+    run.save(last=True)
     run.saving.settle()
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:

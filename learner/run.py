@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from learner.adapter.base import AdapterOf
+from learner.checkpoint.retries import SaveRetries
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Saving
 from learner.checkpoint.shards import training_tensors
 from learner.control.staleness import StalenessControl
 from learner.data.packing import MicroBatch, pack_minibatches
+from learner.data.shares import read_share
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.group.beats import RankBeats
 from learner.hub_client.link import HubLink
@@ -38,13 +39,14 @@ from learner.publish.probe import Prober
 from learner.publish.publishing import Publishing
 from learner.publish.rounding import with_wire_precision
 from learner.record.process_use import ProcessUse
+from learner.record.quarantine import NOT_FINITE, Quarantine
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.stop_flag import StopFlag
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config, PublishWhen
-from streamrl.errors import TaskError
+from streamrl.errors import CheckpointError, TaskError
 from streamrl.messages import BatchShare, Lineage, PlanRow, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
@@ -94,6 +96,8 @@ class Run:
     """Where evaluations get their prompts; by default as the config says."""
     adapter: AdapterOf | None = None
     process_use: ProcessUse = field(init=False)
+    quarantine: Quarantine = field(init=False)
+    save_retries: SaveRetries = field(init=False)
     model_dir: Path = Path()
     shares_prompts: bool = False
     times: dict[str, float] = field(default_factory=dict)
@@ -102,6 +106,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.process_use = ProcessUse(self.ranks.device)
+        limit = self.config.learner.num_max_skipped_steps
+        self.quarantine = Quarantine(self.run_dir, self.ranks.rank, limit=limit)
+        self.save_retries = SaveRetries(self.config.checkpoint.num_max_failures)
         self.eval_sets = self.eval_sets or eval_sets(self.config)
 
     @property
@@ -133,16 +140,29 @@ class Run:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def next_batch(self) -> tuple[BatchShare, list[Trajectory]] | None:
-        """This rank's share of the next batch, every group inside the lag bound; None when the run is to stop."""
-        with self.timed("wait"):
-            share = self.hub.next_batch(self.version)
-        if share is None:
-            return None
-        with self.timed("pack"):
-            rows = self.reader.read(
-                share.groups, version=share.version, learner_epoch=self.learner_epoch, origins=share.origins
-            )
-            return share, rows
+        """This rank's share of the next batch, every group inside the lag bound; None when the run is to stop.
+
+        A batch that some rank cannot read or pack is set aside, and the one after it is taken; a collective call.
+        """
+        while True:
+            with self.timed("wait"):
+                share = self.hub.next_batch(self.version)
+            if share is None:
+                return None
+            with self.timed("pack"):
+                rows, cause = read_share(
+                    self.reader, share, self.objective, learner_epoch=self.learner_epoch,
+                    max_tokens=self.config.learner.max_tokens_per_device,
+                )
+                if not self.ranks.maximum(float(bool(cause))):
+                    return share, rows
+            self._set_aside(share, cause or "another rank cannot train on its part")
+
+    def _set_aside(self, share: BatchShare, cause: str) -> None:
+        self.quarantine.keep(share, cause)
+        if self.ranks.rank == 0:
+            self.hub.trained(self.version, skipped=True, reason=cause[:512])
+        self.quarantine.count(1, 0, cause)
 
     def choose_samples(self, share: BatchShare, rows: Sequence[Trajectory]) -> None:
         """Decide which trajectories of this step are kept to be read."""
@@ -192,12 +212,7 @@ class Run:
 
         If none of its steps had finite gradients, the version stays and the batch is set aside.
         """
-        if result.num_skipped:
-            path = self.run_dir / "quarantine" / f"version-{share.version}-rank-{self.ranks.rank}.msgpack"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(msgspec.msgpack.encode(share))
-            which = "step" if len(result.steps) == 1 else f"{result.num_skipped} of {len(result.steps)} optimizer steps"
-            log.error("%s skipped: gradients are not finite; its batch is kept in %s", which, path)
+        self.quarantine.stepped(share, result)
         if result.skipped:
             return
         self.version = share.version + len(result.steps)
@@ -222,7 +237,7 @@ class Run:
     def hub_trained(self, result: BatchResult) -> None:
         """Rank 0 tells the ledger: capacity for the next batch is free."""
         if self.ranks.rank == 0:
-            reason = "gradients are not finite" if result.skipped else ""
+            reason = NOT_FINITE if result.skipped else ""
             self.hub.trained(self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds)
 
     # --- publishing and evaluation ------------------------------------------------------------------------------
@@ -305,16 +320,28 @@ class Run:
 
     def save_if_due(self) -> None:
         every = steps_between_checkpoints(self.config)
-        if every and self.step % every == 0:
+        if (every and self.step % every == 0) or self.save_retries.due(self.step):
             self.save()
 
-    def save(self) -> None:
+    def save(self, *, last: bool = False) -> None:
         """Model, optimizer, RNG and the ledger in one checkpoint; a collective call. Then, and only then, DURABLE.
 
-        It may return while the checkpoint is being written: `saving.settle` waits for that.
+        It may return while the checkpoint is being written: `saving.settle` waits for that. One that cannot be written
+        is tried again after later steps. Raises CheckpointError: this is the `last` attempt, or too many have failed.
         """
         if self.version == self.saving.version:
             return
+        durable = self.saving.durable
+        try:
+            self._save()
+            if last:
+                self.saving.settle()
+        except CheckpointError as error:
+            self.save_retries.failed(self.step, error, last=last)
+        else:
+            self.save_retries.begun(succeeded=self.saving.durable > durable)
+
+    def _save(self) -> None:
         with self.timed("checkpoint"):
             moving = self.reference if self.config.reference.sync_every_steps else None
             beside = [network for network in (self.critic, self.proximal, moving) if network is not None]

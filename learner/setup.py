@@ -59,7 +59,7 @@ from streamrl.config.schema_system import BesideTraining
 from streamrl.environment import Task
 from streamrl.messages import Base
 from streamrl.weights.assets import pack_assets
-from streamrl.weights.shm.directory import document_directory, remove_run_dir
+from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
 from streamrl.weights.transport import device_transports
 
@@ -160,6 +160,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     if rank_zero:
         remove_run_dir(documents, past.run_id)  # what a dead predecessor left
+        remove_dead()
         shm = ShmPublisher(documents, past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
     hub = HubLink(
@@ -325,16 +326,12 @@ def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
 
 def tear_down(run: Run) -> None:
     """Close sockets, shared memory and process group; safe after any failure."""
-    run.samples.close()
-    run.beats.close()
-    run.publishing.close()
-    run.saving.close()
-    run.hub.close()
-    if run.hub_process is not None:
-        run.hub_process.abandon()
-    if run.shm is not None:
-        run.shm.close()
-    if run.lock is not None:
-        run.lock.release()
-    run.ranks.close()
+    with ExitStack() as last:  # in reverse; each comes, whatever the others raise
+        last.callback(run.ranks.close)
+        for one in (
+            run.lock and run.lock.release, run.shm and run.shm.close, run.hub_process and run.hub_process.abandon,
+            run.hub.close, run.saving.close, run.publishing.close, run.beats.close, run.samples.close,
+        ):
+            if one is not None:
+                last.callback(one)
     logging.getLogger("streamrl").debug("process %d is done", os.getpid())

@@ -16,8 +16,9 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,41 @@ def write_checkpoint(
     run_dir = Path(run_dir)
     tag = ranks.from_rank_zero(float(secrets.randbits(40)))
     draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
-    draft.mkdir(parents=True, exist_ok=True)
+    no_draft = _failure_of(partial(draft.mkdir, parents=True, exist_ok=True))
     entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
-    if ranks.maximum(float(failure is not None)):
-        raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
+    _agree(no_draft or failure, draft, version, ranks)
     files = _gather_entries(entries, ranks, blobs)
     collect(draft, [_shard_name(rank, ranks.mesh.world) for rank in range(ranks.mesh.world)], ranks)
-    final = run_dir / f"ckpt-{version:08d}"
+    final, failure = run_dir / f"ckpt-{version:08d}", None
     if ranks.rank == 0:
         body = {"format": FORMAT, "version": version, "world": ranks.mesh.world, "files": files, "extra": dict(extra)}
-        write_durably(draft / "manifest.json", _manifest_bytes(body))
+        failure = _failure_of(lambda: write_durably(draft / "manifest.json", _manifest_bytes(body)))
+    _agree(failure, draft, version, ranks)
     if ranks.maximum(float(lock is not None and not lock.still_mine())):
         raise RunLockedError(f"version {version} was not saved: a newer learner owns {run_dir}; this one must end")
     if ranks.rank == 0:
-        _publish(draft, final)
+        failure = _failure_of(lambda: _publish(draft, final))
+    _agree(failure, draft, version, ranks)
+    if ranks.rank == 0:
         prune(run_dir, num_keep=num_keep, newest=version)
     ranks.barrier()
     return final
+
+
+def _failure_of(write: Callable[[], None]) -> OSError | None:
+    try:
+        write()
+    except OSError as error:
+        return error
+    return None
+
+
+def _agree(failure: Exception | None, draft: Path, version: int, ranks: Ranks) -> None:
+    """Raise CheckpointError on every rank if one failed; what was written leaves the disk, which may be full by it."""
+    if ranks.maximum(float(failure is not None)):
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"version {version} was not saved: {failure or 'another rank could not write'}")
 
 
 def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoint | None:
@@ -143,7 +162,8 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
     kept = sorted((version for version in versions if version <= newest), reverse=True)[: max(1, num_keep)]
     dropped = [path for version, path in versions.items() if version not in kept]
     for path in (*dropped, *run_dir.glob("ckpt.tmp-*")):
-        shutil.rmtree(path)
+        if (failure := _failure_of(partial(shutil.rmtree, path))) is not None:
+            log.warning("%s is not needed any more and was not removed: %s", path, failure)
 
 
 def _write_mine(

@@ -15,6 +15,7 @@ from learner.checkpoint.shards import copied
 from learner.hub_client.link import HubLink
 from learner.mesh import Ranks
 from learner.publish.background import Background
+from streamrl.errors import CheckpointError
 
 
 class Saving:
@@ -33,6 +34,8 @@ class Saving:
         self._options = {"num_keep": num_keep, "lock": lock}
         self.version = version
         """Of the newest checkpoint, also while it is being written."""
+        self.durable = -1
+        """The newest that this process has written, to its end."""
         self._unsaved: int | None = None
 
     def save(self, version: int, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any]) -> None:
@@ -58,7 +61,11 @@ class Saving:
         """Wait until the last checkpoint is written. Raises as `write_checkpoint`, on every rank."""
         if self._unsaved is not None and self._beside is not None:
             version, self._unsaved = self._unsaved, None
-            self._beside.take()
+            try:
+                self._beside.take()
+            except CheckpointError:
+                self.version = self.durable
+                raise
             self._durable(version)
 
     def close(self) -> None:
@@ -66,5 +73,6 @@ class Saving:
             self._beside.close()
 
     def _durable(self, version: int) -> None:
+        self.durable = version
         if self._ranks.rank == 0:
             self._hub.saved(version)

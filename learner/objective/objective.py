@@ -184,6 +184,11 @@ class Objective:
         self.begin_step(0)
         return list(trajectories)
 
+    def check_scores(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises ContentError: a trajectory lacks a score that `begin` needs."""
+        if self._reward_rules is not None:
+            self._reward_rules.check(trajectories)
+
     def _with_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
         """Places of the trajectories that may move a parameter at the steps of their minibatch."""
         assert self._stats is not None and self._rows is not None

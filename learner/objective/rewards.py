@@ -78,16 +78,21 @@ class RewardRules:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._ideal = {name: float(value) for name, value in state.get("ideal", {}).items()}
 
-    def _components(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """float64 [R, K], larger is better: components with a negative weight change their sign."""
-        found = torch.zeros(len(trajectories), len(self._names), dtype=torch.float64)
-        for place, row in enumerate(trajectories):
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises ContentError: a trajectory lacks a component."""
+        for row in trajectories if self._objectives.combine != "reward" else ():
             missing = [name for name in self._names if name not in row.scores]
             if missing:
                 raise ContentError(
                     "scores", f"group {row.group_id} member {row.index} has no score {missing}, only "
                     f"{sorted(row.scores)}: let the task report it, or leave it out of objectives.components"
                 )
+
+    def _components(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """float64 [R, K], larger is better: components with a negative weight change their sign."""
+        self.check(trajectories)
+        found = torch.zeros(len(trajectories), len(self._names), dtype=torch.float64)
+        for place, row in enumerate(trajectories):
             found[place] = self._oriented(row.scores)
         return found
 

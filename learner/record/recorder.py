@@ -26,7 +26,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
-from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun, if_it_can_be_written
 from streamrl.metrics.summary import Summary, summarize
 from streamrl.metrics.trackers.registry import open_trackers
 from streamrl.report.report import write_report
@@ -88,7 +88,8 @@ class Recorder:
             "evaluation of version %d%s: %.3f over %d prompts", result.version, name, result.score, result.num_prompts
         )
         if self._archive is not None and not result.dataset:
-            self._waiting.update(self._archive.add(result.version, {"reward": result.reward, **result.scores}))
+            with if_it_can_be_written("the Pareto archive"):
+                self._waiting.update(self._archive.add(result.version, {"reward": result.reward, **result.scores}))
         found = estimates(
             result.prompt_scores, result.prompt_answers, num_responses=settings.num_responses,
             solved=settings.solved_score,
@@ -96,7 +97,7 @@ class Recorder:
         version = of_set("eval/version", result.dataset)
         if self._waiting.get(version, -1.0) < result.version:  # two may have ended since the last row
             self._waiting.update(eval_keys(result, found, settings.num_responses))
-        with (self._run_dir / EVALUATIONS).open("ab") as file:
+        with if_it_can_be_written(EVALUATIONS), (self._run_dir / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode({
                 "dataset": result.dataset, "version": result.version, "score": result.score,
                 "estimates": {name: [one.value, one.stderr, one.num_prompts] for name, one in found.items()},
@@ -160,9 +161,11 @@ class Recorder:
             stopped=stopped, failed=failed, tracked=tuple(self._sinks.places()),
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )
-        summary.write(self._run_dir / "summary.json")
+        with if_it_can_be_written("summary.json"):
+            summary.write(self._run_dir / "summary.json")
         self._sinks.close()
-        log.info("report: %s", write_report(self._run_dir))
+        with if_it_can_be_written("the report"):
+            log.info("report: %s", write_report(self._run_dir))
         return summary
 
 

@@ -22,6 +22,7 @@ from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
+from streamrl.metrics.sinks import if_it_can_be_written
 
 log = logging.getLogger("streamrl.learner")
 
@@ -59,7 +60,8 @@ class SampleWriter:
             return
         self._waiting.put(None)
         self._thread.join()
-        self._file.close()
+        with if_it_can_be_written("the end of the samples"):
+            self._file.close()
         if self._num_lost:
             log.warning("%d samples were left out: the learner was faster than their writer", self._num_lost)
 

@@ -60,6 +60,9 @@ class LearnerConfig:
     gpu_memory_share: float | None = ranged(None, gt=0, le=1)
     """Part of its GPU's memory that a learner rank may take, moments first; null is all of it, or what
     `streamrl launch` sets where actors share the GPU (half)."""
+    num_max_skipped_steps: int = ranged(10, ge=0)
+    """Optimizer steps that may be skipped for gradients that are not finite, or batches set aside because they cannot
+    be packed, before the run ends with the cause; each step that succeeds takes one back. 0 never ends it."""
 
 
 @dataclass
@@ -162,6 +165,8 @@ class CheckpointConfig:
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = ranged(2, gt=0)
     """Checkpoints that are kept."""
+    num_max_failures: int = ranged(5, gt=0)
+    """Attempts in a row to write a checkpoint, 1, 2, 4 ... steps apart, that may fail before the run ends."""
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
     directory; `policy.model_path` may name it."""

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -184,8 +185,21 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
 def write_atomic(path: Path, text: str) -> None:
     """Write `text` beside `path` and move it there, so that a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def if_it_can_be_written(what: str) -> Iterator[None]:
+    """A record of the run, no part of it: that it cannot be written, as on a full disk, is told and ends nothing."""
+    try:
+        yield
+    except OSError as error:
+        log.error("%s was not written, the run goes on: %s", what, error)
 
 
 def _keep_lines(path: Path, resume_step: int | None) -> None:

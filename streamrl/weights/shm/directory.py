@@ -6,6 +6,7 @@ may clean up; no name, age or process number is ever taken as proof. Nothing is 
 
     RunDirectory     the publisher: takes the lock, removes what a dead owner left, and everything at its end
     remove_run_dir   the hub or a new learner, when the publisher has died: removes everything
+    remove_dead      a new learner of any run: the same for runs whose hub has died, too
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from streamrl.errors import RunLockedError, WeightsError
 log = logging.getLogger(__name__)
 
 SHM_ROOT = Path("/dev/shm")
+PREFIX = "streamrl-"
 LOCK_NAME = "owner.lock"
 SPARE_NAME = "w.spare.tmp"
 _DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
@@ -39,7 +41,7 @@ def document_directory(run_id: str, run_folder: str | Path) -> Path:
     """The place of a run's documents: shared memory where this machine has it, else a directory in the run folder."""
     check_run_id(run_id)
     if SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK | os.X_OK):
-        return SHM_ROOT / f"streamrl-{run_id}"
+        return SHM_ROOT / f"{PREFIX}{run_id}"
     log.warning("%s is not writable: weights go through the run folder %s", SHM_ROOT, run_folder)
     return Path(run_folder) / "weights"
 
@@ -90,6 +92,20 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> boo
             return not path.exists()
         time.sleep(_POLL_S)
     return True
+
+
+def remove_dead(root: Path = SHM_ROOT) -> list[Path]:
+    """Remove this user's directories of runs whose owner and hub were both killed; returns them."""
+    removed = []
+    for path in root.glob(f"{PREFIX}*"):
+        try:
+            mine = path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
+            if mine and remove_run_dir(path, path.name.removeprefix(PREFIX)):
+                log.warning("%s was removed: a run that is dead had left it", path)
+                removed.append(path)
+        except (OSError, RunLockedError) as error:
+            log.info("%s is left alone: %s", path, error)
+    return removed
 
 
 def make_private(path: Path) -> None:

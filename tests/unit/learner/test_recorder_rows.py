@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 
 import pytest
 
@@ -12,6 +13,7 @@ from learner.record.recorder import EVALUATIONS, Recorder, hub_keys
 from streamrl.config.load import load_config
 from streamrl.config.schema import EvalConfig
 from streamrl.messages import EvalResult, HubStatus
+from streamrl.metrics.meter import Meter
 from streamrl.metrics.run_record import read_metrics
 
 
@@ -93,3 +95,18 @@ def test_an_evaluation_that_was_not_waited_for_says_so_and_without_an_answer_has
     row, lines = written()
     assert "4 answers were not waited for" in caplog.text and "eval.pin_s=1800" in caplog.text
     assert "eval/score" not in row and lines == []
+
+
+def test_a_full_disk_under_the_records_does_not_end_the_run(recorded, tmp_path, caplog):
+    recorder, _ = recorded
+    names = (EVALUATIONS, f".summary.json.{os.getpid()}", f".report.html.{os.getpid()}")
+    for name in names:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to("/dev/full")
+
+    recorder.evaluated(result(), TWICE)
+    recorder.step(4, Meter(), HubStatus(4, {}, ()), version=4, epoch=1)
+    summary = recorder.close(4, HubStatus(4, {}, ()), version=4, epoch=1)
+
+    assert summary.steps == 4 and not (tmp_path / "summary.json").exists()
+    assert f"{EVALUATIONS} was not written" in caplog.text and "summary.json was not written" in caplog.text

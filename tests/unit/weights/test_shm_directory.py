@@ -12,7 +12,7 @@ import pytest
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.shm import directory as rundir
-from streamrl.weights.shm.directory import LOCK_NAME, RunDirectory, document_directory, remove_run_dir
+from streamrl.weights.shm.directory import LOCK_NAME, RunDirectory, document_directory, remove_dead, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
 
 OWNER = """
@@ -173,3 +173,31 @@ def test_versions_of_two_epochs_have_two_names(tmp_path, layout):
             writer = publisher.begin(VersionRef(epoch, 5), layout)
             writer.append(bytes(1888))
             assert writer.commit().name == f"w.{epoch}.5"
+
+
+def test_what_runs_left_that_are_dead_with_their_hubs_is_swept_and_nothing_else(tmp_path, python_env):
+    dead, living = (tmp_path / f"streamrl-{name}" for name in ("run-7", "run-8"))
+    script = OWNER.replace('"run-7"', "sys.argv[2]")
+    owners = [
+        subprocess.Popen([sys.executable, "-c", script, str(path), path.name.removeprefix("streamrl-")], env=python_env,
+                         text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for path in (dead, living)
+    ]
+    (tmp_path / "streamrl-empty").mkdir()
+    (tmp_path / "streamrl-link").symlink_to(living)
+    (tmp_path / "other").mkdir()
+    try:
+        for owner in owners:
+            assert owner.stdout.readline().startswith("half way")
+        owners[0].kill()
+        owners[0].wait(timeout=10)
+
+        assert sorted(path.name for path in remove_dead(tmp_path)) == ["streamrl-empty", "streamrl-run-7"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "streamrl-link", "streamrl-run-8"]
+        assert (living / "w.1.2").exists()
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.wait(timeout=10)
+            owner.stdin.close()
+            owner.stdout.close()

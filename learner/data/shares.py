@@ -1,0 +1,38 @@
+"""A rank's share of a batch as trajectories, or why they cannot be trained on."""
+
+from __future__ import annotations
+
+from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.objective.objective import Objective
+from streamrl.errors import ContentError, WireError
+from streamrl.messages import BatchShare
+
+
+def read_share(
+    reader: TrajectoryReader, share: BatchShare, objective: Objective, *, learner_epoch: int, max_tokens: int
+) -> tuple[list[Trajectory], str]:
+    """The trajectories of this rank, and why packing or the objective would fail on them; "" if they would not.
+
+    Args:
+        max_tokens: that one micro-batch holds.
+    """
+    try:
+        rows = reader.read(share.groups, version=share.version, learner_epoch=learner_epoch, origins=share.origins)
+        planned = {(row.group_id, row.index) for row in share.plan}
+        for row in rows:
+            _check(row, planned, max_tokens)
+        objective.check_scores(rows)
+    except WireError as error:
+        return [], str(error)
+    return rows, ""
+
+
+def _check(row: Trajectory, planned: set[tuple[int, int]], max_tokens: int) -> None:
+    where = f"group {row.group_id} member {row.index} of actor {row.actor_id or 'unknown'}"
+    if (row.group_id, row.index) not in planned:
+        raise ContentError("plan", f"{where} is not in the plan of its batch")
+    if row.num_tokens > max_tokens:
+        raise ContentError(
+            "too_many_tokens",
+            f"{where} has {row.num_tokens} tokens, more than learner.max_tokens_per_device={max_tokens} holds",
+        )

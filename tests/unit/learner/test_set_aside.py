@@ -1,0 +1,208 @@
+"""Batches that cannot be trained on, and checkpoints that cannot be written: told, kept, and tried again."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+
+import msgspec
+import pytest
+
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.retries import SaveRetries
+from learner.data.trajectories import TrajectoryReader
+from learner.mesh import Ranks
+from learner.model.gradients import BatchResult, StepResult
+from learner.model.optimizer import make_optimizer
+from learner.model.policy import load_policy
+from learner.objective.objective import Objective
+from learner.objective.rewards import RewardRules
+from learner.record.quarantine import CAUSES, Quarantine
+from learner.run import Run
+from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OptimizerConfig, OverlongConfig
+from streamrl.errors import CheckpointError, StreamrlError
+from streamrl.messages import BatchShare, Group, Outcome, PlanRow, ReturnReason, Sampling, Turn
+from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from tests.unit.config.setting_harness import config_of
+from tests.unit.hub.factories import member
+
+GOOD = StepResult(1.0, False, 1e-3)
+BAD = StepResult(float("nan"), True, 1e-3)
+
+
+def share(group_id: int, *, scores: dict[str, float] | None = None, num_seen: int = 1, **changes) -> BatchShare:
+    """A batch of one group with one trajectory: three tokens of a prompt, an action and so many observations."""
+    one = msgspec.structs.replace(
+        member(0, [(1, 0)], scores=scores or {"score": 1.0}), token_ids=pack_ids([4] + [5] * num_seen),
+        logprobs=pack_logprobs([-0.5] + [0.0] * num_seen), turns=(Turn(0, 1 + num_seen, 1.0),),
+    )
+    group = Group(
+        incarnation=1, seq=1, group_id=group_id, attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
+        detail="", sampling=Sampling(), members=(one,), stats={},
+    )
+    row = PlanRow(group_id, 0, 0, 4 + num_seen, 1, 1.0, 0)
+    frames = changes.pop("groups", (bytes(encode(group)),))
+    return BatchShare(0, (row,), frames, **changes)
+
+
+class FakeHub:
+    """Hands out these shares, then a stop; notes what is reported as trained."""
+
+    def __init__(self, *shares: BatchShare) -> None:
+        self.shares, self.told = list(shares), []
+
+    def next_batch(self, version: int) -> BatchShare | None:
+        return self.shares.pop(0) if self.shares else None
+
+    def trained(self, version: int, *, skipped: bool, reason: str = "") -> None:
+        self.told.append((version, skipped, reason))
+
+
+def run_of(tmp_path, hub: FakeHub, *words: str) -> Run:
+    """A lone learner with a real objective, of which only batches are asked."""
+    config = config_of("learner.max_tokens_per_device=1088", *words)
+    rules = RewardRules(
+        ObjectivesConfig(combine="weighted_sum", components={"score": 1.0}), OverlongConfig(), max_tokens=16
+    )
+    given = dict(
+        config=config, run_dir=tmp_path, run_id="r", learner_epoch=1, version=0, ranks=Ranks(), hub=hub,
+        reader=TrajectoryReader(vocab_size=100), lineage=(), objective=Objective(
+            AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=Ranks(), reward_rules=rules,
+        ),
+    )
+    needed = {one.name for one in fields(Run) if one.init and one.default is one.default_factory is MISSING}
+    return Run(**{**dict.fromkeys(needed), **given})
+
+
+def kept(tmp_path) -> dict[str, str]:
+    lines = [json.loads(line) for line in (tmp_path / "quarantine" / CAUSES).read_text().splitlines()]
+    return {line["file"]: line["cause"] for line in lines}
+
+
+def test_a_batch_that_cannot_be_trained_is_set_aside_with_its_cause_and_the_next_one_is_taken(tmp_path):
+    bad = (
+        share(1, num_seen=1100), share(2, scores={"style": 1.0}), share(3, groups=(b"SRLM torn",)),
+        msgspec.structs.replace(share(4), plan=()),
+    )
+    hub = FakeHub(*bad, share(5))
+
+    taken, rows = run_of(tmp_path, hub).next_batch()
+
+    assert [row.group_id for row in rows] == [5] == [row.group_id for row in taken.plan]
+    assert [(version, skipped) for version, skipped, _ in hub.told] == [(0, True)] * 4
+    causes = kept(tmp_path)
+    for (name, cause), one, words in zip(
+        causes.items(), bad, ("1104 tokens, more than learner.max_tokens_per_device=1088", "no score ['score']",
+                              "shorter than the 16-byte preamble", "not in the plan"), strict=True,
+    ):
+        assert words in cause
+        assert msgspec.msgpack.decode((tmp_path / "quarantine" / name).read_bytes(), type=BatchShare) == one
+
+
+@pytest.mark.shows("learner.num_max_skipped_steps")
+def test_batches_that_go_on_failing_end_the_run_with_the_cause(tmp_path):
+    def num_taken(limit: int) -> int:
+        hub = FakeHub(*(share(number, scores={"style": 1.0}) for number in range(20)))
+        run = run_of(tmp_path, hub, f"learner.num_max_skipped_steps={limit}")
+        if limit:
+            with pytest.raises(StreamrlError, match=r"skipped.*num_max_skipped_steps.*no score \['score'\]"):
+                run.next_batch()
+        else:
+            assert run.next_batch() is None
+        return 20 - len(hub.shares)
+
+    assert [num_taken(limit) for limit in (3, 12, 0)] == [3, 12, 20]
+
+
+def test_skipped_steps_end_the_run_if_too_many_are_among_good_ones_and_each_keeps_its_file(tmp_path):
+    quarantine = Quarantine(tmp_path, 0, limit=4)
+    for _ in range(10):  # now and then one, as mixed precision has them
+        quarantine.stepped(share(0), BatchResult((BAD,)))
+        quarantine.stepped(share(0), BatchResult((GOOD,)))
+    first = kept(tmp_path)
+
+    with pytest.raises(StreamrlError, match="gradients are not finite"):
+        for _ in range(8):  # 2 of 3, as rewards beyond reason bring them
+            quarantine.stepped(share(0), BatchResult((BAD, BAD, GOOD)))
+
+    assert len(first) == 10 and len(kept(tmp_path)) == 14, "the version stays where a step is skipped, the files do not"
+    assert Quarantine(tmp_path, 0, limit=4)._write(share(0)).name not in kept(tmp_path), "nor does a resumed run"
+
+
+def test_a_full_disk_costs_the_file_of_a_batch_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "quarantine").mkdir()
+    (tmp_path / "quarantine" / CAUSES).symlink_to("/dev/full")
+
+    Quarantine(tmp_path, 0, limit=4).keep(share(0), "not finite")
+
+    assert "not finite; it could not be kept" in caplog.text and "No space left" in caplog.text
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("where", ["shard", "manifest", "latest"])
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_its_own_and_leaves_no_draft(checkpoints, tmp_path, where):
+    policy = load_policy(checkpoints["qwen3-tied"])
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
+
+    def save(version: int) -> None:
+        extra = {"filling": "x" * 2_000_000 if where == "manifest" and version == 1 else ""}
+        save_checkpoint(tmp_path, version, policy, optimizer, Ranks(), extra=extra, blobs={}, num_keep=2)
+
+    save(0)
+    if where == "latest":
+        (tmp_path / "LATEST.tmp").symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match="version 1 was not saved"):
+            save(1)
+        (tmp_path / "LATEST.tmp").unlink()
+    else:
+        room = full_disk(20_000 if where == "shard" else 1_000_000)
+        with room, pytest.raises(CheckpointError, match="version 1 was not saved"):
+            save(1)
+
+    assert not list(tmp_path.glob("ckpt.tmp-*"))
+    assert find_checkpoint(tmp_path).version == 0
+    save(2)
+    assert find_checkpoint(tmp_path).version == 2
+
+
+def test_a_checkpoint_that_failed_is_tried_again_at_growing_distances():
+    retries, tried = SaveRetries(4), []
+    for step in range(20):
+        if retries.due(step) or step == 2:
+            tried.append(step)
+            if len(tried) < 4:
+                retries.failed(step, CheckpointError("disk full"), last=False)
+            else:
+                retries.begun(succeeded=True)
+
+    assert tried == [2, 3, 5, 9]
+
+
+@pytest.mark.shows("checkpoint.num_max_failures")
+@pytest.mark.parametrize("limit", [1, 3])
+def test_checkpoints_that_go_on_failing_end_the_run_and_so_does_the_last_one(tmp_path, limit):
+    config = config_of(f"checkpoint.num_max_failures={limit}")
+    retries = SaveRetries(config.checkpoint.num_max_failures)
+    for step in range(limit - 1):
+        retries.failed(step, CheckpointError("disk full"), last=False)
+
+    with pytest.raises(CheckpointError, match="disk full.*the run ends"):
+        retries.failed(limit, CheckpointError("disk full"), last=False)
+    with pytest.raises(CheckpointError, match="disk full.*the run ends"):
+        SaveRetries(9).failed(0, CheckpointError("disk full"), last=True)
