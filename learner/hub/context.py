@@ -21,6 +21,8 @@ from learner.hub.weight_server import WeightServer
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode
+from streamrl.messages.printable import printable
+from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 
@@ -80,6 +82,7 @@ class HubContext:
     loads: ActorLoads = field(default_factory=ActorLoads)
     hung_calls: HungCalls = field(init=False)
     rank_watch: RankWatch = field(init=False)
+    told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
 
     def __post_init__(self) -> None:
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
@@ -94,6 +97,6 @@ class HubContext:
 
     def notify(self, text: str) -> None:
         """A warning in the log and on the terminal of `launch`."""
-        text = " ".join(text.split())  # an exception may have many lines
+        text = printable(" ".join(text.split()))  # an exception may have many lines, and a peer's text anything
         log.warning("%s", text)
         self.notices = [*self.notices, f"{time.strftime('%H:%M:%S')} {text}"][-MAX_NOTICES:]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from streamrl.messages import Group, MemberStatus, ReturnReason
+from streamrl.messages.printable import printable
 
 NUM_FIRST = 32
 """If so many episodes fail before one comes through, and twice as many as are under way, the run stops: where many
@@ -43,35 +44,35 @@ class EpisodeFailures:
 
     def add(self, group: Group, num_open: int = 0) -> None:
         """A group that the ledger has accepted, also one that was handed back, while `num_open` groups are leased."""
-        num_failed = group.num_failed_episodes
-        if group.detail and not num_failed and group.reason not in NO_FAILURE:
-            self._handed_back(group, num_open)
+        num_failed, detail = group.num_failed_episodes, printable(group.detail)
+        if detail and not num_failed and group.reason not in NO_FAILURE:
+            self._handed_back(group.reason, detail, num_open)
         self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
         self._num_failed += num_failed
         self._recent += [True] * num_failed + [False] * (len(group.members) - num_failed)
         if num_failed:
-            self.last = group.detail
+            self.last = detail
             if not self.first:
-                self.first = group.detail
-                self._notify(f"an episode failed: {group.detail}")
+                self.first = detail
+                self._notify(f"an episode failed: {detail}")
         self._check_share()
         under_way = num_open * max(num_failed, len(group.members))
         if self._num_failed >= max(NUM_FIRST, 2 * under_way) and not self._any_came and not self.fatal:
             self.fatal = f"all of the first {self._num_failed} episodes failed, the run stops: {self.last}"
             self._notify(self.fatal)
 
-    def _handed_back(self, group: Group, num_open: int) -> None:
+    def _handed_back(self, reason: ReturnReason, detail: str, num_open: int) -> None:
         """A lease came back for another reason (prompt too long, engine error ...): the first of each is reported."""
-        self.last = group.detail
-        self._num_hopeless += group.reason in HOPELESS
+        self.last = detail
+        self._num_hopeless += reason in HOPELESS
         if self._num_hopeless >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_hopeless} prompts came back, the run stops: {group.detail}"
+            self.fatal = f"all of the first {self._num_hopeless} prompts came back, the run stops: {detail}"
             self._notify(self.fatal)
-        if group.reason not in self._told:
-            self._told.add(group.reason)
-            self._notify(f"a lease came back ({group.reason.name.lower()}): {group.detail}")
-        if self._stop_at_long_prompt and group.reason == ReturnReason.TOO_LONG and not self.fatal:
-            self.fatal = f"data.prompt_overflow=error, the run stops: {group.detail}"
+        if reason not in self._told:
+            self._told.add(reason)
+            self._notify(f"a lease came back ({reason.name.lower()}): {detail}")
+        if self._stop_at_long_prompt and reason == ReturnReason.TOO_LONG and not self.fatal:
+            self.fatal = f"data.prompt_overflow=error, the run stops: {detail}"
             self._notify(self.fatal)
 
     def _check_share(self) -> None:

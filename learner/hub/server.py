@@ -37,6 +37,7 @@ from streamrl.metrics.run_record import read_object
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.control import ControlServer, remove_stale
 from streamrl.transport.keys import KeyDirectory
+from streamrl.transport.peers import PeerLimit
 from streamrl.transport.rank_keys import RankKeys
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.transport import device_transports
@@ -49,7 +50,8 @@ MAX_DRAINED = 256
 NO_ACTOR_S = 10.0
 """A hub with weights and without actors says so this often."""
 ALWAYS = (
-    "num_actor_restarts", "tokens_generated", "num_evictions_for_strikes", "num_sends_refused", "num_sends_unreachable",
+    "num_actor_restarts", "num_connections_ended", "tokens_generated", "num_evictions_for_strikes",
+    "num_sends_refused", "num_sends_unreachable",
     *(f"num_installs_{source.name.lower()}" for source in InstallSource),
 )
 """Counters that are there from the start; those by reason come with the first of their kind."""
@@ -73,6 +75,7 @@ class HubServer:
         )
         if self._authenticator is not None:
             self._authenticator.protect(self._actor_socket)
+        self._peers = PeerLimit(self._actor_socket)
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
         host = settings.hub.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
@@ -109,6 +112,7 @@ class HubServer:
         poller = zmq.Poller()
         poller.register(self._actor_socket, zmq.POLLIN)
         poller.register(self._rank_socket, zmq.POLLIN)
+        poller.register(self._peers.monitor, zmq.POLLIN)
         self.context.weights.socket.start()
         next_tick = next_second = 0.0
         while not self._stopped:
@@ -118,6 +122,8 @@ class HubServer:
             ready = dict(poller.poll(POLL_MS))
             now = time.monotonic()
             tick = now >= next_tick
+            if tick or (self._peers.monitor in ready and self._peers.watch(now)):
+                self._peers.tick(now, self.context.connections.by_route)
             if self._actor_socket in ready:
                 self._drain_actors(now)
             if self._rank_socket in ready:
@@ -136,6 +142,9 @@ class HubServer:
                 next_second = now + 1.0
                 self._ranks.report(now)
                 self._warn_without_actors(now)
+                self.context.counters["num_connections_ended"] = (
+                    self._peers.num_closed + self.context.weights.socket.peers.num_closed
+                )
                 write_status(self.context, now)
                 self._check_keys(now)
 
@@ -165,20 +174,23 @@ class HubServer:
 
     def _drain_actors(self, now: float) -> None:
         """Handle what is queued, but not so much that the other socket starves."""
+        known = self.context.connections.by_route
         for _ in range(MAX_DRAINED):
-            name = None
             try:
-                if self._authenticator is None:
-                    routing_id, *frames = self._actor_socket.recv_multipart(zmq.NOBLOCK)
-                else:
-                    name, routing_id, frames = self._authenticator.receive(self._actor_socket)
+                first, *frames = self._actor_socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self.received(routing_id, frames, now, name)
+            routing_id, last = first.bytes, frames[-1] if frames else first
+            was_known = routing_id in known
+            key_name = None if self._authenticator is None else self._authenticator.name_of(last)
+            if self.received(routing_id, [frame.bytes for frame in frames], now, key_name) is False:
+                self._peers.refuse(last)
+            elif not was_known:
+                self._peers.heard(last, now, routing_id if routing_id in known else None)
 
-    def received(self, routing_id: bytes, frames: list[bytes], now: float, key_name: str | None) -> None:
-        """One message of an actor; an examiner of actors listens here (`learner.conform`)."""
-        self._actors.received(routing_id, frames, now, key_name=key_name)
+    def received(self, routing_id: bytes, frames: list[bytes], now: float, key_name: str | None) -> bool | None:
+        """One message of an actor; an examiner of actors listens here (`learner.conform`). False ends its connection."""
+        return self._actors.received(routing_id, frames, now, key_name=key_name)
 
     def _drain_ranks(self, now: float) -> None:
         for _ in range(MAX_DRAINED):
@@ -208,6 +220,7 @@ class HubServer:
         self.broadcast.close()
         self._control.close()
         self.context.weights.socket.close()
+        self._peers.close()
         self._actor_socket.close(linger=1000)
         self._rank_socket.close(linger=1000)
         if self._authenticator is not None:

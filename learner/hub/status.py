@@ -25,7 +25,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
     `lost` is why the learner's processes ended without a shutdown message; a new start may go well.
     """
     manifest, finding = hub.weights.manifest, hub.rank_watch.finding
-    write_atomic(Path(hub.settings.run_dir) / "status.json", json.dumps({
+    text = json.dumps({
         "run_id": hub.settings.run_id,
         "state": "starting" if manifest is None and state == "running" else state,
         "version": manifest.ref.version if manifest else 0,
@@ -40,4 +40,8 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
             for actor in hub.connections.all()
         ],
         "counters": hub.ledger.counters(),
-    }))
+    })
+    try:
+        write_atomic(Path(hub.settings.run_dir) / "status.json", text)
+    except OSError as error:  # a full disk: what a person reads is never worth the run
+        hub.told.warning("status.json was not written, the run goes on: %s", error)

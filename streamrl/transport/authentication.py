@@ -63,15 +63,9 @@ class Authenticator:
             self._refused[key] += 1
         return key in self._allowed
 
-    def receive(self, socket: zmq.Socket) -> tuple[str, bytes, list[bytes]]:
-        """(name of the peer's key, routing id, frames) of the next message; the name is "" once its key is removed.
-
-        Raises:
-            zmq.Again: there is none.
-        """
-        routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        user = str(frames[-1].get("User-Id")).encode() if frames else b""
-        return self._allowed.get(user, ""), routing_id.bytes, [frame.bytes for frame in frames]
+    def name_of(self, frame: zmq.Frame) -> str:
+        """Name of the key that this came with; "" once it is removed."""
+        return self._allowed.get(str(frame.get("User-Id")).encode(), "")
 
     def names(self) -> set[str]:
         """Names whose keys are allowed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 
 import msgspec
@@ -31,6 +32,7 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import Decoder, protocol_of
 from streamrl.transport.keys import may_be
+from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 
@@ -51,13 +53,14 @@ class ActorHandler:
         self._hub, self._broadcast = hub, broadcast
         self._decoder = Decoder(TO_HUB, hub.settings.limits.max_message_bytes)
         self._incarnations: dict[str, int] = {}
+        self._told = LogLimit(log)
         self._ack_at = 0.0
         self._num_heartbeats = 0
 
     # --- incoming ---------------------------------------------------------------------------------------------------
 
-    def received(self, routing_id: bytes, frames: list[bytes], now: float, *, key_name: str | None = None) -> None:
-        """One message of an actor.
+    def received(self, routing_id: bytes, frames: list[bytes], now: float, *, key_name: str | None = None) -> bool:
+        """One message of an actor. False: of a peer without a name, which speaks no protocol of ours.
 
         Args:
             key_name: of the key that its connection was made with, "" if that was removed; None without keys.
@@ -65,7 +68,7 @@ class ActorHandler:
         actor = self._hub.connections.by_route.get(routing_id)
         if key_name == "":
             self._send(routing_id, _stop(StopReason.AUTH, "the key of this actor was removed from the hub's list"))
-            return
+            return True
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")
@@ -73,25 +76,22 @@ class ActorHandler:
         except WireError as error:
             self._hub.counters[f"num_wire_errors_{error.counter}"] += 1
             peer = actor.actor_id if actor else "an unregistered peer"
-            log.warning("refused a message of %s (%s): %s", peer, error.counter, error)
+            self._told.warning("refused a message of %s (%s): %s", peer, error.counter, error)
             if actor is not None:
                 self._strike(actor, str(error), now)
             elif isinstance(error, ProtocolVersionError):
                 self._stop_other_protocol(routing_id, frames[0])
-            return
+            else:
+                return False
+            return True
         if isinstance(message, Hello):
-            if key_name is not None and not may_be(message.actor_id, key_name):
-                self._send(routing_id, _stop(StopReason.AUTH, (
-                    f"the key of {key_name} does not allow the name {message.actor_id}: leave actors.actor_id out, or "
-                    f"choose {key_name} or {key_name}-..."
-                )))
-                return
-            self._hello(routing_id, message, now)
+            self._hello(routing_id, message, now, key_name)
         elif actor is None:
             self._send(routing_id, _stop(StopReason.NO_LINK, "send HELLO first", rejoin=True))
         else:
             actor.heard_at = now
             self._dispatch(actor, message, frames[0], now)
+        return True
 
     def _stop_other_protocol(self, routing_id: bytes, frame: bytes) -> None:
         """In the peer's own protocol number, or it could not read it: STOP is the same in every protocol."""
@@ -113,8 +113,8 @@ class ActorHandler:
                 if result.kind == "accepted" or result.reason == RejectReason.STALE:
                     hub.arrivals.add(message, len(frame))
                 if result.strike or result.kind == "rejected":
-                    log.log(logging.WARNING if result.strike else logging.DEBUG, "rejected(%s) from %s: %s",
-                            result.reason.name.lower(), actor.actor_id, result.detail)
+                    write = self._told.warning if result.strike else log.debug
+                    write("rejected(%s) from %s: %s", result.reason.name.lower(), actor.actor_id, result.detail)
                 if result.strike:
                     self._strike(actor, result.detail, now)
             case ActorHeartbeat():
@@ -133,9 +133,9 @@ class ActorHandler:
                 hub.connections.drop(actor.actor_id)
                 log.info("%s left: %s", actor.actor_id, message.note)
 
-    def _hello(self, routing_id: bytes, hello: Hello, now: float) -> None:
+    def _hello(self, routing_id: bytes, hello: Hello, now: float, key_name: str | None) -> None:
         settings, weights, ledger = self._hub.settings, self._hub.weights, self._hub.ledger
-        refusal = self._refusal(hello)
+        refusal = self._refusal(hello, key_name)
         if refusal is not None:
             self._send(routing_id, refusal)
             return
@@ -159,9 +159,19 @@ class ActorHandler:
             base=weights.base,
         ))
 
-    def _refusal(self, hello: Hello) -> Stop | None:
+    def _refusal(self, hello: Hello, key_name: str | None) -> Stop | None:
         """Why this hub cannot take the actor, whatever the ledger holds."""
         run_id = self._hub.settings.run_id
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hello.actor_id) is None:
+            return _stop(StopReason.PROTOCOL, (
+                f"the name {hello.actor_id!r} is not 1 to 64 of A-Z a-z 0-9 . _ - that begin with a letter or digit: "
+                "set actors.actor_id"
+            ))
+        if key_name is not None and not may_be(hello.actor_id, key_name):
+            return _stop(StopReason.AUTH, (
+                f"the key of {key_name} does not allow the name {hello.actor_id}: leave actors.actor_id out, or "
+                f"choose {key_name} or {key_name}-..."
+            ))
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             return _stop(StopReason.PROTOCOL, (
                 f"actor {hello.actor_id} speaks protocols {hello.protocol_min}-{hello.protocol_max}, this hub "
@@ -238,7 +248,7 @@ class ActorHandler:
         health = hub.weights.health
         if not message.ok:
             hub.counters["num_install_failures"] += 1
-            log.warning("%s refused version %s: %s", actor.actor_id, message.target, message.error)
+            self._told.warning("%s refused version %s: %s", actor.actor_id, message.target, message.error)
             hub.ledger.installed(actor.actor_id, message.target, False, now)
             return
         if health.wrong_root(*identity, message.target, message.root):

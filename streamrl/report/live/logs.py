@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from streamrl.messages.printable import printable
+
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d \w+ +\S")
 """How our own processes begin a line. Progress bars of libraries and the rest of a traceback do not."""
 ROUTINE = (
@@ -54,7 +56,7 @@ class LogReader:
     def news(self) -> list[str]:
         """New lines worth reading, in the order of the files; an actor's with its name, which is its file's."""
         return [
-            line if path.stem == "learner" else line.replace(" actor  ", f" {path.stem}", 1)
+            printable(line if path.stem == "learner" else line.replace(" actor  ", f" {path.stem}", 1))
             for path in self._paths() for line in self._tail(path).lines() if worth_reading(line)
         ]
 

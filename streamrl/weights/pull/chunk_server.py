@@ -21,6 +21,8 @@ from streamrl.errors import ContentError, WeightsError, WireError
 from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Layout, Manifest, Pull, PullMode, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import Authenticator
+from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.peers import PeerLimit
 from streamrl.weights.delta.encoding import word_bytes_of
 from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
 from streamrl.weights.document import HEADER_BYTES, unpack_header
@@ -182,6 +184,8 @@ class ChunkSocket:
     def __init__(self, socket: zmq.Socket, authenticator: Authenticator | None = None) -> None:
         self.num_bytes_served = 0
         self._socket, self._authenticator = socket, authenticator
+        self.peers = PeerLimit(socket)
+        self._told = LogLimit(log)
         self._chunks: ChunkServer | None = None
         self.lock = threading.Lock()
         self._stopping = threading.Event()
@@ -199,36 +203,44 @@ class ChunkSocket:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
+        self.peers.close()
         self._socket.close(linger=0)
 
     def _run(self) -> None:
         """Answers come first; a delta is encoded one bucket at a time while no PULL waits."""
         decoder = Decoder(TO_WEIGHTS, max_bytes=MAX_PULL_BYTES)
+        poller, next_tick = zmq.Poller(), 0.0
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.peers.monitor, zmq.POLLIN)
         while not self._stopping.is_set():
             with self.lock:
                 job = self._chunks.deltas.next_job() if self._chunks is not None else None
-            if self._socket.poll(POLL_MS if job is None else 0):
-                self._answer_one(decoder)
+            ready, now = dict(poller.poll(POLL_MS if job is None else 0)), time.monotonic()
+            if now >= next_tick or (self.peers.monitor in ready and self.peers.watch(now)):
+                next_tick = now + POLL_MS / 1000
+                self.peers.tick(now)
+            if self._socket in ready:
+                self._answer_one(decoder, now)
             elif job is not None:
                 job.step()  # outside the lock, so that adding a document does not wait for it
 
-    def _answer_one(self, decoder: Decoder) -> None:
-        if self._authenticator is None:
-            routing_id, *frames = self._socket.recv_multipart()
-        else:
-            name, routing_id, frames = self._authenticator.receive(self._socket)
-            if not name:
-                return  # its key was removed after it had connected
+    def _answer_one(self, decoder: Decoder, now: float) -> None:
+        *_, frame = frames = self._socket.recv_multipart(copy=False)
+        routing_id = frames[0].bytes
+        if self._authenticator is not None and not self._authenticator.name_of(frame):
+            return  # its key was removed after it had connected
         try:
-            pull = decoder.decode(frames[0])
+            pull = decoder.decode(frames[1].buffer)
             assert isinstance(pull, Pull)
             with self.lock:
                 if self._chunks is None:
                     return
                 chunk, payload = self._chunks.answer(pull)
         except (WireError, IndexError) as error:
-            log.warning("refused a pull: %s", error)
+            self._told.warning("refused a pull: %s", error)
+            self.peers.refuse(frame)
             return
+        self.peers.heard(frame, now, None if chunk.status == ChunkStatus.DENIED else routing_id)
         self.num_bytes_served += len(payload)  # before sending: the receiver may read the counter at once
         try:
             self._socket.send_multipart([routing_id, encode(chunk), payload], zmq.NOBLOCK, copy=False)
