@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from contextlib import suppress
@@ -12,17 +11,17 @@ from pathlib import Path
 from learner.hub.server import HubServer
 from learner.hub.settings import read_settings
 from streamrl.errors import StreamrlError
+from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
+from streamrl.transport.peers import raise_descriptor_limit
 from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.shm.directory import remove_run_dir
 
 
 def main() -> int:
     settings = read_settings(Path(sys.argv[1]))
-    logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s hub      %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    start_log("hub")
+    raise_descriptor_limit()
     # Ctrl-C reaches the whole foreground group; the learner decides what it means for its hub.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
