@@ -184,7 +184,7 @@ class HubServer:
             was_known = routing_id in known
             key_name = None if self._authenticator is None else self._authenticator.name_of(last)
             if self.received(routing_id, [frame.bytes for frame in frames], now, key_name) is False:
-                self._peers.refuse(last)
+                self._peers.refuse(last, routing_id)
             elif not was_known:
                 self._peers.heard(last, now, routing_id if routing_id in known else None)
 

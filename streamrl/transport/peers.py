@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import struct
+from collections import OrderedDict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ log = logging.getLogger("streamrl.transport")
 ENOUGH_DESCRIPTORS = 65_536
 RESERVED_DESCRIPTORS = 192
 """For documents, logs, other sockets and processes."""
+MAX_REFUSED = 4096
+"""Ended connections that are remembered."""
 SILENT_S = 30.0
 """A connection without a message for so long, and without a name, is ended; an honest peer comes back by itself."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -78,6 +81,7 @@ class PeerLimit:
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.monitor.connect(address)
         self._peers: dict[int, _Peer] = {}
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
         self._num_new = 0
         self._told = LogLimit(log, burst=1, interval_s=10.0)
         self.num_closed = 0
@@ -102,8 +106,13 @@ class PeerLimit:
         if peer is not None:
             peer.heard_at, peer.name = now, name
 
-    def refuse(self, frame: zmq.Frame) -> None:
-        """End the connection that this came through."""
+    def refuse(self, frame: zmq.Frame, route: bytes) -> None:
+        """End the connection that this came through; `route` is the routing id that it has in the router."""
+        if route in self._refused:
+            return  # it has ended: what is still in the queue names a descriptor that may be another peer's by now
+        self._refused[route] = None
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
         descriptor = _descriptor(frame)
         if descriptor in self._peers:
             self._close(descriptor)

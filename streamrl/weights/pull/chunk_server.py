@@ -238,7 +238,7 @@ class ChunkSocket:
                 chunk, payload = self._chunks.answer(pull)
         except (WireError, IndexError) as error:
             self._told.warning("refused a pull: %s", error)
-            self.peers.refuse(frame)
+            self.peers.refuse(frame, routing_id)
             return
         self.peers.heard(frame, now, None if chunk.status == ChunkStatus.DENIED else routing_id)
         self.num_bytes_served += len(payload)  # before sending: the receiver may read the counter at once
