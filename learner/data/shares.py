@@ -21,7 +21,8 @@ def read_share(
         planned = {(row.group_id, row.index) for row in share.plan}
         for row in rows:
             _check(row, planned, max_tokens)
-        objective.check_scores(rows)
+        if objective.reward_rules is not None:
+            objective.reward_rules.check(rows)
     except WireError as error:
         return [], str(error)
     return rows, ""

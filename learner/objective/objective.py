@@ -81,7 +81,7 @@ class Objective:
         self._options = surrogate_options(loss)
         self._max_new_tokens, self._lag_policy = max_new_tokens, LagPolicy()
         self._regularizers = regularizers or Regularizers.of_loss(loss)
-        self._reward_rules, self._filter_truncated = reward_rules, filter_truncated
+        self.reward_rules, self._filter_truncated = reward_rules, filter_truncated
         self._leave_out = leave_out if self._may_leave_out else LeaveOut.NOTHING
         self._left_out: dict[int, Trajectory] = {}
         self._stats: batch_stats.BatchStats | None = None
@@ -136,7 +136,7 @@ class Objective:
 
     def reward_rules_state(self) -> dict[str, Any]:
         """What the reward rules remember between steps, for a checkpoint."""
-        return {} if self._reward_rules is None else self._reward_rules.state()
+        return {} if self.reward_rules is None else self.reward_rules.state()
 
     def begin(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int,
@@ -166,8 +166,8 @@ class Objective:
         if self.ranks.rank == 0:
             add_plan(self._meter, plan)
         add_trajectories(self._meter, trajectories)
-        if self._reward_rules is not None:
-            trajectories, plan = self._reward_rules.apply(trajectories, plan, self.ranks)
+        if self.reward_rules is not None:
+            trajectories, plan = self.reward_rules.apply(trajectories, plan, self.ranks)
         self._stats = batch_stats.of_plan(
             trajectories, plan, self.ranks, avg_level=self._loss.avg_level, max_new_tokens=self._max_new_tokens,
             spread_budget=self._lag_policy.spread_budget, filter_truncated=self._filter_truncated,
@@ -183,11 +183,6 @@ class Objective:
         self._left_out = {place: trajectories[place] for place in left_out}
         self.begin_step(0)
         return list(trajectories)
-
-    def check_scores(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises ContentError: a trajectory lacks a score that `begin` needs."""
-        if self._reward_rules is not None:
-            self._reward_rules.check(trajectories)
 
     def _with_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
         """Places of the trajectories that may move a parameter at the steps of their minibatch."""
