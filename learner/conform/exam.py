@@ -189,9 +189,9 @@ class Examination:
         self.hub.holding_acks = True
         seqs = self.groups()
         self.quiet()
+        times = {seq: self.watch.sent[seq].times for seq in seqs}  # before: what comes again may follow WELCOME at once
         self.rejoin("resend-open")
         self.hub.holding_acks = False
-        times = {seq: self.watch.sent[seq].times for seq in seqs}
         self.beats()
         again = [seq for seq in seqs if self.watch.sent[seq].times > times[seq]]
         self.findings.require("resend-open", not again, f"WELCOME named seq {again} as settled, and they came again")

@@ -20,6 +20,7 @@ from learner.objective.masks import CAUSES, token_masks
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
 from learner.objective.token_batch import PassOutputs
+from learner.record.quarantine import Quarantine
 from learner.run import Run
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
@@ -245,7 +246,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])
-def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay):
+def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay, tmp_path):
     policy, average = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])
     with torch.no_grad():
         for p in policy.parameters():
@@ -253,7 +254,7 @@ def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoi
     run = SimpleNamespace(
         version=0, step=1, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
         proximal=FrozenPolicy(average, name="ewma"),
-        config=Config(loss=LossConfig(ewma_decay=decay)),
+        config=Config(loss=LossConfig(ewma_decay=decay)), quarantine=Quarantine(tmp_path, 0, limit=1),
     )
     step = StepResult(grad_norm=1.0, skipped=False, lr=1e-3)
     Run.advance(run, SimpleNamespace(version=0), BatchResult((step, step)))
