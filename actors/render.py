@@ -86,7 +86,7 @@ class Renderer:
         return ids[1:] if ids and ids[0] == last_token and last_token in self.tokenizer.all_special_ids else ids
 
     def more_text(self, messages: Sequence[ChatMessage]) -> str:
-        """The environment's messages as text, between the model's last word and its next turn.
+        """The environment's messages as text, between the end of the model's turn and its next one.
 
         Raises:
             TaskError: the template does not repeat the model's answer, so that there is no "between".

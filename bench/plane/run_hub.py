@@ -88,9 +88,10 @@ class Plane:
     def _start_hub(self, restore: Path | None) -> None:
         run_dir = self.folder / "run"
         run_dir.mkdir(exist_ok=True)
+        self._sockets = tempfile.TemporaryDirectory(prefix="plane-")  # a socket's path must be short
         settings = hub_settings(
             self.config, run_id="plane", run_dir=run_dir, learner_epoch=self.epoch, version=self.version,
-            lineage=self.lineage, dp_ranks=(0,), bind=self.bind, rank_endpoint=f"ipc://{tempfile.mkdtemp(prefix='plane-ranks-')}/ranks",
+            lineage=self.lineage, dp_ranks=(0,), bind=self.bind, rank_endpoint=f"ipc://{self._sockets.name}/ranks",
             shm_dir=self.folder / "shm", vocab_size=VOCAB_SIZE, restore_path=restore,
         )
         limits = msgspec.structs.replace(settings.limits, max_new_tokens=self.sizes.num_tokens)

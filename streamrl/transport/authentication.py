@@ -155,8 +155,8 @@ class HandshakeMonitor:
 
     def _why(self, event: int) -> str:
         if not self._name:
-            return ("refuses this actor: it asks for a key and this actor has none: get one from where the hub runs "
-                    "(`streamrl keys add`), then give actors.key=FILE")
+            return ("closes the connection at once: it asks for a key and this actor has none (get one where the hub "
+                    "runs with `streamrl keys add`, then give actors.key=FILE), or it is going down")
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return f"refuses this actor: its list has no such key as {self._name}: see `streamrl keys list`"
         return (f"is not trusted by this actor: it lacks the key that the one of {self._name} expects of the hub, or "
