@@ -48,6 +48,8 @@ class Sizes:
     install_s: float = 0.0
     words: tuple[str, ...] = ()
     """Settings of the run in place of those that load the hub most."""
+    num_ranks: int = 1
+    """Data-parallel ranks that batches are split over; the plane itself is rank 0."""
 
     @property
     def groups_per_batch(self) -> int:
@@ -91,7 +93,8 @@ class Plane:
         self._sockets = tempfile.TemporaryDirectory(prefix="plane-")  # a socket's path must be short
         settings = hub_settings(
             self.config, run_id="plane", run_dir=run_dir, learner_epoch=self.epoch, version=self.version,
-            lineage=self.lineage, dp_ranks=(0,), bind=self.bind, rank_endpoint=f"ipc://{self._sockets.name}/ranks",
+            lineage=self.lineage, dp_ranks=tuple(range(self.sizes.num_ranks)), bind=self.bind,
+            rank_endpoint=f"ipc://{self._sockets.name}/ranks",
             shm_dir=self.folder / "shm", vocab_size=VOCAB_SIZE, restore_path=restore,
         )
         limits = msgspec.structs.replace(settings.limits, max_new_tokens=self.sizes.num_tokens)
@@ -99,10 +102,11 @@ class Plane:
         with patch.dict(os.environ, {"STREAMRL_LOG": "ERROR"}):  # of the hub's process alone
             self.hub = HubProcess(settings)
         self.link = HubLink(
-            settings.rank_endpoint, rank=0, world=1, version=self.version, check_hub=self.hub.check,
+            settings.rank_endpoint, rank=0, world=self.sizes.num_ranks, version=self.version, check_hub=self.hub.check,
             stop_requested=lambda: False, stall_report_s=1e9, stall_fail_s=0,
         )
         self.link.wait_until_up()
+        self.rank_endpoint = settings.rank_endpoint
         self.shm = ShmPublisher(self.folder / "shm", "plane")
         self.publisher = Publisher(
             [("w", torch.zeros(64))], wire_dtype=torch.float32, bucket_bytes=1 << 16, shm=self.shm

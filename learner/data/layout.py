@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,43 +95,46 @@ def make_layout(lengths: Sequence[int], parents: Sequence[int] = ()) -> PackedLa
     before = [lengths[parent] if parent >= 0 else 0 for parent in parents] or [0] * len(lengths)
     alone = [i for i, prefix in enumerate(before) if not prefix]
     continued = [i for i, prefix in enumerate(before) if prefix]
-    block_index = torch.empty(starts[-1], dtype=torch.int64)
+    block_index = np.empty(starts[-1], dtype=np.int64)  # numpy: torch's threads cost more than operations of this size
     blocks: list[Block] = []
     first_place = 0
     for members in [*_group(alone, lengths, before), *_group(continued, lengths, before)]:
         width = max(lengths[i] for i in members)
         begin, size, offsets = _columns(starts, lengths, members, width)
         real = offsets < size
-        sources = torch.where(real, begin + offsets, begin).flatten()
-        block_index[sources[real.flatten()]] = first_place + real.flatten().nonzero().squeeze(1)
-        more = _continued(starts, lengths, parents, members, sources.view(real.shape)) if before[members[0]] else None
-        blocks.append(Block(width, sources, more))
-        first_place += sources.numel()
-    identity = len(blocks) == 1 and torch.equal(blocks[0].sources, torch.arange(starts[-1]))
+        sources = np.where(real, begin + offsets, begin)
+        block_index[sources[real]] = first_place + np.flatnonzero(real)
+        more = _continued(starts, lengths, parents, members, sources) if before[members[0]] else None
+        blocks.append(Block(width, torch.from_numpy(sources.reshape(-1)), more))
+        first_place += sources.size
+    identity = len(blocks) == 1 and first_place == starts[-1] and bool((block_index == np.arange(first_place)).all())
     shares = tuple(parents) if continued else ()
-    return PackedLayout(tuple(lengths), tuple(blocks), None if identity else block_index, shares)
+    index = None if identity else torch.from_numpy(block_index)
+    return PackedLayout(tuple(lengths), tuple(blocks), index, shares)
 
 
 def _columns(
     starts: Sequence[int], lengths: Sequence[int], members: Sequence[int], width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Start [S, 1], length [S, 1] and offsets [1, width] of sequences."""
-    begin, size = (torch.tensor([values[i] for i in members])[:, None] for values in (starts, lengths))
-    return begin, size, torch.arange(width)[None, :]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start [S, 1], length [S, 1] and offsets [1, width] of sequences; int64."""
+    begin, size = (np.array([values[i] for i in members], dtype=np.int64)[:, None] for values in (starts, lengths))
+    return begin, size, np.arange(width, dtype=np.int64)[None, :]
 
 
 def _continued(
-    starts: Sequence[int], lengths: Sequence[int], parents: Sequence[int], members: Sequence[int], own: Tensor
+    starts: Sequence[int], lengths: Sequence[int], parents: Sequence[int], members: Sequence[int],
+    own: np.ndarray,
 ) -> Continued:
     """Keys of a block; `own` [S, L] are the packed tokens of the members."""
     heads = [parents[i] for i in members]
     begin, size, offsets = _columns(starts, lengths, heads, max(lengths[i] for i in heads))
     real = offsets < size
-    query_positions = size + torch.arange(own.shape[1])[None, :]
+    query_positions = size + np.arange(own.shape[1], dtype=np.int64)[None, :]
+    keys = np.concatenate([np.where(real, begin + offsets, begin), own], axis=1)
     return Continued(
-        key_sources=torch.cat([torch.where(real, begin + offsets, begin), own], dim=1).flatten(),
-        query_positions=query_positions,
-        key_positions=torch.cat([torch.where(real, offsets, _NOWHERE), query_positions], dim=1),
+        key_sources=torch.from_numpy(keys.reshape(-1)),
+        query_positions=torch.from_numpy(query_positions),
+        key_positions=torch.from_numpy(np.concatenate([np.where(real, offsets, _NOWHERE), query_positions], axis=1)),
     )
 
 

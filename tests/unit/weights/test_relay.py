@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -127,32 +127,35 @@ def change(hub: LiveHub) -> None:
             parameter.mul_(1.01)
 
 
-@pytest.mark.parametrize("num_actors", [1, 4])
-def test_the_learner_sends_every_version_once_however_many_actors_pull_it(tmp_path, models, num_actors):
-    with LiveHub(tmp_path, config_of("publish.delta_max_ratio=0")) as hub:
+@pytest.mark.parametrize(("num_actors", "num_relays"), [(1, 1), (4, 1), (6, 2)])
+def test_the_learner_sends_every_version_once_a_relay_however_many_actors_pull_it(
+    tmp_path, models, num_actors, num_relays
+):
+    with LiveHub(tmp_path, config_of("publish.delta_max_ratio=0")) as hub, ExitStack() as stack:
         hub.publish(0, models[0])
         peer = hub.connect()
         welcome = peer.join()
-        with relay_of(hub) as relay, ThreadPoolExecutor(num_actors) as threads:
-            actors = [puller(hub, welcome, relay.endpoint) for _ in range(num_actors)]
-            news = (welcome.manifest, welcome.offers)
-            for version in range(NUM_VERSIONS):
-                if version:
-                    change(hub)
-                    hub.publish(version, models[0])
-                    announce = peer.receive(Announce)
-                    news = (announce.manifest, announce.offers)
-                fetched = list(threads.map(lambda one, news=news: one.fetch(*news, welcome.layout), actors))
-                assert all(one.document.manifest == news[0] and one.source == InstallSource.ZMQ for one in fetched)
-            assets = list(threads.map(
-                lambda one: one.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest), actors
-            ))
+        relays = [stack.enter_context(relay_of(hub)) for _ in range(num_relays)]
+        threads = stack.enter_context(ThreadPoolExecutor(num_actors))
+        actors = [puller(hub, welcome, relays[number % num_relays].endpoint) for number in range(num_actors)]
+        news = (welcome.manifest, welcome.offers)
+        for version in range(NUM_VERSIONS):
+            if version:
+                change(hub)
+                hub.publish(version, models[0])
+                announce = peer.receive(Announce)
+                news = (announce.manifest, announce.offers)
+            fetched = list(threads.map(lambda one, news=news: one.fetch(*news, welcome.layout), actors))
+            assert all(one.document.manifest == news[0] and one.source == InstallSource.ZMQ for one in fetched)
+        assets = list(threads.map(
+            lambda one: one.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest), actors
+        ))
 
         assert {xxhash.xxh3_128_digest(one) for one in assets} == {welcome.assets_digest}
-        nbytes = sum(welcome.layout.bucket_bytes)
-        assert served(hub) == NUM_VERSIONS * nbytes + welcome.assets_nbytes
-        relayed = relay.relay.socket.num_bytes_served
-        assert relayed == num_actors * served(hub)
+        once = NUM_VERSIONS * sum(welcome.layout.bucket_bytes) + welcome.assets_nbytes
+        assert served(hub) == num_relays * once
+        relayed = [one.relay.socket.num_bytes_served for one in relays]
+        assert relayed == [num_actors // num_relays * once] * num_relays
 
 
 def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
