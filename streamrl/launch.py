@@ -41,7 +41,7 @@ from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
 from streamrl.supervise.child import Child
 from streamrl.supervise.learner import LearnerRestarts, Standby
-from streamrl.transport.control import ControlServer, ask, note, remove_stale
+from streamrl.transport.control import ControlServer, ask, is_running, note, remove_stale
 from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
@@ -169,6 +169,9 @@ class Launcher:
             if interrupts.count and not stopping:
                 stopping, deadline = True, now + 3 * self.config.run.shutdown_s
                 self._learner.process.send_signal(signal.SIGTERM)
+            if stopping and is_running(read_object(self.run_dir / "hub.json")):
+                # The step may be long, and the checkpoint large. The hub ends when a rank is silent.
+                deadline = now + 3 * self.config.run.shutdown_s
             if interrupts.count > 1 or (stopping and now > deadline):
                 self._learner.process.kill()
             if self._endpoint is None:

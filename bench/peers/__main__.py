@@ -2,7 +2,8 @@
 
     ours        streamrl launch, asynchronous (staleness.eta=2): one learner and two actors, one thread each
     ours_sync   the same with staleness.eta=0 and no lookahead: every token has lag 0
-    trl         TRL's GRPOTrainer with Hugging Face's own generation, on 1 and on 2 threads; the faster one is compared
+    trl         TRL's GRPOTrainer with Hugging Face's own generation, on 2 threads, the tiny model on 1 too;
+                the faster one is compared
 
 Runs alternate, the first steps of each are left out, medians of the repeats are compared. Everything
 is float32, without KL, at temperature 1. TRL runs in an environment of its own: `make .venv-oracles/.installed`.
@@ -27,7 +28,9 @@ from bench.peers.cases import CASES, Case, write_inputs
 from bench.record import exit_status, record, shared_arguments
 
 HERE = Path(__file__).parent
-GOALS = {"quickstart": ("samples", 1.5), "sums": ("tokens", 2.5), "long_prompt": ("tokens", 4.0)}
+TRL_VERSION = "1.16"
+GOALS = {"quickstart": ("samples", 1.5), "sums": ("tokens", 2.5), "long_prompt": ("tokens", 4.0),
+         "length_tail": ("samples", 1.4)}
 
 
 def main() -> int:
@@ -60,8 +63,9 @@ def measure(case: Case, peer: str, repeats: int, seed: int) -> list[dict[str, An
                     case, f, model, seed + r, eta=2, run_dir=root / f"ours-{r}"),
                 "ours_sync": lambda f=folder, r=repeat: ours.run(
                     case, f, model, seed + r, eta=0, run_dir=root / f"sync-{r}"),
-                "trl_1_thread": lambda f=folder, r=repeat: trl(case, f, model, seed + r, peer, 1),
-                "trl_2_threads": lambda f=folder, r=repeat: trl(case, f, model, seed + r, peer, 2),
+            } | {
+                f"trl_{n}_thread{'s' * (n > 1)}": lambda f=folder, r=repeat, n=n: trl(case, f, model, seed + r, peer, n)
+                for n in case.peer_threads
             }
             for name, run in systems.items():
                 try:
@@ -77,12 +81,13 @@ def measure(case: Case, peer: str, repeats: int, seed: int) -> list[dict[str, An
 def report(
     case: Case, rates: dict[str, list[dict[str, float]]], failures: dict[str, int], seed: int
 ) -> list[dict[str, Any]]:
-    """One line for each system and unit; ours against the better of TRL's."""
+    """One line for each system and unit; ours against the better of TRL's, or without one against `ours_sync`."""
     which, goal = GOALS[case.name]
     lines = []
     for unit in ("samples", "tokens"):
         medians = {name: median(one[unit] for one in found) for name, found in rates.items()}
-        peers = {name: value for name, value in medians.items() if name.startswith("trl")}
+        prefix = "trl" if case.peer_threads else "ours_sync"
+        peers = {name: value for name, value in medians.items() if name.startswith(prefix)}
         best = max(peers, key=lambda name: peers[name], default=None)
         for name, value in medians.items():
             is_ours = name.startswith("ours")
@@ -90,9 +95,9 @@ def report(
                 f"peers.{case.name}.{name}.{unit}_per_s", value, f"{unit}/s", "higher",
                 [one[unit] for one in rates[name]], params(case) | {"num_failed": failures.get(name, 0)},
                 baseline={
-                    "name": best, "value": peers[best], "unit": f"{unit}/s", "source": "this run", "version": "1.16",
-                    "measured_here": True,
-                } if is_ours and best else None,
+                    "name": best, "value": peers[best], "unit": f"{unit}/s", "source": "this run",
+                    "version": TRL_VERSION if case.peer_threads else "same", "measured_here": True,
+                } if is_ours and best and name != best else None,
                 goal={"id": f"{goal}x", "op": ">=", "value": goal * peers[best]}
                 if name == "ours" and unit == which and best else None,
                 seed=seed,

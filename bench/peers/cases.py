@@ -35,6 +35,8 @@ class Case:
     Attributes:
         model: "tiny" (made and warm-started by the quickstart) or a directory.
         micro_batch: samples of one forward and backward pass of the peer; ours packs tokens.
+        peer_threads: thread counts that the peer is tried with; with a real model two are faster than one by far.
+            Without one, ours is compared with ours of `staleness.eta=0`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Case:
     num_steps: int
     num_dropped_steps: int
     micro_batch: int
+    peer_threads: tuple[int, ...] = (2,)
 
 
 def _letters(random_: random.Random) -> tuple[str, str]:
@@ -69,10 +72,19 @@ def _long_sum(random_: random.Random) -> tuple[str, str]:
     return "\n".join([*lines, question]), answer
 
 
+def _count(random_: random.Random) -> tuple[str, str]:
+    """A chat turn whose answer may be two tokens or sixty: batches have a tail of long answers."""
+    largest = random_.choice([2, 2, 3, 3, 4, 5, 6, 20])
+    question = f"Count from 1 to {largest}. Write the numbers only, with a space between them."
+    chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return chat, " ".join(map(str, range(1, largest + 1)))
+
+
 CASES = {
-    "quickstart": Case("quickstart", "tiny", _letters, "letters", 16, 8, 12, 64, 3e-4, 60, 5, 128),
+    "quickstart": Case("quickstart", "tiny", _letters, "letters", 16, 8, 12, 64, 3e-4, 60, 5, 128, (1, 2)),
     "sums": Case("sums", "models/smollm2-135m", _sum, "number", 8, 8, 8, 96, 2e-5, 10, 2, 64),
-    "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 6, 2, 32),
+    "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 4, 1, 8),
+    "length_tail": Case("length_tail", "models/smollm2-135m", _count, "letters", 8, 8, 64, 96, 2e-5, 8, 2, 16, ()),
 }
 
 

@@ -121,7 +121,8 @@ def save_adapter(adapter: Mapping[str, Tensor], config: LoraConfig, folder: Path
 
 def describe(policy: Policy, config: LoraConfig, lr: float) -> str:
     """One line for the log."""
-    count = {trained: sum(p.numel() for p in policy.parameters() if p.requires_grad is trained) for trained in (0, 1)}
+    count = {trained: sum(p.numel() for p in policy.parameters() if p.requires_grad is trained)
+             for trained in (True, False)}
     share = count[True] / max(1, sum(count.values()))
     return (
         f"LoRA: rank {config.rank} on {len(adapter_layers(policy))} layers, {count[True]:,} trained weights "

@@ -49,7 +49,7 @@ class RunConfig:
     num_threads: int = ranged(1, ge=0)
     """Torch threads of each learner rank on a CPU; 0 leaves torch's own choice."""
     shutdown_s: float = ranged(10.0, gt=0)
-    """How long an orderly stop may take before processes are ended by force."""
+    """How long an orderly stop may take before force is used; a step and its checkpoint may take longer."""
 
 
 @dataclass

@@ -21,8 +21,11 @@ rank = int(os.environ.get("RANK", "0"))
 (here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 if (here / "stubborn").exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
+    if has_hub := (here / "hub-runs").exists():
+        (run / "hub.json").write_text('{"connect": "tcp://127.0.0.1:1", "pid": %d}' % os.getpid())
     os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(6)  # ended by force long before, or not at all
+    time.sleep(2 if has_hub else 6)  # ended by force long before, or not at all
     (here / "survived").touch()
 if (here / "hub-please").exists() and rank == 0:
     run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))

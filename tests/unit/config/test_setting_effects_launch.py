@@ -156,6 +156,14 @@ def test_a_learner_that_ignores_termination_is_killed_after_the_time_set(here):
     assert started(here, "learner") and not (here / "survived").exists()
 
 
+def test_a_learner_whose_hub_runs_may_take_longer_for_its_step_and_its_checkpoint(here):
+    (here / "stubborn").touch()
+    (here / "hub-runs").touch()
+
+    assert launch(here, "run.shutdown_s=0.1", "launch.num_actors=0") == EXIT_INTERRUPTED
+    assert (here / "survived").exists()
+
+
 @pytest.mark.shows("launch.num_max_learner_restarts")
 @pytest.mark.parametrize(
     ("num_max", "num_deaths", "num_lives", "code"), [(0, 9, 1, -9), (1, 9, 2, -9), (2, 2, 3, 0)],

@@ -68,7 +68,9 @@ def test_an_adapter_starts_at_the_model_and_only_its_factors_are_trained(model):
         f"model.{name.removesuffix('.weight')}.default.weight" for name in names
     }
     assert dict(base_parameters(policy)).keys() == dict(plain.model.named_parameters()).keys()
-    assert "rank 4 on 14 layers" in describe(policy, LORA, 1e-5) and "0.0001" in describe(policy, LORA, 1e-5)
+    count = sum(factor.numel() for _, factor in adapter_parameters(policy))
+    said = describe(policy, LORA, 1e-5)
+    assert "rank 4 on 14 layers" in said and f"{count:,} trained weights" in said and "0.0001" in said
 
 
 def test_optimizer_and_checkpoint_hold_the_adapter_alone(model):
