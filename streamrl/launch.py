@@ -41,6 +41,7 @@ from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
 from streamrl.supervise.child import Child
 from streamrl.supervise.learner import LearnerRestarts, Standby
+from streamrl.supervise.stopped import StoppedProcesses
 from streamrl.transport.control import ControlServer, ask, is_running, note, remove_stale
 from streamrl.transport.keys import KeyDirectory
 
@@ -93,6 +94,7 @@ class Launcher:
         self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts)
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
+        self._stopped = StoppedProcesses(config.learner.rank_silent_s)
         self._endpoint: str | None = None
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         self._began = False
@@ -166,6 +168,7 @@ class Launcher:
                 continue
             self._requests.serve()
             now = time.monotonic()
+            self._restarts.killed += self._stopped.end(self._learner, self._actors.children, now)
             if interrupts.count and not stopping:
                 stopping, deadline = True, now + 3 * self.config.run.shutdown_s
                 self._learner.process.send_signal(signal.SIGTERM)
@@ -209,7 +212,8 @@ class Launcher:
         """Start a learner again that was killed, or whose ranks lost each other; False if it has ended for good."""
         if self._endpoint is None:
             self._look_for_hub()  # it may have listened for a moment
-        if code == 0 or self._endpoint is None:  # before its hub listened nothing was lost: what ended it may stay
+        # Before its hub listened nothing was lost: what ended it may stay, if it was not this process.
+        if code == 0 or (self._endpoint is None and not self._restarts.killed):
             return False
         cause = self._restarts.cause(code)
         if not cause or not self._restarts.allowed():
@@ -218,6 +222,7 @@ class Launcher:
         print(f"\n{cause}\nThe learner is started again, from {where}.", file=sys.stderr, flush=True)
         assert self._learner is not None
         self._learner.close_pipe()
+        self._restarts.killed = ""
         self._endpoint = None
         self._old_hub = self._written_at("hub.json")
         self._learner = self._standby.take() or self._start_learner(resume=True)
@@ -261,7 +266,8 @@ class Launcher:
         """`streamrl status` and `streamrl scale`."""
         now = time.monotonic()
         if request["verb"] == "status":
-            return {"processes": self._actors.sentences(now)}
+            assert self._learner is not None
+            return {"processes": self._actors.sentences(now), "learner": self._learner.sentence(now)}
         if request["verb"] != "scale":
             raise ControlError(f"this launcher does not know {request['verb']!r}: it is of another release")
         num, most = request.get("num_actors"), len(self._placement.actors) or MAX_ACTORS

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.parent_watch import child_environment
+from streamrl.processes import is_stopped, processor_s
 
 OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
 """A line of ours in a log."""
@@ -59,6 +60,13 @@ class Child:
         if not own or any(line.startswith("Traceback") for line in after) and not any(map(LAUNCHER_LINE.search, after)):
             return self.tail(20)
         return "\n".join("  " + line for line in own[-6:])
+
+    def sentence(self, now: float) -> str:
+        """What can be said of it without asking it; `now` in monotonic seconds."""
+        pid = self.process.pid
+        stopped = " and is stopped (SIGSTOP)" if is_stopped(pid) else ""
+        return (f"runs for {now - self.started_at:.0f} s as process {pid}{stopped}, with {processor_s(pid):.0f} s of "
+                f"processor time (see {self.log_path})")
 
     def close_pipe(self) -> None:
         """A child that still runs ends by this: it watches the other end."""

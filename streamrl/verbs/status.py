@@ -23,30 +23,40 @@ def status(words: list[str]) -> int:
     if not run.has_hub and not run.has_launcher:
         print(f"{run.name} is over: {run.how_it_ended()}")
         return 0
-    told, head = [], "starting"
-    if run.has_hub:
-        answer = ask(run.hub, "the hub", verb="status")
-        steps = answer["version"] // answer["steps_per_batch"]
-        head = f"step {steps} of {answer['total_steps']}, version {answer['version']}"
-        told += answer["processes"]
-    else:
-        told.append(("learner", f"is starting; see {run.path}/logs/learner.log"))
-    print(f"{run.name}: {head}")
+    told, head = _of_hub(run)
     told += _of_launcher(run, {name for name, _ in told})
+    print(f"{run.name}: {head}")
     _print(told)
     return 0
 
 
+def _of_hub(run: NamedRun) -> tuple[list[tuple[str, str]], str]:
+    """What the hub says of itself, the learner and the actors, and how far the run is."""
+    if not run.has_hub:
+        return [], "starting"
+    try:
+        answer = ask(run.hub, "the hub", verb="status")
+    except ControlError as error:
+        if not run.has_launcher:
+            raise
+        return [("hub", f"does not answer: {error}")], "its hub is silent"
+    steps = answer["version"] // answer["steps_per_batch"]
+    head = f"step {steps} of {answer['total_steps']}, version {answer['version']}"
+    return [(name, what) for name, what in answer["processes"]], head
+
+
 def _of_launcher(run: NamedRun, known: set[str]) -> list[tuple[str, str]]:
-    """The launcher, and those of its actors that the hub does not know."""
+    """The launcher, and what it knows of processes that the hub does not."""
     if not run.has_launcher:
         return [("launcher", "is none: learner and actors were started apart")]
     try:
-        actors = ask(run.launcher, "streamrl launch", verb="status")["processes"]
+        answer = ask(run.launcher, "streamrl launch", verb="status")
     except ControlError as error:
         return [("launcher", f"does not answer: {error}")]
+    actors = answer["processes"]
     mine = f"keeps {len(actors)} actor{'s' * (len(actors) != 1)} alive (process {run.launcher['pid']})"
-    return [("launcher", mine), *((name, what) for name, what in actors if name not in known)]
+    learner = [] if any(name.startswith("learner") for name in known) else [("learner", answer["learner"])]
+    return [*learner, ("launcher", mine), *((name, what) for name, what in actors if name not in known)]
 
 
 def _print(told: Iterable[tuple[str, str]]) -> None:

@@ -18,6 +18,9 @@ if sys.argv[1:2] == ["--standby"] and not sys.stdin.read(1):
     sys.exit(0)
 here = Path.cwd()
 rank = int(os.environ.get("RANK", "0"))
+if (here / "frozen-learner").exists():
+    (here / "frozen-learner").unlink()
+    os.kill(os.getpid(), signal.SIGSTOP)
 (here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 if (here / "stubborn").exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -82,10 +85,13 @@ summarize(read_metrics(run / "metrics.jsonl"), run_id="id", run=run.name, max_la
 run go on until it is stopped; a rate of 13 makes it fail."""
 
 ACTORS = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 
 here = Path.cwd()
+if (here / "frozen-actor").exists():
+    (here / "frozen-actor").unlink()
+    os.kill(os.getpid(), signal.SIGSTOP)
 draft = here / f"draft-{os.getpid()}"
 draft.write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 draft.rename(here / f"actor-{os.getpid()}")

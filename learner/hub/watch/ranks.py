@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from learner.group.activity import host_id
 from streamrl.messages import RankBeat
+from streamrl.processes import process_state
 
 PAUSE_S = 2.0
 """A hub whose own loop stood still for longer does not hold the silence of that time against the ranks."""
@@ -37,14 +37,6 @@ class Heard:
     beat: RankBeat
     route: bytes
     at: float
-
-
-def process_state(pid: int) -> str:
-    """One letter as in /proc: R, S, D, T (stopped), Z ...; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 class RankWatch:

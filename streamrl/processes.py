@@ -1,0 +1,44 @@
+"""Processes of this machine as /proc shows them; where there is no /proc, nothing is known of any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def process_state(pid: int) -> str:
+    """One letter as in /proc: R, S, D, T (stopped), Z ...; "" if there is no such process."""
+    fields = _fields(pid)
+    return fields[0] if fields else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP, a terminal or a debugger: it does nothing until something lets it go on."""
+    return process_state(pid) in ("T", "t")
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that it has used so far; 0 if there is no such process."""
+    fields = _fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def tree_of(pid: int) -> Iterator[int]:
+    """A process and all that it has started, and they have."""
+    yield pid
+    children: list[str] = []
+    with suppress(OSError):  # it ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += (thread / "children").read_text().split()
+    for child in children:
+        yield from tree_of(int(child))
+
+
+def _fields(pid: int) -> list[str]:
+    """Of /proc/PID/stat, from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
