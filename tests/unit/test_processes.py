@@ -46,8 +46,8 @@ def test_a_process_is_known_with_what_it_has_started(family):
     assert list(tree_of(child.process.pid)) == [child.process.pid, grandchild]
     assert process_state(grandchild) in "RSD" and not is_stopped(grandchild)
     assert processor_s(child.process.pid) > 0.0
-    nobody = 2**22 + 1
-    assert (process_state(nobody), processor_s(nobody), list(tree_of(nobody))) == ("", 0.0, [nobody])
+    free = 2**22 + 1
+    assert (process_state(free), processor_s(free), list(tree_of(free))) == ("", 0.0, [free])
 
 
 def test_the_sentence_of_a_process_says_that_it_is_stopped(family):
