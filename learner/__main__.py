@@ -6,6 +6,7 @@ The only finite process of a run: owns the version number, the leases (in its hu
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -64,9 +65,17 @@ def prepare_allocator() -> None:
 
 def stand_by() -> bool:
     """Import what a learner needs, which is most of its start; then wait. False if the launcher ended meanwhile."""
+    load_libraries()
+    return bool(os.read(0, 1))
+
+
+def load_libraries() -> None:
+    """Import them without the collector of garbage, which would look at all their objects again and again."""
+    gc.disable()
     for name in ("learner.finish", "learner.loop", "learner.setup"):
         importlib.import_module(name)
-    return bool(os.read(0, 1))
+    gc.freeze()
+    gc.enable()
 
 
 def check_only(words: list[str]) -> int:
@@ -93,6 +102,7 @@ def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
 
 def learn(config: Config, words: list[str]) -> int:
     """Set up, train, finish, and clean up."""
+    load_libraries()
     from learner.finish import finish, record_failure
     from learner.loop import train
     from learner.setup import build_run, start_ranks, tear_down
