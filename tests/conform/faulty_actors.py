@@ -140,7 +140,10 @@ class IgnoresRevocations(Actor):
 
 
 class UnpinnedInstalls(Actor):
+    waits = False  # so that a lease that pins a version is still open when the next one comes
+
     def leased(self, fields):
+        self.waits = self.waits or any(lease[12] > 0 for lease in fields[0])
         super().leased([[[*lease[:12], 0.0, *lease[13:]] for lease in fields[0]], fields[1]])
 
     def answer(self, lease):
@@ -148,8 +151,9 @@ class UnpinnedInstalls(Actor):
         super().answer([*lease[:7], ref, *lease[8:]])
 
     def work(self, now):
-        if self.leases and self.manifest is None and now - self.group_at < 0.2:
-            self.send_heartbeat(now)  # slow enough to meet the new version
+        self.waits = self.waits and self.manifest is None
+        if self.waits:
+            self.send_heartbeat(now)
         else:
             super().work(now)
 

@@ -63,7 +63,7 @@ def run_config() -> Config:
 
 def examined(path: Path, config: Config, kind: type[Actor]) -> Findings:
     actor = InThread(kind)
-    exam = examination(path, config, actor, patience_s=8.0, first_install_s=8.0, fail_fast=True)
+    exam = examination(path, config, actor, patience_s=15.0, first_install_s=15.0, fail_fast=True)
     actor.address = exam.hub.endpoint
     try:
         return exam.run()
