@@ -13,13 +13,13 @@ from typing import Any
 
 from tests.chaos import actors, disk, learner, proxy
 from tests.chaos.history import History
-from tests.chaos.nemesis import Fault
+from tests.chaos.nemesis import LASTING, Fault
 from tests.chaos.processes import ChaosSpec, alive, end, fork
 
 STEP_S = 0.02
 WIND_DOWN_S = 60.0
 """Longest time from the last fault to the end of the run: a run that takes longer hangs."""
-LEAVE_S = 5.0
+LEAVE_S = 1.0
 """For actors to read that the run is over."""
 
 
@@ -120,7 +120,7 @@ class Cluster:
         self._tell("heal")
         self.history.add("heal", kind="everything")
         deadline = time.monotonic() + WIND_DOWN_S
-        target, told = self._num_batches() + 8, False
+        target, told = self._num_batches() + 4, False
         while self.learner or not told:
             self._reap(restart=not told)
             if not told and self._num_batches() >= target and len(self.actors) >= self.spec.num_processes:
@@ -158,7 +158,8 @@ class Cluster:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def _apply(self, fault: Fault) -> None:
-        self.history.add("fault", kind=fault.kind, at=fault.at, target=fault.target, point=fault.point)
+        seconds = fault.seconds if fault.kind in LASTING else 0.0
+        self.history.add("fault", kind=fault.kind, at=fault.at, target=fault.target, point=fault.point, seconds=seconds)
         getattr(self, f"_{fault.kind}")(fault)
 
     def _run_due(self, now: float) -> None:

@@ -13,8 +13,8 @@ WEIGHTS = {
     "truncate": 6, "crash": 16, "reset_all": 3,
 }
 """How often each kind of fault is drawn."""
-RESTARTS = ("kill_hub", "kill_learner", "power_cut", "crash")
-"""Faults after which the learner starts again."""
+LASTING = ("stop_actors", "stop_hub", "stop_learner", "partition", "one_way", "delay")
+"""Faults that are over after their `seconds`."""
 
 
 @dataclass(frozen=True, slots=True)

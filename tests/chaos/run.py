@@ -4,21 +4,25 @@
     python -m tests.chaos.run --first-seed 17          one seed again: the same faults at the same times
 
 Prints one line of JSON a seed and one for all; exit 1 if a guarantee was broken, a run did not end, or (with --record)
-a crash point was never hit. Histories of failed seeds stay under --keep.
+a crash point was never hit or a deadline after a fault was missed. Histories of failed seeds stay under --keep.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,10 @@ from streamrl.config.load import load_config
 from tests.chaos.checker import check
 from tests.chaos.cluster import Cluster, free_ports
 from tests.chaos.crash_points import NAMES, Armed
-from tests.chaos.history import Event, read_history
+from tests.chaos.deadlines import recoveries
+from tests.chaos.history import read_history
 from tests.chaos.nemesis import WEIGHTS, Fault, schedule
-from tests.chaos.processes import ChaosSpec
+from tests.chaos.processes import ChaosSpec, fork
 
 WORDS = (
     "experiment=quickstart", "rollout.num_prompts_per_step=8", "rollout.num_responses_per_prompt=256",
@@ -48,11 +53,12 @@ class SeedResult:
 
     seed: int
     seconds: float
-    counts: Counter[str]
-    violations: list[tuple[str, str]]
-    faults: Counter[str]
-    points: Counter[str]
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[str, str]] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    points: Counter[str] = field(default_factory=Counter)
     recovery_s: dict[str, list[float]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -63,62 +69,82 @@ class SeedResult:
         return {
             "seed": self.seed, "ok": self.ok, "seconds": round(self.seconds, 1), "counts": dict(self.counts),
             "faults": sum(self.faults.values()), "points": dict(self.points), "violations": self.violations[:5],
-            "failure": self.failure,
+            "late": self.late, "failure": self.failure,
         }
 
 
-def run_seed(
-    seed: int, folder: Path, *, seconds: float, num_faults: int, mutant: str = "",
-    weights: dict[str, int] | None = None, faults: list[Fault] | None = None,
-) -> SeedResult:
-    """One run and what its history says."""
+def run_seed(seed: int, folder: Path, faults: list[Fault], seconds: float, mutant: str, over: Connection) -> None:
+    """One run, after which `over` hears that the next may begin; then what its history says."""
     ports = free_ports("127.0.0.1", 2)
     config = load_config([*WORDS, f"run.seed={seed}", f"hub.weights_port={ports[1]}"])
     spec = ChaosSpec(folder, seed, config, Armed(), *ports, mutant=mutant)
     began, failure = time.monotonic(), ""
-    planned = schedule(seed, seconds, num_faults, weights=weights) if faults is None else faults
     try:
-        Cluster(spec).run(planned, seconds)
+        Cluster(spec).run(faults, seconds)
     except TimeoutError as error:
         failure = str(error)
+    took = time.monotonic() - began
+    over.send(None)
     events = read_history(spec.history)
-    result = check(events)
-    return SeedResult(
-        seed, time.monotonic() - began, result.counts, result.violations,
+    result, times = check(events), recoveries(events, spec.actors_per_process)
+    over.send(SeedResult(
+        seed, took, result.counts, result.violations,
         Counter(event["kind"] for event in events if event["event"] == "fault"),
-        Counter(event["point"] for event in events if event["event"] == "crash"), recovery(events), failure,
-    )
+        Counter(event["point"] for event in events if event["event"] == "crash"), dict(times.times), times.missed,
+        failure,
+    ))
 
 
-def run_missed(results: list[SeedResult], seed: int) -> list[SeedResult]:
-    """One more seed for the crash points that no seed came past, one after the other; none if there are none."""
+class Seeds:
+    """Runs one seed at a time, each in a process of its own, which checks its history while the next one runs."""
+
+    def __init__(self, keep: Path | None, mutant: str = "") -> None:
+        self.results: list[SeedResult] = []
+        self._keep, self._mutant = keep, mutant
+        self._checking: list[tuple[int, Path, Connection]] = []
+
+    def run(self, seed: int, faults: list[Fault], seconds: float) -> None:
+        """Returns when its processes have ended."""
+        folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
+        mine, its = Pipe()
+        sys.stdout.flush()
+        fork(lambda: run_seed(seed, folder, faults, seconds, self._mutant, its) or 0)
+        its.close()
+        with suppress(EOFError):
+            mine.recv()
+        self._checking.append((seed, folder, mine))
+        for one in [one for one in self._checking if one[2].poll()]:
+            self._take(one)
+
+    def finish(self) -> list[SeedResult]:
+        """All results, once every history is checked."""
+        for one in list(self._checking):
+            self._take(one)
+        return self.results
+
+    def _take(self, one: tuple[int, Path, Connection]) -> None:
+        self._checking.remove(one)
+        seed, folder, connection = one
+        try:
+            result = connection.recv()
+        except EOFError:
+            result = SeedResult(seed, 0.0, failure="the seed's process ended without a result: see standard error")
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        print(json.dumps(result.summary()), flush=True)
+        self.results.append(result)
+        if self._keep is not None and not (result.ok and not result.late):
+            shutil.copytree(folder, self._keep / folder.name, ignore=shutil.ignore_patterns("ranks", "shm"))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def missed_points(results: list[SeedResult]) -> list[Fault]:
+    """Faults for the crash points that no seed came past, one after the other."""
     missed = [name for name in NAMES if not any(name in one.points for one in results)]
-    if not missed:
-        return []
-    faults = [Fault(1.0 + PER_POINT_S * at, "crash", point=name) for at, name in enumerate(missed)]
-    with tempfile.TemporaryDirectory(prefix="chaos-points-") as folder:
-        result = run_seed(
-            seed, Path(folder) / "points", seconds=PER_POINT_S * (len(missed) + 1), num_faults=0, faults=faults
-        )
-    print(json.dumps(result.summary()), flush=True)
-    return [result]
+    return [Fault(1.0 + PER_POINT_S * at, "crash", point=name) for at, name in enumerate(missed)]
 
 
-def recovery(events: list[Event]) -> dict[str, list[float]]:
-    """Seconds from each fault to the next batch that is trained after it, by kind of fault."""
-    found: dict[str, list[float]] = {}
-    waiting: list[tuple[str, float]] = []
-    for event in events:
-        if event["event"] == "fault":
-            waiting.append((event["kind"], event["t"]))
-        elif event["event"] == "train":
-            for kind, since in waiting:
-                found.setdefault(kind, []).append(event["t"] - since)
-            waiting.clear()
-    return found
-
-
-def main() -> int:
+def words() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1)
@@ -129,32 +155,30 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no seed after so many seconds")
     parser.add_argument("--keep", type=Path, default=None, help="histories of failed seeds go here")
     parser.add_argument("--record", type=Path, default=None, help="folder for the record of this run")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = words()
     torch.set_num_threads(1)
     weights = {kind: WEIGHTS[kind] for kind in arguments.only.split(",")} if arguments.only else None
-    began, results = time.monotonic(), []
+    began, seeds = time.monotonic(), Seeds(arguments.keep, arguments.mutant)
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         if time.monotonic() - began > arguments.budget_s:
             break
-        folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
-        result = run_seed(
-            seed, folder, seconds=arguments.seconds, num_faults=arguments.faults, mutant=arguments.mutant,
-            weights=weights,
-        )
-        print(json.dumps(result.summary()), flush=True)
-        results.append(result)
-        if arguments.keep is not None and not result.ok:
-            shutil.copytree(folder, arguments.keep / folder.name, ignore=shutil.ignore_patterns("ranks", "shm"))
-        shutil.rmtree(folder, ignore_errors=True)
-    if arguments.record is not None:
-        results += run_missed(results, arguments.first_seed + arguments.seeds)
+        faults = schedule(seed, arguments.seconds, arguments.faults, weights=weights)
+        seeds.run(seed, faults, arguments.seconds)
+    results = seeds.finish()
+    if arguments.record is not None and (faults := missed_points(results)):
+        seeds.run(arguments.first_seed + arguments.seeds, faults, PER_POINT_S * (len(faults) + 1))
+        seeds.finish()
     record = totals(results, time.monotonic() - began)
     print(json.dumps(record), flush=True)
-    if arguments.record is not None:
-        arguments.record.mkdir(parents=True, exist_ok=True)
-        (arguments.record / f"{record['started']}.json").write_text(json.dumps(record, indent=1) + "\n")
-    missed = record["points_missed"] if arguments.record is not None else []
-    return 0 if all(one.ok for one in results) and not missed else 1
+    if arguments.record is None:
+        return 0 if all(one.ok for one in results) else 1
+    arguments.record.mkdir(parents=True, exist_ok=True)
+    (arguments.record / f"{record['started']}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(one.ok for one in results) and not record["points_missed"] and not record["late"] else 1
 
 
 def totals(results: list[SeedResult], seconds: float) -> dict[str, Any]:
@@ -173,9 +197,11 @@ def totals(results: list[SeedResult], seconds: float) -> dict[str, Any]:
         "faults": sum(faults.values()), "faults_by_kind": dict(faults),
         "violations": sum(len(one.violations) for one in results), "points_hit": dict(points),
         "points_missed": [name for name in NAMES if name not in points],
-        "next_batch_after_fault_s": {
+        "late": [f"seed {one.seed}: {text}" for one in results for text in one.late],
+        "recovery_s": {
             kind: {"n": len(found), "p50": round(statistics.median(found), 3),
-                   "p99": round(sorted(found)[min(len(found) - 1, int(0.99 * len(found)))], 3)}
+                   "p99": round(sorted(found)[min(len(found) - 1, int(0.99 * len(found)))], 3),
+                   "max": round(max(found), 3)}
             for kind, found in sorted(times.items())
         },
     }

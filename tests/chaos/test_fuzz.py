@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import sys
+
 import pytest
 
 from streamrl.errors import WireError
@@ -10,12 +13,14 @@ from tests.chaos.fuzz import DIRECTIONS, Mutator, run_frames
 from tests.chaos.fuzz_ports import fuzz_ports
 
 pytestmark = pytest.mark.timeout(300)
-NUM_FRAMES, NUM_PORT_FRAMES = 100_000, 20_000
+FRAMES_S, PORTS_S = 45.0, 15.0
+"""A minute together, other frames each time: a failure names its seed, and `tests.chaos.fuzz --seed` replays it."""
+MIN_FRAMES = 50_000
 
 
 def test_mutated_frames_of_all_directions_are_refused_or_accepted_and_never_crash():
-    counts = run_frames(NUM_FRAMES, seed=1)
-    assert counts["frames"] == NUM_FRAMES
+    counts = run_frames(sys.maxsize, seed=secrets.randbits(32), seconds=FRAMES_S)
+    assert counts["frames"] > MIN_FRAMES
     # It must get past each stage: damage alone would prove only the digest.
     for name in ("accepted", "rejected", "decoded", "refused_body", "refused_kind", "refused_digest", "refused_frame"):
         assert counts[name] > 20, (name, counts)
@@ -37,6 +42,6 @@ def test_the_same_seed_gives_the_same_frames(name):
 
 
 def test_a_hub_answers_an_honest_actor_whatever_comes_to_its_ports():
-    found = fuzz_ports(seed=1, seconds=120.0, num_frames=NUM_PORT_FRAMES)
-    assert found["frames"] >= NUM_PORT_FRAMES and found["raw connections"] > 0
+    found = fuzz_ports(seed=secrets.randbits(32), seconds=PORTS_S)
+    assert found["frames"] > 1000 and found["raw connections"] > 0
     assert {"num_wire_errors_body", "num_wire_errors_digest"} <= found["refused"].keys()
