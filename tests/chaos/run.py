@@ -1,6 +1,6 @@
 """Runs seeds of the chaos bench, each a cluster of real processes under faults, and checks their histories.
 
-    python -m tests.chaos.run --seeds 50 --seconds 14 --faults 22 --record docs/results/chaos
+    python -m tests.chaos.run --seeds 50 --seconds 8 --faults 22 --record docs/results/chaos
     python -m tests.chaos.run --first-seed 17          one seed again: the same faults at the same times
 
 Prints one line of JSON a seed and one for all; exit 1 if a guarantee was broken, a run did not end, or (with --record)
