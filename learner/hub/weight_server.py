@@ -18,6 +18,7 @@ import xxhash
 import zmq
 
 from learner.hub.settings import HubSettings
+from streamrl.errors import WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
@@ -158,7 +159,8 @@ class WeightServer:
             self._prepare(message.layout, Path(message.assets_path).read_bytes())
             self.base = None if message.base is None else self._serve_base(message.base, message.base_path)
         manifest, layout, chunks = message.manifest, self.layout, self._chunks
-        assert chunks is not None and layout is not None, "the first Publish carries the layout"
+        if chunks is None or layout is None:
+            raise WeightsError("the first Publish must carry the layout, and this one has none")
         with self.socket.lock:
             chunks.add(manifest, message.path, layout)
         self.socket.serve(chunks)

@@ -17,6 +17,7 @@ from streamrl.messages import (
     BatchPending,
     BatchRequest,
     BatchShare,
+    EndGroup,
     EvalRequest,
     EvalResult,
     HubStatus,
@@ -212,6 +213,8 @@ class HubLink:
             self.status = message
         elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the status
             self.status = msgspec.structs.replace(self.status, counters=message.stats)
+        elif isinstance(message, EndGroup):
+            raise StreamrlError(message.cause)
         elif isinstance(message, EvalResult):
             self._eval_moved_at = self._heard_at
             self.evals.append(message)

@@ -14,7 +14,7 @@ from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
 from learner.hub.watch.ranks import Finding
-from streamrl.errors import WireError
+from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,
     BatchPending,
@@ -121,6 +121,22 @@ class RankHandler:
             self._hub.counters[f"num_wire_errors_{error.counter}"] += 1
             log.warning("refused a message on the socket of the ranks (%s): %s", error.counter, error)
             return
+        try:
+            self._act(routing_id, message, now)
+        except (ValueError, OSError, StreamrlError) as error:
+            self._refuse(routing_id, message, error)
+
+    def _refuse(self, routing_id: bytes, message: Message, error: Exception) -> None:
+        """Its sender learns that nothing was done and fails with this cause; the hub goes on for the others."""
+        ranks = [rank for rank, route in self._routes.items() if route == routing_id]
+        who = f"learner rank {ranks[0]}" if ranks else "a process that is no learner rank"
+        cause = f"the hub refused {type(message).__name__} of {who}: {error}"
+        self._hub.counters["num_wire_errors_rank"] += 1
+        log.error("%s", cause)
+        self._hub.send.to_rank(routing_id, EndGroup(cause[:2048]))
+
+    def _act(self, routing_id: bytes, message: Message, now: float) -> None:
+        """Raises ValueError, OSError or StreamrlError for what makes no sense now."""
         ledger = self._hub.ledger
         match message:
             case RankReady():
@@ -135,12 +151,14 @@ class RankHandler:
             case RankBeat():
                 self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
-                self._hub.weights.publish(message, now)
                 ledger.versions.published(message.manifest.ref)
+                self._hub.weights.publish(message, now)
                 self._broadcast.published(message, now)
             case BroadcastUp() | BroadcastReport():
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
+                if message.dataset not in ledger.eval_sources:
+                    raise ValueError(f"there is no evaluation set {message.dataset!r}: {sorted(ledger.eval_sources)}")
                 ledger.evals.request(
                     message.eval_id, message.version, message.num_prompts, message.keep, message.num_responses,
                     message.dataset,
@@ -171,11 +189,17 @@ class RankHandler:
                 os.kill(pid, signal.SIGKILL)
 
     def _request(self, request: BatchRequest, now: float) -> None:
+        num_ranks = len(self._hub.settings.dp_ranks)
+        if request.rank >= num_ranks:
+            raise ValueError(f"there is no rank {request.rank}: the run has {num_ranks}")
+        if not self._shares:
+            self._hub.ledger.cutter.check_version(request.version)
+        elif request.version != self._version:
+            raise ValueError(
+                f"rank {request.rank} requests version {request.version}, but ranks {sorted(self._shares)} have not "
+                f"taken their share of version {self._version}"
+            )
         self._requested_at[request.rank] = now
-        assert request.version == self._version or not self._shares, (
-            f"rank {request.rank} requests version {request.version}, but ranks {sorted(self._shares)} have not taken "
-            f"their share of version {self._version}"
-        )
         self._version = request.version
 
     def serve(self, now: float) -> None:

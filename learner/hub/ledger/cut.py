@@ -30,10 +30,7 @@ class BatchCutter(LedgerPart):
         may be cut ahead while another is in training; `version` is then the version that one will lead to. Raises
         ValueError: `version` is not the learner's, nor that of the next batch ahead.
         """
-        current = self.versions.current
-        newest = self.in_flight[-1][0] + self.lag.rule.steps_per_batch if self.in_flight else current
-        if not current <= version <= newest:
-            raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
+        self.check_version(version)
         # What came since the last look at this version was judged on arrival: until there are enough, nothing changes.
         if version == self.looked_at and self.groups.num(GroupState.HELD) < self.lag.rule.groups_per_batch:
             return None
@@ -55,6 +52,13 @@ class BatchCutter(LedgerPart):
         held = [self.lag.held(record, version) for record in batch]
         self.counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
         return held
+
+    def check_version(self, version: int) -> None:
+        """Raise ValueError if no batch can be cut for this version now."""
+        current = self.versions.current
+        newest = self.in_flight[-1][0] + self.lag.rule.steps_per_batch if self.in_flight else current
+        if not current <= version <= newest:
+            raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
 
     def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
         """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined.

@@ -19,6 +19,7 @@ from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, Sampling
 from streamrl.messages.validate import MemberSummary
 
+MAX_ANSWERS = 1 << 24  # of one evaluation
 MAX_FINISHED = 64  # ended evaluations whose result can still be asked for
 
 
@@ -130,12 +131,15 @@ class EvalTable:
 
         Of the prompts in `keep` the first answer is kept with its tokens.
 
-        Raises ValueError: the id was used before, or num_prompts is 0.
+        Raises ValueError: the id was used before, or there is nothing, or far too much, to answer.
         """
         if eval_id in self._runs:
             raise ValueError(f"evaluation {eval_id} was already asked for: use a new id")
-        if num_prompts < 1:
-            raise ValueError(f"evaluation {eval_id} has num_prompts={num_prompts}: ask for at least one")
+        if not 1 <= num_prompts * num_responses <= MAX_ANSWERS:
+            raise ValueError(
+                f"evaluation {eval_id} has num_prompts={num_prompts}, num_responses={num_responses}: ask for 1 to "
+                f"{MAX_ANSWERS} answers"
+            )
         records = [
             GroupRecord(EVAL_BIT | eval_id << 32 | place, place // num_responses, place % num_responses)
             for place in range(num_prompts * num_responses)

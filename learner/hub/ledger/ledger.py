@@ -84,8 +84,9 @@ class Ledger:
         )
         # The long verbs are their parts' own methods.
         self.hello = Handshake(*tables).hello
-        self.accept = Acceptance(*tables, sampling, eval_sources or {}).accept
-        grants = Grants(*tables, run_seed, sampling, eval_sources or {})
+        self.eval_sources = eval_sources or {}
+        self.accept = Acceptance(*tables, sampling, self.eval_sources).accept
+        grants = Grants(*tables, run_seed, sampling, self.eval_sources)
         self.grant_order, self.grant, self.what_it_does = grants.order, grants.grant, grants.what_it_does
         self.cutter = BatchCutter(*tables)
         self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
