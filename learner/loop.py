@@ -30,6 +30,7 @@ def train(run: Run) -> bool:
             rows = run.objective.begin(rows, share.plan, version=run.version, lag_policy=run.staleness.lag_policy)
             run.choose_samples(share, rows)
             minibatches = run.pack(rows, share.plan)
+        run.check_actors(rows)
         meter, result = update(run, minibatches)
         run.advance(share, result)
         run.regulate(meter, result)

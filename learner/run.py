@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from learner.adapter.base import AdapterOf
+from learner.audit.audit import Audit
 from learner.checkpoint.retries import SaveRetries
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Saving
@@ -97,6 +98,7 @@ class Run:
     adapter: AdapterOf | None = None
     process_use: ProcessUse = field(init=False)
     quarantine: Quarantine = field(init=False)
+    audit: Audit = field(init=False)
     save_retries: SaveRetries = field(init=False)
     model_dir: Path = Path()
     shares_prompts: bool = False
@@ -110,6 +112,7 @@ class Run:
         self.quarantine = Quarantine(self.run_dir, self.ranks.rank, limit=limit)
         self.save_retries = SaveRetries(self.config.checkpoint.num_max_failures)
         self.eval_sets = self.eval_sets or eval_sets(self.config)
+        self.audit = Audit(self.policy, self.ranks, self.config, self.with_wire_precision)
 
     @property
     def steps_per_batch(self) -> int:
@@ -177,6 +180,11 @@ class Run:
             share=self.shares_prompts,
         )
 
+    def check_actors(self, rows: Sequence[Trajectory]) -> None:
+        """Score what actors sampled with the version that is audited; a collective call."""
+        with self.timed("score"):
+            self.audit.score(rows, self.objective.agreements)
+
     @property
     def warming_up(self) -> bool:
         """Only the critic learns yet."""
@@ -235,10 +243,13 @@ class Run:
             self.loss_weights.update(meter, num_steps=self.step, frozen=self.staleness.frozen)
 
     def hub_trained(self, result: BatchResult) -> None:
-        """Rank 0 tells the ledger: capacity for the next batch is free."""
+        """Rank 0 tells the ledger: capacity for the next batch is free; and what its actors are worth. Collective."""
+        agreements = self.objective.agreements.take(self.ranks)
         if self.ranks.rank == 0:
             reason = NOT_FINITE if result.skipped else ""
-            self.hub.trained(self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds)
+            self.hub.trained(
+                self.version, skipped=result.skipped, reason=reason, bounds=self.staleness.bounds, agreements=agreements
+            )
 
     # --- publishing and evaluation ------------------------------------------------------------------------------
 
@@ -264,6 +275,7 @@ class Run:
             if self.prober is not None and self.prober.due(self.version):
                 with self.with_wire_precision():
                     probe = self.prober.probe_if_due(self.version)
+            self.audit.published(self.version)
             self.publishing.stage(VersionRef(self.learner_epoch, self.version), probe)
             if not self.publishing.beside:
                 self.settle_publish()

@@ -56,7 +56,7 @@ from streamrl.config.eval_sets import EvalSet
 from streamrl.config.rules import largest_max_lag, lookahead, steps_per_batch
 from streamrl.config.schema import Config, SkipZeroAdvantage
 from streamrl.config.schema_system import BesideTraining
-from streamrl.environment import Task
+from streamrl.environment import DrivesGeneration, Task
 from streamrl.messages import Base
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir
@@ -193,7 +193,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         hub_process=hub_process, shm=shm, reader=reader, model_dir=model_dir, samples=samples,
         eval_sets=sets, shares_prompts=networks.shares_prompts,
     )
-    hub.meanwhile = run.poll
+    hub.meanwhile, run.audit.redraws = run.poll, not isinstance(task.env(), DrivesGeneration)
     if rank_zero:
         _finish_rank_zero(run, past)
     return run

@@ -16,6 +16,7 @@ from learner.hub.handlers.connections import Connections
 from learner.hub.hung_calls import HungCalls
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.settings import HubSettings
+from learner.hub.trust.actor_trust import ActorTrust
 from learner.hub.watch.ranks import RankWatch
 from learner.hub.weight_server import WeightServer
 from streamrl.config.schema import PromptOverflow
@@ -82,6 +83,7 @@ class HubContext:
     loads: ActorLoads = field(default_factory=ActorLoads)
     hung_calls: HungCalls = field(init=False)
     rank_watch: RankWatch = field(init=False)
+    trust: ActorTrust = field(init=False)
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class HubContext:
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
         self.rank_watch = RankWatch(self.settings.rank_silent_s)
+        self.trust = ActorTrust(self.settings.trust, self.settings.publish.probe_tolerance, self.notify)
 
     @property
     def fatal(self) -> str:

@@ -7,7 +7,15 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.ledger.settings import LedgerSettings
-from streamrl.config.schema import DataConfig, EnvConfig, FilterConfig, HubConfig, PublishConfig, RewardConfig
+from streamrl.config.schema import (
+    DataConfig,
+    EnvConfig,
+    FilterConfig,
+    HubConfig,
+    PublishConfig,
+    RewardConfig,
+    TrustConfig,
+)
 from streamrl.messages import Limits, Lineage, Sampling
 
 
@@ -51,6 +59,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     trained_scores: tuple[str, ...]
     hub: HubConfig
     publish: PublishConfig
+    trust: TrustConfig
     keep_until_durable: bool
     restore_path: str | None
     device: str

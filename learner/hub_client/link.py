@@ -13,6 +13,7 @@ import zmq
 from streamrl.errors import StreamrlError, TaskError
 from streamrl.messages import (
     HUB_TO_RANK,
+    Agreement,
     Base,
     BatchPending,
     BatchRequest,
@@ -115,10 +116,11 @@ class HubLink:
                     self._check_stall("no batch", message.waited_s, message.num_actors, message.waiting_for)
 
     def trained(
-        self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None
+        self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None,
+        agreements: tuple[Agreement, ...] = (),
     ) -> None:
         """The batch is trained or set aside; `bounds` are the eta and max_lag from now on, None leaves them."""
-        self._send(StepDone(version, skipped, reason, bounds))
+        self._send(StepDone(version, skipped, reason, bounds, agreements))
 
     def publish(
         self, manifest: Manifest, path: str, nbytes: int, layout: Layout | None, assets_path: str,

@@ -68,7 +68,8 @@ def hub_settings(
         ),
         ledger=ledger_settings(config, vocab_size, bounds), filter=config.filter,
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
-        hub=config.hub, publish=config.publish, keep_until_durable=config.checkpoint.every_steps > 0,
+        hub=config.hub, publish=config.publish, trust=config.trust,
+        keep_until_durable=config.checkpoint.every_steps > 0,
         restore_path=str(restore_path) if restore_path else None, device=device,
         num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
     )

@@ -30,7 +30,7 @@ from learner.data.layout import PackedLayout, make_layout
 from learner.mesh import Ranks
 from learner.model.attention import ATTENTION, decoder_of, packed_states, registered
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
-from learner.model.scoring.logprob_head import inspect_tokens, score_tokens
+from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
 from streamrl.architectures.rope import fix_rope
 from streamrl.config.eval_sets import longest_sequence
@@ -47,6 +47,7 @@ class Inspect:
     state_index: Tensor  # int64 [K] packed positions whose hidden states are wanted
     square_sums: bool = False  # the sum of squared probabilities of every scored token's distribution
     all_logprobs: bool = False  # the whole distribution of every scored token; for small vocabularies
+    mass_below: bool = False  # the probability of all ids smaller than the scored token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +59,7 @@ class Inspected:
     states: Tensor  # [K, H]
     square_sums: Tensor | None  # [M]
     all_logprobs: Tensor | None  # [M, V]
+    mass_below: Tensor | None = None  # [M]
 
 
 class Policy(nn.Module):
@@ -96,13 +98,17 @@ class Policy(nn.Module):
         )
         if inspect is None:
             return logprobs, entropy
-        squares = everything = None
+        squares = everything = below = None
+        if inspect.mass_below:
+            below = mass_below(
+                read, head.weight, targets, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens
+            )
         if inspect.square_sums or inspect.all_logprobs:
             squares, everything = inspect_tokens(
                 read, head.weight, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens,
                 keep_all=inspect.all_logprobs,
             )
-        return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything)
+        return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything, below)
 
     @property
     def output_layer(self) -> nn.Module:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.audit.agreements import Agreements
 from learner.data.packing import MicroBatch
 from learner.data.selection import LeaveOut, places_with_gradient
 from learner.data.trajectories import Trajectory
@@ -99,7 +100,7 @@ class Objective:
         """Places of this rank's trajectories that are to be packed."""
         self.measured: frozenset[int] | None = None
         """Those of them that cannot change the gradient; None if such trajectories are not told apart."""
-        self.ranks = ranks
+        self.ranks, self.agreements = ranks, Agreements()
 
     @property
     def has_critic(self) -> bool:
@@ -158,9 +159,9 @@ class Objective:
         self._first_version = self._version = version
         self._lag_policy = lag_policy or LagPolicy()
         self._meter, self._bounds, self._rho_bar = Meter(), None, None
-        self._outputs, self._advantages = {}, {}
+        self._outputs, self._advantages, self._left_out = {}, {}, {}
         self._watched, self._seen = (), {}
-        self._left_out = {}
+        self.agreements.begin(trajectories)
         # The entropy controller may have moved the upper clip since the last batch.
         self._options = surrogate_options(replace(self._loss, clip_high=self._regularizers.controls.clip_high))
         if self.ranks.rank == 0:
@@ -388,8 +389,8 @@ class Objective:
         return total
 
     def _measure(self, tokens: TokenBatch, terms: LossTerms) -> None:
-        advantage, estimator = self._advantage, self._estimator
-        micro = tokens.micro
+        advantage, estimator, micro = self._advantage, self._estimator, tokens.micro
+        self.agreements.measure(tokens)
         whole = micro.num_tokens + micro.num_shared
         self._meter.add("policy/num_microbatches", 1.0)
         self._meter.add("policy/shared_fraction", micro.num_shared / whole, whole)

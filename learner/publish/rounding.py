@@ -8,11 +8,11 @@ rounding would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from learner.checkpoint.shards import reshard
 from learner.mesh import local_part
@@ -29,12 +29,22 @@ def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_d
     if torch.promote_types(compute_dtype, wire_dtype) == wire_dtype:
         yield
         return
-    reshard(module)
-    with torch.no_grad():
-        shards = [local_part(parameter.detach()) for parameter in module.parameters() if parameter.requires_grad]
-        exact = [shard.clone() for shard in shards]
+    def rounded(shards: list[Tensor]) -> None:
         for shard in shards:
             shard.copy_(shard.to(wire_dtype))
+
+    with other_weights(module, rounded):
+        yield
+
+
+@contextmanager
+def other_weights(module: nn.Module, fill: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Inside, this rank's trained shards hold what `fill` writes into them; afterwards their own, to the bit."""
+    reshard(module)
+    with torch.no_grad():
+        shards = trained_shards(module)
+        exact = [shard.clone() for shard in shards]
+        fill(shards)
     try:
         yield
     finally:
@@ -42,6 +52,11 @@ def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_d
         with torch.no_grad():
             for shard, before in zip(shards, exact, strict=True):
                 shard.copy_(before)
+
+
+def trained_shards(module: nn.Module) -> list[Tensor]:
+    """This rank's part of every parameter that is trained."""
+    return [local_part(parameter.detach()) for parameter in module.parameters() if parameter.requires_grad]
 
 
 @torch.no_grad()

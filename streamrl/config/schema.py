@@ -271,6 +271,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

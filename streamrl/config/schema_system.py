@@ -123,6 +123,17 @@ class HubConfig:
 
 
 @dataclass
+class TrustConfig:
+    outlier_errors: float = ranged(8.0, ge=0)
+    """An actor whose rewards, lengths or ratios lie so many standard errors from those of the others (of at least three
+    in all) is shut out, and what it delivered is generated again; 0 compares none."""
+    audit_share: float = ranged(0.0, ge=0, le=1)
+    """Part of the published versions that the learner keeps (a copy in host memory, one at a time) to score what actors
+    say they sampled with it; beyond `publish.probe_tolerance`, or for tokens that their seeds do not draw, they are
+    shut out. At lag 0 the learner compares anyway."""
+
+
+@dataclass
 class PublishConfig:
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
     """Weight transports on offer, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here, shm

@@ -89,6 +89,21 @@ class BatchShare(Message):
     """For rank 0: some of what arrived since the batch before and is not trained on."""
 
 
+class Agreement(Message):
+    """How the log-probs that an actor recorded for a group agree with the learner's.
+
+    Lag 0: scored by the version that every token names, so honest ones agree up to rounding, and tokens may have been
+    drawn again. Otherwise by the current one.
+    """
+
+    actor_id: Id
+    lag: U32  # of the oldest token
+    num_tokens: U32
+    difference: float  # mean |log-ratio|, nats
+    num_drawn: U32 = 0
+    num_other: U32 = 0  # of these, not what their seed draws
+
+
 @message(35, RANK_TO_HUB)
 class StepDone(Message):
     """The optimizer step is done or skipped (no new version); `bounds`: eta and max_lag from now on, if changed."""
@@ -97,6 +112,8 @@ class StepDone(Message):
     skipped: bool
     reason: Text
     bounds: tuple[U32, U32] | None = None
+    agreements: tuple[Agreement, ...] = ()
+    """Of the groups of the step, and of those that were audited."""
 
 
 @message(36, RANK_TO_HUB)

@@ -256,7 +256,7 @@ class ActorSession:
     def _stopped(self, stop: Stop, now: float) -> list[Effect]:
         if stop.reason == StopReason.NO_LINK:
             return self._disconnect(now, dropped=True) if self.linked else []
-        if stop.reason == StopReason.EVICTED:
+        if stop.reason == StopReason.EVICTED and stop.rejoin:
             self._num_evictions += 1
             if self._num_evictions >= 3:
                 return [Deliver(stop), *self._close(EXIT_EVICTED, f"evicted three times: {stop.detail}")]

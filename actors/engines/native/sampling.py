@@ -4,7 +4,8 @@ A row is processed in this order: divide by the temperature, keep the top-k, ren
 that holds top-p of the mass, drop what is below min-p times the largest, renormalize. Log-probs are of this final
 distribution. Temperature 0 takes the largest logit, with log-prob 0.0.
 
-The draw inverts the cumulative distribution at a hash of (seed, position), so that it does not depend on the batch.
+The draw inverts the cumulative distribution at a hash of (seed, position), `streamrl.messages.draws`, so that it does
+not depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ import torch
 from torch import Tensor
 
 from streamrl.messages import Sampling
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class SamplingPlan:
@@ -106,21 +103,3 @@ def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tens
         peak = rows.amax(dim=-1).float()
         picked[plan.greedy_rows] = peak - peak
     return tokens, picked
-
-
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position), both [n] uint64: splitmix64 twice, 53 bits kept.
-
-    Source:
-        Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (the finalizer).
-    """
-    mixed = _splitmix(_splitmix(seeds) ^ positions)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _splitmix(state: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        z = state + _STEP
-        z = (z ^ (z >> np.uint64(30))) * _MIX_1
-        z = (z ^ (z >> np.uint64(27))) * _MIX_2
-        return z ^ (z >> np.uint64(31))

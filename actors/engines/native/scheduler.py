@@ -19,10 +19,11 @@ from torch import Tensor
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.native.attention import Prompt
 from actors.engines.native.forward import Forward
-from actors.engines.native.sampling import SamplingPlan, draw, uniforms
+from actors.engines.native.sampling import SamplingPlan, draw
 from actors.engines.native.stopping import StopMatcher
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from streamrl.messages.draws import uniforms
 
 Deliver = Callable[[Generation | BaseException], None]
 _Key = tuple[VersionRef | None, tuple[int, ...]]

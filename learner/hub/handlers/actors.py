@@ -33,6 +33,7 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, protocol_of
 from streamrl.transport.keys import may_be
 from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.session import EXIT_EVICTED
 
 log = logging.getLogger("streamrl.hub")
 
@@ -112,6 +113,7 @@ class ActorHandler:
                     hub.failures.add(message, hub.ledger.groups.num(GroupState.LEASED))
                 if result.kind == "accepted" or result.reason == RejectReason.STALE:
                     hub.arrivals.add(message, len(frame))
+                    hub.trust.arrived(actor.actor_id, message)
                 if result.strike or result.kind == "rejected":
                     write = self._told.warning if result.strike else log.debug
                     write("rejected(%s) from %s: %s", result.reason.name.lower(), actor.actor_id, result.detail)
@@ -129,6 +131,7 @@ class ActorHandler:
                 hub.weights.health.forget(actor.actor_id)
                 hub.loads.left(actor.actor_id)
                 hub.hung_calls.left(actor.actor_id)
+                hub.trust.left(actor.actor_id)
                 self._send(actor.routing_id, Bye(message.last_seq, "bye"))
                 hub.connections.drop(actor.actor_id)
                 log.info("%s left: %s", actor.actor_id, message.note)
@@ -179,6 +182,8 @@ class ActorHandler:
             ))
         if hello.run_id not in (None, run_id):
             return _stop(StopReason.WRONG_RUN, f"this is run {run_id}, the actor belongs to {hello.run_id}")
+        if cause := self._hub.trust.refusal(hello.actor_id, hello.incarnation):
+            return _shut_out(cause)
         if self._hub.weights.manifest is None:
             return _stop(StopReason.BUSY, "version 0 is not published yet", rejoin=True, retry_after_s=0.5)
         return None
@@ -198,6 +203,9 @@ class ActorHandler:
         if known != hello.incarnation and hello.run_id is None:
             self._hub.loads.joined(hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
+        self._hub.trust.joined(
+            hello.actor_id, hello.incarnation, engine=hello.engine, max_leases=hello.max_leases
+        )
         actor = Connection(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
             device=hello.device, max_leases=hello.max_leases,
@@ -268,7 +276,9 @@ class ActorHandler:
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Evict silent and dead actors and send revocations."""
+        """Evict silent and dead actors and those that cannot be trusted, and send revocations."""
+        for actor_id, cause in self._hub.trust.take_due():
+            self._shut_out(actor_id, cause, now)
         for effect in self._hub.ledger.tick(now):
             actor = self._hub.connections.by_actor.get(effect.actor_id)
             if actor is None:
@@ -347,15 +357,22 @@ class ActorHandler:
         for actor in self._hub.connections.all():
             if not any(may_be(actor.actor_id, name) for name in names):
                 log.warning("%s is evicted: its key was removed", actor.actor_id)
-                self._evict(actor, "its key was removed from the hub's list", now, StopReason.AUTH)
+                detail = "its key was removed from the hub's list"
+                self._evict(actor, detail, now, _stop(StopReason.AUTH, detail))
 
-    def _evict(
-        self, actor: Connection, detail: str, now: float, reason: StopReason = StopReason.EVICTED
-    ) -> None:
-        self._send(actor.routing_id, _stop(reason, detail, rejoin=reason == StopReason.EVICTED))
+    def _shut_out(self, actor_id: str, cause: str, now: float) -> None:
+        """Told why, it ends; what it delivered and no batch has yet is generated again."""
+        self._hub.ledger.distrust(actor_id, now)
+        actor = self._hub.connections.by_actor.get(actor_id)
+        if actor is not None:
+            self._evict(actor, cause, now, _shut_out(f"{actor_id} is shut out because {cause}"))
+
+    def _evict(self, actor: Connection, detail: str, now: float, stop: Stop | None = None) -> None:
+        self._send(actor.routing_id, stop or _stop(StopReason.EVICTED, detail, rejoin=True))
         self._hub.ledger.evict(actor.actor_id, now)
         self._hub.loads.left(actor.actor_id)
         self._hub.hung_calls.left(actor.actor_id)
+        self._hub.trust.left(actor.actor_id)
         self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:
@@ -364,3 +381,7 @@ class ActorHandler:
 
 def _stop(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
     return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
+
+
+def _shut_out(cause: str) -> Stop:
+    return Stop(StopReason.EVICTED, False, 0.0, EXIT_EVICTED, cause[:512])

@@ -148,6 +148,7 @@ class RankHandler:
                 ledger.trained(message.version, message.skipped, message.reason)
                 if message.bounds is not None:
                     ledger.lag.set_bounds(*message.bounds)
+                self._hub.trust.compared(message.agreements)
             case RankBeat():
                 self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
@@ -274,6 +275,7 @@ class RankHandler:
             **self._broadcast.metrics(),
             **hub.arrivals.metrics(),
             **hub.loads.metrics(),
+            **hub.trust.metrics(),
             "num_actors": float(len(hub.connections)),
             "tokens_per_s_generate": sum(actor.tokens_per_s for actor in hub.connections.all()),
         }

@@ -49,7 +49,7 @@ _ALWAYS = (
     "num_lag_violations", "num_members_accepted", "num_members_aborted", "num_tokens_accepted", "num_tokens_stale",
     "num_tokens_discarded", "num_repeats", "num_evictions", "num_leases_expired", "num_leases_lost",
     "num_eval_leases", "num_eval_groups", "num_eval_discarded", "num_evals_started_again", "num_actor_restarts",
-    "num_installs", "num_install_failures", "lost_on_crash", "num_groups_refused_on_resume",
+    "num_installs", "num_install_failures", "lost_on_crash", "num_groups_refused_on_resume", "num_groups_distrusted",
     *(f"num_rejected_{reason.name.lower()}" for reason in RejectReason if reason is not RejectReason.NONE),
 )
 
@@ -241,6 +241,21 @@ class Ledger:
             self.actors.shares.touch(actor)
             for group_id, _ in actor.open_leases():
                 self.actors.release(group_id, now, failed=False, revoke=True)
+
+    def distrust(self, actor_id: str, now: float) -> None:
+        """Cut an actor off that is not believed: groups with data of it, unless a batch has them, are generated again.
+
+        As a group, with the other members too: siblings share a baseline.
+        """
+        self._disconnect(actor_id, now, failed=False)
+        for record in self.groups.in_order():
+            mine = any(one.actor_id == actor_id for one in record.deliveries)
+            if not mine or record.state is GroupState.IN_BATCH:
+                continue
+            self.counts["num_groups_distrusted"] += 1
+            if record.lease is not None:
+                self.actors.detach(record, revoke=True)
+            self.lifecycle.again(record, "distrusted")
 
     def drain(self, actor_id: str, now: float) -> None:
         """It is leaving: no new leases, but it may finish those it has."""

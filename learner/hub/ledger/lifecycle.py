@@ -104,7 +104,11 @@ class GroupLifecycle:
         if self.settings.on_stale == "drop" or record.num_failures >= self.settings.max_attempts:
             self.drop(record, "stale")
             return
-        self.passed_over.add(record.group_id, record.frames, record.origins, "stale")
+        self.again(record, "stale")
+
+    def again(self, record: GroupRecord, reason: str) -> None:
+        """What arrived of a group without a lease cannot be trained: it is generated again."""
+        self.passed_over.add(record.group_id, record.frames, record.origins, reason)
         self._discard(record)
         self._make_ready(record)
 

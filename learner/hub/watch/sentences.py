@@ -12,7 +12,8 @@ def sentences(hub: HubContext, now: float) -> list[tuple[str, str]]:
     """(process, sentence) of the learner's ranks, the hub and every actor."""
     told = hub.rank_watch.sentences(now, hub.waiting_for) or [("learner", "is not heard of yet")]
     told.append(("hub", _hub(hub)))
-    return told + [(one.actor_id, _actor(hub, one, now)) for one in sorted(hub.connections.all(), key=_name)]
+    told += [(one.actor_id, _actor(hub, one, now)) for one in sorted(hub.connections.all(), key=_name)]
+    return told + [(name, f"was shut out because {cause}") for name, cause in sorted(hub.trust.causes.items())]
 
 
 def _name(actor: Connection) -> tuple[int, str]:

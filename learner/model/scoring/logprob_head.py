@@ -55,6 +55,20 @@ def inspect_tokens(
     return squares, torch.cat(kept) if kept else squares.new_zeros(0, weight.shape[0])
 
 
+@torch.no_grad()
+def mass_below(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, *, bias: Tensor | None = None,
+    rule: LogitRule = PLAIN, chunk_tokens: int = 1024,
+) -> Tensor:
+    """Probability of all ids smaller than each target [M]: where its part of the cumulative distribution begins."""
+    inverse = temperatures.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
+    ids, mass = torch.arange(weight.shape[0], device=weight.device), torch.empty_like(inverse)
+    for part in _parts(len(inverse), chunk_tokens):
+        probs = _logits(hidden[part], weight, bias, rule, inverse[part]).softmax(-1)
+        mass[part] = (probs * (ids < targets[part, None])).sum(-1)
+    return mass
+
+
 class _ScoreTokens(torch.autograd.Function):
     """Keeps hidden states, weights, and three numbers per token for the backward pass."""
 

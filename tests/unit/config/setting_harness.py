@@ -143,8 +143,8 @@ class Peer:
         self.hello(actor_id)
         return self.receive(Welcome)
 
-    def hello(self, actor_id: str) -> None:
+    def hello(self, actor_id: str, incarnation: int = 11) -> None:
         self.send(Hello(
-            protocol_min=1, protocol_max=1, actor_id=actor_id, incarnation=11, run_id=None, engine="test",
+            protocol_min=1, protocol_max=1, actor_id=actor_id, incarnation=incarnation, run_id=None, engine="test",
             software="test", max_leases=4, transports=("zmq",), installed=None, held=(), outbox=(), next_seq=1,
         ))

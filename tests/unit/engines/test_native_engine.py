@@ -14,11 +14,11 @@ from actors.engines.base import VersionSpan
 from actors.engines.native.attention import ATTENTION_NAME, Prompt
 from actors.engines.native.engine import NativeEngine, build_model
 from actors.engines.native.forward import Forward
-from actors.engines.native.sampling import uniforms
 from learner.model.scoring.logit_rule import PLAIN
 from learner.model.scoring.logprob_head import _logits
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling
+from streamrl.messages.draws import uniforms
 from tests.unit.engines.tiny_models import (
     GREEDY,
     V1,

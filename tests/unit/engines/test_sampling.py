@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import check_sampling
-from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs, uniforms
+from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling
+from streamrl.messages.draws import uniforms
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 1.9])
 CUTS = [

@@ -195,7 +195,8 @@ def test_leases_for_a_parted_actor_are_not_delivered():
 
 
 @pytest.mark.parametrize(
-    ("reason", "code"), [(StopReason.FINISHED, 0), (StopReason.FENCED, 3), (StopReason.WRONG_RUN, 6)]
+    ("reason", "code"),
+    [(StopReason.FINISHED, 0), (StopReason.FENCED, 3), (StopReason.WRONG_RUN, 6), (StopReason.EVICTED, 7)],
 )
 def test_a_final_stop_ends_with_the_code_that_the_hub_names(reason, code):
     link = linked()

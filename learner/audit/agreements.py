@@ -1,0 +1,63 @@
+"""How what actors recorded agrees with what the learner computes: sums by group and actor, for the hub to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from learner.data.trajectories import Trajectory
+from learner.mesh import Ranks
+from learner.objective.token_batch import TokenBatch
+from streamrl.messages import Agreement
+
+
+@dataclass(slots=True)
+class _Sums:
+    num_tokens: int = 0
+    difference: float = 0.0
+    num_drawn: int = 0
+    num_other: int = 0
+
+
+class Agreements:
+    """Those of one batch: of its passes, which cost nothing, and of audits."""
+
+    def __init__(self) -> None:
+        self._rows: Sequence[Trajectory] = ()
+        self._measured: set[int] = set()
+        self._sums: dict[tuple[int, str, int], _Sums] = {}
+
+    def begin(self, rows: Sequence[Trajectory]) -> None:
+        """A batch with these trajectories on this rank; what was not taken is forgotten."""
+        self._rows, self._measured, self._sums = rows, set(), {}
+
+    def measure(self, tokens: TokenBatch) -> None:
+        """A pass over some of them; each counts once, as it is first trained on."""
+        places = tokens.micro.trajectory_ids
+        sums = tokens.log_ratios.abs().double().sum(1), tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
+        for place, difference, num_tokens, lag in zip(places, *(one.tolist() for one in sums), strict=True):
+            if place not in self._measured:
+                self._measured.add(place)
+                self.add(self._rows[place], int(lag), int(num_tokens), difference)
+
+    def add(
+        self, row: Trajectory, lag: int, num_tokens: int, difference: float, num_drawn: int = 0, num_other: int = 0
+    ) -> None:
+        """`difference` is the sum of |log-ratio| over the tokens."""
+        sums = self._sums.setdefault((row.group_id, row.actor_id, lag), _Sums())
+        sums.num_tokens += num_tokens
+        sums.difference += difference
+        sums.num_drawn += num_drawn
+        sums.num_other += num_other
+
+    def take(self, ranks: Ranks) -> tuple[Agreement, ...]:
+        """Those of all ranks, on every rank; a collective call."""
+        mine = [
+            Agreement(actor_id, lag, one.num_tokens, one.difference / one.num_tokens, one.num_drawn, one.num_other)
+            for (_, actor_id, lag), one in self._sums.items() if actor_id and one.num_tokens
+        ]
+        self._sums = {}
+        everyone = ranks.gather_bytes(msgspec.msgpack.encode(mine))
+        return tuple(one for part in everyone for one in msgspec.msgpack.decode(part, type=list[Agreement]))

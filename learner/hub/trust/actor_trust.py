@@ -1,0 +1,207 @@
+"""What speaks against an actor's data, and who is shut out for it.
+
+    outliers   rewards, lengths and ratios of an actor that lie apart from those of all others (`judge`)
+    audits     log-probs that the learner does not find under the version that a token names, and tokens that their
+               seed would not have drawn: the learner scores, here its findings are added up
+
+One finding is chance, so an actor is shut out only if every look of `NUM_LOOKS` in a row says the same of it. A new
+process of that name begins without a record, once: after that the name is shut out until the hub ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from learner.hub.trust.judge import NUM_KEPT, Outlier, judge
+from streamrl.config.schema_system import TrustConfig
+from streamrl.messages import EVAL_BIT, Agreement, Group, MemberStatus
+
+NUM_LOOKS = 3
+"""Optimizer steps in a row that must find the same."""
+NUM_LEAST_TOKENS, MAX_OTHER_DRAWS = 256, 0.05
+"""Audited tokens before they count, and the largest part of them that their seeds would not have drawn: arithmetic of
+another precision moves a draw only where its number lies between two tokens."""
+MAX_SKIPPED = 64
+_BASELINE_WEIGHT = 1 / 32
+DRAWS_BY_SEED = ("native",)
+"""Engines whose draw is a function of (seed, position) that the learner knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A quantity that actors are compared by; `floor` is the smallest standard error that it is measured in."""
+
+    words: str
+    floor: float
+    show: Callable[[float], float] = float
+
+
+MEASURES = {
+    "reward": Measure("the mean reward of its answers", 0.01),
+    "length": Measure("the length of its answers in tokens (geometric mean)", 0.05, math.exp),
+    "ratio": Measure("the mean |log-ratio| of its tokens to the learner, in nats, at the lag of the others'", 0.02),
+}
+
+
+@dataclass(slots=True)
+class ActorRecord:
+    """What one incarnation has delivered lately."""
+
+    incarnation: int
+    draws_by_seed: bool
+    num_skipped: int
+    """Groups still to be left out: from an empty engine short answers come first."""
+    values: defaultdict[str, deque[tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=NUM_KEPT))
+    )
+    """Of each measure, (how far from the baseline, the value)."""
+    audited: deque[Agreement] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    num_looks: int = 0
+
+    @property
+    def agreement(self) -> tuple[int, float]:
+        """Audited tokens, and the mean difference of their log-probs in nats."""
+        num_tokens = sum(one.num_tokens for one in self.audited)
+        return num_tokens, sum(one.difference * one.num_tokens for one in self.audited) / max(1, num_tokens)
+
+
+class ActorTrust:
+    """The table of all actors.
+
+    Args:
+        tolerance: largest mean difference of log-probs at a token's own version, in nats.
+        notify: told what a person must see.
+    """
+
+    def __init__(self, settings: TrustConfig, tolerance: float, notify: Callable[[str], None]) -> None:
+        self._limit, self._audits = settings.outlier_errors, settings.outlier_errors > 0 or settings.audit_share > 0
+        self._tolerance, self._notify = tolerance, notify
+        self._records: dict[str, ActorRecord] = {}
+        self._baselines: dict[tuple[str, int], float] = {}
+        self._shut_out: dict[str, tuple[int, int, str]] = {}  # incarnation, how often, why
+        self._due: list[tuple[str, str]] = []
+        self._sums = dict.fromkeys(("num_tokens_audited", "num_tokens_redrawn", "num_shut_out"), 0)
+
+    # --- who is there ---------------------------------------------------------------------------------------------
+
+    def joined(self, actor_id: str, incarnation: int, *, engine: str, max_leases: int) -> None:
+        """An actor was let in; a new process begins without a record."""
+        known = self._records.get(actor_id)
+        if known is None or known.incarnation != incarnation:
+            by_seed = engine in DRAWS_BY_SEED
+            self._records[actor_id] = ActorRecord(incarnation, by_seed, min(max_leases, MAX_SKIPPED))
+
+    def left(self, actor_id: str) -> None:
+        self._records.pop(actor_id, None)
+
+    def refusal(self, actor_id: str, incarnation: int) -> str:
+        """Why this process may not join; "" if it may."""
+        last, times, cause = self._shut_out.get(actor_id, (0, 0, ""))
+        if times > 1:
+            return f"{actor_id} was shut out twice, the last time because {cause}: it stays out of this run"
+        return f"{actor_id} was shut out because {cause}" if times and last == incarnation else ""
+
+    @property
+    def causes(self) -> dict[str, str]:
+        """Why, of every actor that is out now."""
+        return {name: cause for name, (_, _, cause) in self._shut_out.items() if name not in self._records}
+
+    # --- what is measured -----------------------------------------------------------------------------------------
+
+    def arrived(self, actor_id: str, group: Group) -> None:
+        """A training group that was not refused, also one that is too old."""
+        record = self._records.get(actor_id)
+        members = [member for member in group.members if member.status != MemberStatus.ABORTED]
+        if record is None or not members or group.group_id & EVAL_BIT:
+            return
+        if record.num_skipped:
+            record.num_skipped -= 1
+            return
+        lengths = [sum(end - start for start, end in member.mask) for member in members]
+        self._note(record, "reward", fmean(member.reward for member in members))
+        self._note(record, "length", fmean(math.log(max(1, length)) for length in lengths))
+
+    def _note(self, record: ActorRecord, measure: str, value: float, lag: int = 0) -> None:
+        # The policy gets better and its answers longer: what counts is the distance from what all deliver now.
+        baseline = self._baselines.setdefault((measure, lag), value)
+        record.values[measure].append((value - baseline, value))
+        self._baselines[measure, lag] += _BASELINE_WEIGHT * (value - baseline)
+
+    def compared(self, agreements: Iterable[Agreement]) -> None:
+        """What the learner found of the groups of a step; then everybody is judged."""
+        for one in agreements:
+            record = self._records.get(one.actor_id)
+            if record is None:
+                continue
+            if one.lag:
+                self._note(record, "ratio", one.difference, one.lag)
+            else:
+                record.audited.append(one)
+                self._sums["num_tokens_audited"] += one.num_tokens
+                self._sums["num_tokens_redrawn"] += one.num_drawn * record.draws_by_seed
+        self._look()
+
+    # --- what follows ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        found = self._outliers()
+        found |= {name: cause for name, record in self._records.items() if (cause := self._disagreement(record))}
+        for name, record in list(self._records.items()):
+            record.num_looks = record.num_looks + 1 if name in found else 0
+            if record.num_looks >= NUM_LOOKS:
+                self._shut(name, record, found[name])
+
+    def _outliers(self) -> dict[str, str]:
+        """The farthest outlier of each measure: without it the others may look different."""
+        found: dict[str, str] = {}
+        for name, measure in MEASURES.items() if self._limit else ():
+            values = {actor: [gap for gap, _ in one.values[name]] for actor, one in self._records.items()}
+            for one in judge(values, limit=self._limit, floor=measure.floor)[:1]:
+                found[one.actor_id] = self._words(name, measure, one)
+        return found
+
+    def _words(self, name: str, measure: Measure, found: Outlier) -> str:
+        mine = fmean(value for _, value in self._records[found.actor_id].values[name])
+        others = mine - found.mean + found.others
+        return (f"{measure.words} is {measure.show(mine):.3g}, with the other actors {measure.show(others):.3g}: "
+                f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
+
+    def _disagreement(self, record: ActorRecord) -> str:
+        """What audits say against it; "" if nothing."""
+        num_tokens, mean = record.agreement
+        if self._audits and num_tokens >= NUM_LEAST_TOKENS:
+            if not mean <= self._tolerance:
+                return (f"its log-probs differ from the learner's, under the versions that its tokens name, by "
+                        f"{mean:.3g} nats in the mean of {num_tokens} tokens, allowed are {self._tolerance:g} "
+                        "(publish.probe_tolerance)")
+        num_drawn = sum(one.num_drawn for one in record.audited)
+        if self._audits and record.draws_by_seed and num_drawn >= NUM_LEAST_TOKENS:
+            share = sum(one.num_other for one in record.audited) / num_drawn
+            if share > MAX_OTHER_DRAWS:
+                return (f"{share:.0%} of {num_drawn} audited tokens are not what their seeds draw from the policy, "
+                        f"allowed are {MAX_OTHER_DRAWS:.0%}")
+        return ""
+
+    def _shut(self, actor_id: str, record: ActorRecord, cause: str) -> None:
+        _, times, _ = self._shut_out.get(actor_id, (0, 0, ""))
+        self._shut_out[actor_id] = (record.incarnation, times + 1, cause)
+        self._due.append((actor_id, cause))
+        self._sums["num_shut_out"] += 1
+        del self._records[actor_id]
+        then = "it stays out of this run" if times else "a new process of that name may try once more"
+        self._notify(f"QUARANTINE: {actor_id} is shut out because {cause}. What it delivered and is not trained yet is "
+                     f"generated again; {then}")
+
+    def take_due(self) -> list[tuple[str, str]]:
+        """Actors to be cut off, and why; each once."""
+        due, self._due = self._due, []
+        return due
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the hub began, and the largest mean difference of an actor's audits."""
+        worst = max((record.agreement[1] for record in self._records.values()), default=0.0)
+        return {**{name: float(value) for name, value in self._sums.items()}, "audit_mean_difference": worst}

@@ -1,0 +1,41 @@
+"""What follows from the seeds of a lease: the numbers that tokens are drawn with, and whether a token was drawn so."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position), both [n] uint64: splitmix64 twice, 53 bits kept.
+
+    Source:
+        Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (the finalizer).
+    """
+    mixed = _splitmix(_splitmix(seeds) ^ positions)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_gaps(drawn_at: np.ndarray, below: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """How far each number of `uniforms` lies from where it would have drawn the token that was recorded; [n] each.
+
+    A draw inverts the cumulative distribution: token i comes of the numbers from the mass of all smaller ids to that
+    plus its own. So the gap is 0 for an exact draw, of the size of rounding for another arithmetic, and of the size of
+    the distribution for a token that was not drawn so.
+
+    Args:
+        below: mass of the ids smaller than the token's.
+        probs: of the token itself.
+    """
+    return np.maximum(0.0, np.maximum(below - drawn_at, drawn_at - (below + probs)))
+
+
+def _splitmix(state: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        z = state + _STEP
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
+        return z ^ (z >> np.uint64(31))
