@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,9 @@ class Agreements:
     def add(
         self, row: Trajectory, lag: int, num_tokens: int, difference: float, num_drawn: int = 0, num_other: int = 0
     ) -> None:
-        """`difference` is the sum of |log-ratio| over the tokens."""
+        """`difference` is the sum of |log-ratio| over the tokens; one that is not finite says nothing of the actor."""
+        if not math.isfinite(difference):
+            return  # recorded log-probs are finite, so it is the learner that has trouble
         sums = self._sums.setdefault((row.group_id, row.actor_id, lag), _Sums())
         sums.num_tokens += num_tokens
         sums.difference += difference

@@ -84,6 +84,7 @@ class ActorTrust:
         self._baselines: dict[tuple[str, int], float] = {}
         self._shut_out: dict[str, tuple[int, int, str]] = {}  # incarnation, how often, why
         self._due: list[tuple[str, str]] = []
+        self._told_most = False
         self._sums = dict.fromkeys(("num_tokens_audited", "num_tokens_redrawn", "num_shut_out"), 0)
 
     # --- who is there ---------------------------------------------------------------------------------------------
@@ -148,8 +149,7 @@ class ActorTrust:
     # --- what follows ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        found = self._outliers()
-        found |= {name: cause for name, record in self._records.items() if (cause := self._disagreement(record))}
+        found = self._outliers() | self._disagreements()
         for name, record in list(self._records.items()):
             record.num_looks = record.num_looks + 1 if name in found else 0
             if record.num_looks >= NUM_LOOKS:
@@ -169,6 +169,19 @@ class ActorTrust:
         others = mine - found.mean + found.others
         return (f"{measure.words} is {measure.show(mine):.3g}, with the other actors {measure.show(others):.3g}: "
                 f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
+
+    def _disagreements(self) -> dict[str, str]:
+        """Actors that audits speak against; none where that is most of several: then it is the learner, or all."""
+        audited = [record for record in self._records.values() if record.agreement[0] >= NUM_LEAST_TOKENS]
+        found = {name: cause for name, record in self._records.items() if (cause := self._disagreement(record))}
+        if len(audited) < 2 or 2 * len(found) <= len(audited):
+            return found
+        if not self._told_most:
+            self._told_most = True
+            name, cause = next(iter(found.items()))
+            self._notify(f"audits disagree with {len(found)} of {len(audited)} actors, so none is shut out for it: of "
+                         f"{name}, {cause}. Do engines and learner compute in the same type (actors.dtype)?")
+        return {}
 
     def _disagreement(self, record: ActorRecord) -> str:
         """What audits say against it; "" if nothing."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, variance
 
 NUM_LEAST_ACTORS = 3
-"""With two, nobody can tell which of them is wrong."""
+"""With two, there is no telling which of them is wrong."""
 NUM_LEAST, NUM_KEPT = 32, 128
 """Values of an actor before it is judged, and the newest that are looked at. So a mean must differ by a whole standard
 deviation of single values to lie eight standard errors away: small real differences between machines never do."""

@@ -125,7 +125,7 @@ def test_short_answers_are_found_in_the_geometric_mean_and_evaluations_are_not_l
 
 
 @pytest.mark.shows("trust.outlier_errors")
-def test_the_limit_decides_and_0_compares_nobody():
+def test_the_limit_decides_and_0_compares_none():
     for limit, found in ((8.0, 1), (80.0, 0), (0.0, 0)):
         table = Table(outlier_errors=limit)
         for _ in range(NUM_LEAST):
@@ -160,6 +160,14 @@ def test_an_audit_needs_no_other_actor():
     assert Table("a").steps(5, Agreement("a", 0, 500, 0.09)) == [], "within the tolerance"
     assert Table("a", outlier_errors=0.0).steps(5, Agreement("a", 0, 500, 0.5)) == [], "nothing is asked for"
     assert len(Table("a").steps(5, Agreement("a", 0, 500, math.nan))) == 1, "a NaN is far, too"
+
+
+def test_where_most_of_the_actors_disagree_it_is_not_theirs():
+    table = Table("a", "b", "c")
+    most = [Agreement(name, 0, 500, 0.5 if name != "c" else 0.0) for name in "abc"]
+    assert table.steps(2 * NUM_LOOKS, *most) == []
+    assert len(table.told) == 1 and table.told[0].startswith("audits disagree with 2 of 3 actors, so none is shut out")
+    assert [name for name, _ in Table("a", "b").steps(NUM_LOOKS, *most[1:])] == ["b"]
 
 
 def test_draws_count_where_the_engine_draws_by_seed():

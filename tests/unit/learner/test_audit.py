@@ -122,6 +122,14 @@ def test_wrong_logprobs_and_draws_of_other_seeds_are_found(sampled):
     assert audited(path, others, redraws=False)[2:] == (0, 0)
 
 
+def test_a_learner_in_trouble_says_nothing_of_its_actors(sampled):
+    agreements, rows = Agreements(), rows_of(sampled[1])
+    agreements.begin(rows)
+    agreements.add(rows[0], 0, 5, float("nan"))
+    agreements.add(rows[1], 0, 5, 1.0)
+    assert [(one.num_tokens, one.difference) for one in agreements.take(Ranks())] == [(5, 0.2)]
+
+
 @pytest.mark.shows("trust.audit_share")
 def test_only_a_version_that_is_kept_is_audited(sampled):
     assert audited(*sampled, share=0.0)[0] == 0
