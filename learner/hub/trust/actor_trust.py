@@ -133,7 +133,7 @@ class ActorTrust:
         self._baselines[measure, lag] += _BASELINE_WEIGHT * (value - baseline)
 
     def compared(self, agreements: Iterable[Agreement]) -> None:
-        """What the learner found of the groups of a step; then everybody is judged."""
+        """What the learner found of the groups of a step; then every actor is judged."""
         for one in agreements:
             record = self._records.get(one.actor_id)
             if record is None:
