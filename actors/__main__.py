@@ -19,6 +19,7 @@ from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
+from streamrl.messages.printable import start_log
 from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")
@@ -64,7 +65,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
-    parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.leave, "the launcher exited"))
+    parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.launcher_gone))
     log.info("actor %s: connecting to %s", session.actor_id, endpoint)
     closed = await worker.run()
     log.info("exiting: %s (exit code %d)", closed.detail, closed.exit_code)
@@ -76,10 +77,8 @@ def main() -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0 if words else 2
-    logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s actor    %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    parent_watch.end_with_parent()
+    start_log("actor")
     try:
         endpoint, overrides = parse(words)
         # Not asyncio.run: it would wait without limit for threads, and one may be stuck in a call to a device.

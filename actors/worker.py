@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -99,6 +100,12 @@ class Worker:
         log.info("leaving (%s): %d leases are handed back", reason, len(self._leases.held))
         self._leases.hand_back(ReturnReason.DRAIN, reason)
         self.client.drain(reason)
+
+    def launcher_gone(self) -> None:
+        """Leave; at once while there is no engine, which can take minutes to build and holds nothing."""
+        if self._runtime is None:
+            os._exit(1)
+        self.leave("the launcher exited")
 
     def _finish_and_leave(self, reason: str, deadline_s: float) -> None:
         """The hub asks: take no more leases, finish those that are held, then end; what is late is handed back."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
-from streamrl.parent_watch import NOTICE, VARIABLE
+from streamrl.messages.printable import start_log
+from streamrl.parent_watch import NOTICE, end_with_parent
 from streamrl.run_dirs import choose_run_dir, note_start, numbered_run_dir
 
 if TYPE_CHECKING:
@@ -44,14 +45,13 @@ def main() -> int:
         words = words[1:]
         if not stand_by():
             return 0
+    launched = end_with_parent()
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG", "INFO" if rank == 0 else "WARNING").upper(),
-        format=f"%(asctime)s learner{'' if rank == 0 else rank}  %(message)s", datefmt="%H:%M:%S",
-    )
+    level = os.environ.get("STREAMRL_LOG", "INFO" if rank == 0 else "WARNING").upper()
+    start_log(f"learner{rank or ''}", level=level)
     prepare_allocator()
     try:
-        return learn(load_config(words), words)
+        return learn(load_config(words), words, launched=launched)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
@@ -80,6 +80,7 @@ def load_libraries() -> None:
 
 def check_only(words: list[str]) -> int:
     """Print what is wrong with these settings; returns 0 if a launched run could start with them."""
+    end_with_parent()
     from learner.preflight import check_run
 
     try:
@@ -100,19 +101,19 @@ def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
     return numbered_run_dir(config, int(number))
 
 
-def learn(config: Config, words: list[str]) -> int:
-    """Set up, train, finish, and clean up."""
+def learn(config: Config, words: list[str], *, launched: bool) -> int:
+    """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
     load_libraries()
     from learner.finish import finish, record_failure
     from learner.loop import train
     from learner.setup import build_run, start_ranks, tear_down
     from learner.stop_flag import StopFlag
 
-    launched = VARIABLE in os.environ  # then `streamrl launch` has noted the start
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config)
     run_dir = agreed_run_dir(config, ranks)
     run = build_run(config, run_dir, stop, ranks)
+    stop.watch_launcher()
     if ranks.rank == 0 and not launched:
         note_start(run_dir, ["streamrl", "learner", *words])
     try:

@@ -22,6 +22,9 @@ class StopFlag:
         self._grace_s = grace_s
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._received)
+
+    def watch_launcher(self) -> None:
+        """From now on the launcher's exit is a request to stop: there is a run that could be saved."""
         watch(self._parent_gone)
 
     def __call__(self) -> bool:

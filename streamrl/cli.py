@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.messages.printable import printable_lines, start_log
 from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
@@ -74,9 +75,7 @@ class CurrentStderr(logging.Handler):
 
 def main() -> int:
     """Entry point of the console script."""
-    logging.basicConfig(
-        level="INFO", format="%(asctime)s launch   %(message)s", datefmt="%H:%M:%S", handlers=[CurrentStderr()],
-    )
+    start_log("launch", level="INFO", handler=CurrentStderr())
     command, *words = sys.argv[1:] or [""]
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
@@ -107,7 +106,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except StreamrlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while settings are checked; a run that has started handles it by itself
         return 130

@@ -31,10 +31,11 @@ from streamrl.config.rules import sampling_differences
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError, StreamrlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
+from streamrl.messages.printable import printable_lines
 from streamrl.metrics.run_record import read_object
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import NOTICE, program
+from streamrl.parent_watch import NOTICE, child_environment, program
 from streamrl.report.live.view import LiveView
 from streamrl.report.pages import write_pages
 from streamrl.run_dirs import choose_run_dir, note_start
@@ -120,7 +121,7 @@ class Launcher:
             print(f"\nStopped. Resume with:\n  streamrl launch {self._resume()}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
-            print(f"\n{self._why_it_failed(code)}", file=sys.stderr)
+            print(f"\n{printable_lines(self._why_it_failed(code))}", file=sys.stderr)
             if (self.run_dir / "LATEST").exists():
                 print(f"Go on from its newest checkpoint with:\n  streamrl launch {self._resume()}", file=sys.stderr)
         return code
@@ -198,7 +199,7 @@ class Launcher:
             overrides = [*(one for one in overrides if not one.startswith(RESUME)), f"{RESUME}true"]
         ranks = self.config.launch.num_learner_ranks
         torchrun = [
-            *program("torch.distributed.run"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
+            *program("streamrl.supervise.gang"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
         if not first:
             print("starting the learner", flush=True)
@@ -219,7 +220,7 @@ class Launcher:
         if not cause or not self._restarts.allowed():
             return False
         where = self._restarts.newest() or "the beginning: there is no checkpoint yet"
-        print(f"\n{cause}\nThe learner is started again, from {where}.", file=sys.stderr, flush=True)
+        print(f"\n{printable_lines(cause)}\nThe learner is started again, from {where}.", file=sys.stderr, flush=True)
         assert self._learner is not None
         self._learner.close_pipe()
         self._restarts.killed = ""
@@ -336,8 +337,8 @@ def check_settings(config: Config, overrides: Sequence[str]) -> None:
     print("checking the settings", flush=True)
     told: list[str] = []
     with subprocess.Popen(
-        [*program("learner"), "--check", *overrides], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace",
+        [*program("learner"), "--check", *overrides], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace", env=child_environment(),
     ) as check:
         reader = threading.Thread(target=_pass_on, args=(check.stderr, told), daemon=True)
         reader.start()

@@ -16,28 +16,39 @@ VARIABLE = "STREAMRL_PARENT_PIPE"
 NOTICE = "streamrl notice: "
 """In front of a line of standard error that the check of the settings wants on the terminal at once."""
 
-_watching = False
+_on_parent_exit: Callable[[], None] | None = None
 
 
 def watch(on_parent_exit: Callable[[], None]) -> bool:
-    """Call `on_parent_exit` from a daemon thread once the parent has ended; False without one to watch."""
-    if os.environ.pop(VARIABLE, None) != "stdin":
+    """Call `on_parent_exit` from a daemon thread once the parent has ended; False without one to watch.
+
+    A later call replaces what is called: a process that is still being set up ends at once, later it ends in order.
+    """
+    global _on_parent_exit
+    first = _on_parent_exit is None
+    if first and os.environ.pop(VARIABLE, None) != "stdin":
         return False
-
-    def wait() -> None:
-        while os.read(0, 1024):
-            pass
-        on_parent_exit()
-
-    global _watching
-    _watching = True
-    threading.Thread(target=wait, name="parent_watch", daemon=True).start()
+    _on_parent_exit = on_parent_exit
+    if first:
+        threading.Thread(target=_wait, name="parent_watch", daemon=True).start()
     return True
 
 
+def end_with_parent() -> bool:
+    """Until `watch` is called again this process ends with its parent, whatever it does: it has nothing to save yet."""
+    return watch(lambda: os._exit(1))
+
+
+def _wait() -> None:
+    while os.read(0, 1024):
+        pass
+    assert _on_parent_exit is not None
+    _on_parent_exit()
+
+
 def renew() -> None:
-    """Before this process replaces itself by exec: its successor watches the same pipe."""
-    if _watching:
+    """Before this process replaces itself by exec, or starts children that share its standard input: they watch it."""
+    if _on_parent_exit is not None:
         os.environ[VARIABLE] = "stdin"
 
 

@@ -16,6 +16,7 @@ from learner.broadcaster.service import BroadcasterService
 from learner.hub.broadcaster_process import EXIT_NO_MEMORY
 from learner.hub.settings import HubSettings, read_settings
 from streamrl.errors import StreamrlError
+from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
 from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.gpu.broadcast import Broadcaster
@@ -49,10 +50,7 @@ def serve(settings: HubSettings, home: str) -> int:
 
 
 def main() -> int:
-    logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG", "INFO").upper(), format="%(asctime)s broadcaster %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    start_log("broadcaster")
     for number in (signal.SIGINT, signal.SIGTERM):  # the hub decides
         signal.signal(number, signal.SIG_IGN)
     settings = read_settings(Path(sys.argv[1]))

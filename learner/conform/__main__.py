@@ -14,7 +14,6 @@ Exit status: 0 if nothing failed, else 1.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from streamrl.config.addresses import is_address
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.messages.printable import start_log
 
 ADDRESS = "tcp://127.0.0.1:5601"
 RUN = (
@@ -109,7 +109,7 @@ def main() -> int:
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         print(__doc__)
         return 0
-    logging.basicConfig(level=os.environ.get("STREAMRL_LOG", "ERROR").upper(), format="%(asctime)s %(message)s")
+    start_log("conform", level=os.environ.get("STREAMRL_LOG", "ERROR").upper())
     try:
         return 0 if examine(parse(words), lambda text: print(text, flush=True)) else 1
     except StreamrlError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -33,6 +34,9 @@ class PrintableFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = record.message.replace("\n", "\n  ")
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return super().formatException(ei).replace("\n", "\n  ")  # an error's text may have lines of its own
 
 
 def start_log(

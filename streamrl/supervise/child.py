@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.messages.printable import printable_lines
 from streamrl.parent_watch import child_environment
 from streamrl.processes import is_stopped, processor_s
 
@@ -48,13 +49,12 @@ class Child:
 
     def tail(self, num_lines: int) -> str:
         """The end of its log without the lines of steps, indented."""
-        lines = [line for line in self.log_path.read_text(errors="replace").splitlines()
-                 if line.strip() and not line.startswith("step ")]  # the terminal has had those
+        lines = [line for line in self._lines() if not line.startswith("step ")]  # the terminal has had those
         return "\n".join("  " + line for line in lines[-num_lines:])
 
     def last_words(self) -> str:
         """The end of its log without what libraries print, unless it ends with a traceback."""
-        lines = [line for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = self._lines()
         own = [line for line in lines if OWN_LINE.match(line)]
         after = lines[lines.index(own[-1]):] if own else lines
         if not own or any(line.startswith("Traceback") for line in after) and not any(map(LAUNCHER_LINE.search, after)):
@@ -67,6 +67,11 @@ class Child:
         stopped = " and is stopped (SIGSTOP)" if is_stopped(pid) else ""
         return (f"runs for {now - self.started_at:.0f} s as process {pid}{stopped}, with {processor_s(pid):.0f} s of "
                 f"processor time (see {self.log_path})")
+
+    def _lines(self) -> list[str]:
+        """Of its log, without empty ones; a task may print anything."""
+        text = self.log_path.read_text(errors="replace")
+        return [printable_lines(line) for line in text.splitlines() if line.strip()]
 
     def close_pipe(self) -> None:
         """A child that still runs ends by this: it watches the other end."""

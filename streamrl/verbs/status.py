@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streamrl.errors import ControlError
+from streamrl.messages.printable import printable
 from streamrl.transport.control import ask
 from streamrl.verbs.runs import NamedRun, find_run
 from streamrl.verbs.words import arguments
@@ -63,4 +64,4 @@ def _print(told: Iterable[tuple[str, str]]) -> None:
     rows = list(told)
     width = max(len(name) for name, _ in rows)
     for name, what in rows:
-        print(f"  {name:<{width}}  {what}")
+        print(printable(f"  {name:<{width}}  {what}"))

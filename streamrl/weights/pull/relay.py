@@ -23,6 +23,7 @@ import zmq
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Announce, Base, Layout, Limits, Manifest, Offer, Welcome
+from streamrl.messages.printable import start_log
 from streamrl.transport.authentication import serve_with
 from streamrl.transport.client import HubClient
 from streamrl.transport.keys import ActorKey, read_actor_key, with_key
@@ -234,7 +235,7 @@ def relay(words: list[str]) -> int:
         return 0
     learner, address, key_file = read_words(words)
     key = read_actor_key(key_file) if key_file else None
-    logging.basicConfig(level="INFO", format="%(asctime)s relay    %(message)s", datefmt="%H:%M:%S", force=True)
+    start_log("relay", level="INFO", force=True)
     return asyncio.run(_run(Relay(learner, address, key), learner))
 
 

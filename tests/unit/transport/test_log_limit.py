@@ -65,4 +65,4 @@ def test_no_message_can_pass_for_a_line_of_another_process_or_reach_the_terminal
     first, second, *rest = stream.getvalue().splitlines()
     assert first.endswith("hub      a1 left: bye")
     assert second == "  12:00:00 learner  all is well\\x1b[1A\\x1b[2K"
-    assert rest[0].endswith("it failed") and rest[-1] == "RuntimeError: cause\\x07"
+    assert rest[0].endswith("it failed") and rest[-1] == "  RuntimeError: cause\\x07"
