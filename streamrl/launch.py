@@ -199,7 +199,7 @@ class Launcher:
             overrides = [*(one for one in overrides if not one.startswith(RESUME)), f"{RESUME}true"]
         ranks = self.config.launch.num_learner_ranks
         torchrun = [
-            *program("streamrl.supervise.gang"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
+            *program("streamrl.supervise.torchrun"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
         if not first:
             print("starting the learner", flush=True)

@@ -1,4 +1,4 @@
-"""python -m streamrl.supervise.gang WORDS: torchrun with these words, for a launcher that may be killed meanwhile.
+"""python -m streamrl.supervise.torchrun WORDS: torchrun with these words, for a launcher that may be killed meanwhile.
 
 Its import takes seconds, in which there are no ranks yet that would watch the launcher: until then this process ends by
 itself. Afterwards it must outlive the launcher, because the ranks, which end in order, meet at its store.
