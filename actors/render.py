@@ -7,11 +7,12 @@ environment's messages in between.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from streamrl.environment import ChatMessage, InputText
 from streamrl.errors import TaskError
@@ -45,6 +46,7 @@ class Renderer:
             tokenizer.chat_template = chat_template
         template = getattr(tokenizer, "chat_template", None)
         self.chat = apply_chat_template and bool(template)
+        self._decode = _decoder(tokenizer)
         self._system_prompt = system_prompt
         # Some tokenizers hold several templates by name, among them one for tools.
         shows_tools = self.chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
@@ -104,7 +106,7 @@ class Renderer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Without special tokens, spaces as they are."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._decode(list(token_ids))
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """With special tokens."""
@@ -146,6 +148,17 @@ class SharedPrompts:
     def _rendered(self, messages: Sequence[ChatMessage] | InputText, tools: Tools) -> tuple[tuple[int, ...], str]:
         text = self._renderer.input_text(messages, tools)
         return tuple(self._renderer.encode_input(text, whole=isinstance(messages, InputText))), text
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The tokenizer's `decode` without special tokens, spaces as they are."""
+    kind = type(tokenizer)
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and not any(
+        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    ):
+        # What it ends in; the way there takes several times as long.
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:

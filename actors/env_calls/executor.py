@@ -255,7 +255,7 @@ def _name(method: Callable[..., Any]) -> str:
 
 def where(method: Callable[..., Any]) -> str:
     """Class and method, for messages."""
-    return getattr(method, "__qualname__", repr(method))
+    return getattr(method, "__qualname__", None) or repr(method)  # only if needed: an environment's may be long
 
 
 def _hung(method: Callable[..., Any], limit_s: float) -> HungCallError:

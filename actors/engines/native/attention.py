@@ -50,10 +50,7 @@ class SlotCache:
 
         self.keys = [rows(shape.kv_heads, shape.key_dim) for shape in layers]
         self.values = [rows(shape.kv_heads, shape.value_dim) for shape in layers]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        self.nbytes = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def put_tokens(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one token per row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
@@ -66,15 +63,21 @@ class SlotCache:
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
-    def put_prompt(self, layer: int, row: int, key: Tensor, value: Tensor) -> None:
-        """Store a row from its start; key and value [kv_heads, tokens, dim]."""
-        self.keys[layer][row, :, : key.shape[1]] = key
-        self.values[layer][row, :, : key.shape[1]] = value
+    def put_prompt(self, layer: int, rows: Sequence[int], key: Tensor, value: Tensor) -> None:
+        """Store the same in these rows, ascending, from their start; key and value [kv_heads, tokens, dim]."""
+        beside = rows[-1] - rows[0] + 1 == len(rows)  # as the members of a group are that begin together
+        where = slice(rows[0], rows[-1] + 1) if beside else list(rows)
+        self.keys[layer][where, :, : key.shape[1]] = key
+        self.values[layer][where, :, : key.shape[1]] = value
 
-    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first `num_tokens` of one row into another."""
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
+        """Copy the first `num_tokens` of some rows into others, none of which is a source."""
+        if not sources:
+            return
+        read, written = (torch.tensor(rows, device=self.keys[0].device) for rows in (sources, targets))
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
+            places = tensor[:, :, :num_tokens]
+            places.index_copy_(0, written, places.index_select(0, read))
 
     def scrub(self, lengths: Sequence[int]) -> None:
         """Zero everything that no running row (0..len(lengths)-1) owns: a masked NaN still spoils a weighted sum."""
@@ -165,8 +168,8 @@ class PassView:
     ) -> Tensor:  # fmt: skip
         """Store a prompt; each of its tokens attends to those before it and to itself."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        for row in prompt.rows:
-            self._cache.put_prompt(call, row, key, value)
+        if prompt.rows:
+            self._cache.put_prompt(call, prompt.rows, key, value)
         length = len(prompt.ids)
         mask = None if rule.is_causal(length) else rule.square(length, query.device)
         return attend(query[None], key[None], value[None], mask=mask, **options)[0].transpose(0, 1)

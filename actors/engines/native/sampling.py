@@ -52,6 +52,16 @@ def _is_ranked(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
+_PLAIN = Sampling()
+_PLAIN_PLAN = SamplingPlan([_PLAIN])  # names no row: one for any number of them
+
+
+def make_plan(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> SamplingPlan:
+    """The plan of these rows; the usual one, every token at temperature 1, is made once."""
+    plain = all(sampling is _PLAIN or sampling == _PLAIN for sampling in samplings)
+    return _PLAIN_PLAN if plain else SamplingPlan(samplings, device)
+
+
 def processed_logprobs(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """Log-probs of the distribution drawn from: [n, vocab] float32, -inf on what was cut off; greedy rows as at 1."""
     scores = logits.float()

@@ -19,7 +19,7 @@ from torch import Tensor
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.native.attention import Prompt
 from actors.engines.native.forward import Forward
-from actors.engines.native.sampling import SamplingPlan, draw
+from actors.engines.native.sampling import SamplingPlan, draw, make_plan
 from actors.engines.native.stopping import StopMatcher
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
@@ -124,13 +124,27 @@ class Scheduler:
         self.steps_total += 1
         self.prefill_tokens_total += sum(len(prompt) for _, prompt in fresh)
         if joined:
-            # What each prompt led to is kept for members of its group that are still to come.
-            read = zip(fresh, logits[n:], strict=True)
-            self._shared |= {key: _SharedPrompt(row.clone(), set()) for key, row in read}
-            for sequence in joined:
-                self._shared[sequence.key].members.add(sequence)
-            logits = torch.cat([logits[:n], *(self._shared[sequence.key].logits[None] for sequence in joined)])
+            logits = self._with_joined(logits, n, joined, fresh)
         self._advance(logits)
+
+    def _with_joined(self, logits: Tensor, n: int, joined: list[Sequence], fresh: list[_Key]) -> Tensor:
+        """A row for each running sequence, of one for each of the n that ran before and for each prompt that was read.
+
+        What each prompt led to is kept for members of its group that are still to come.
+        """
+        read = zip(fresh, logits[n:], strict=True)
+        self._shared |= {key: _SharedPrompt(row.clone(), set()) for key, row in read}
+        row_of = {key: row for row, key in enumerate(fresh, n)}
+        earlier: list[Tensor] = []  # read by an earlier pass
+        rows = list(range(n))
+        for sequence in joined:
+            key = sequence.key
+            if key not in row_of:
+                row_of[key] = len(logits) + len(earlier)
+                earlier.append(self._shared[key].logits[None])
+            rows.append(row_of[key])
+            self._shared[key].members.add(sequence)
+        return (torch.cat([logits, *earlier]) if earlier else logits)[rows]
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -157,7 +171,7 @@ class Scheduler:
         shared = self._shared.get(sequence.key)
         if shared is not None:
             sibling = self.running.index(next(iter(shared.members)))
-            self.forward.cache.copy_row(sibling, row, len(sequence.prompt))
+            self.forward.cache.copy_rows([sibling], [row], len(sequence.prompt))
         self.running.append(sequence)
         self._plan = None
         sequence.mark(sequence.version or self.ref)
@@ -170,7 +184,7 @@ class Scheduler:
         """Sample one token for every row (logits [n, vocab]) and release the rows that have ended."""
         n = len(self.running)
         if self._plan is None:
-            self._plan = SamplingPlan([sequence.request.sampling for sequence in self.running], self.forward.device)
+            self._plan = make_plan([sequence.request.sampling for sequence in self.running], self.forward.device)
         # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
         tokens, logprobs = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
         self._last[:n] = tokens.cpu().numpy()
@@ -181,13 +195,16 @@ class Scheduler:
                 ended.append((row, None))
             elif (finish := self.running[row].add(token, logprob)) is not None:
                 ended.append((row, finish))
-        for row, finish in reversed(ended):
-            self._release(row, finish)
+        if not ended:
+            return
+        sequences = [self.running[row] for row, _ in ended]
+        self._remove([row for row, _ in ended])
+        for sequence, (_, finish) in zip(sequences, ended, strict=True):
+            self._release(sequence, finish)
         if any(finish is None for _, finish in ended):
             self.forward.cache.scrub(self._cached[: len(self.running)].tolist())
 
-    def _release(self, row: int, finish: str | None) -> None:
-        sequence = self._remove(row)
+    def _release(self, sequence: Sequence, finish: str | None) -> None:
         if finish is not None:
             sequence.deliver(sequence.generation(finish))
             return
@@ -197,29 +214,34 @@ class Scheduler:
             f"tokens on a prompt of {len(sequence.prompt)}; nothing was returned"
         ))
 
-    def _remove(self, row: int) -> Sequence:
-        """Take a sequence out; the last row moves into its place, so that rows stay compact."""
-        sequence, last = self.running[row], len(self.running) - 1
-        if row != last:
-            self.forward.cache.copy_row(last, row, int(self._cached[last]))
-            self.running[row] = self.running[last]
+    def _remove(self, rows: list[int]) -> None:
+        """Take the sequences of these rows, ascending, out; the last rows move into their places and stay compact."""
+        left = len(self.running) - len(rows)
+        gone = set(rows)
+        places = [row for row in rows if row < left]
+        moved = [row for row in range(left, len(self.running)) if row not in gone]
+        if moved:
+            self.forward.cache.copy_rows(moved, places, int(self._cached[moved].max()))
             for column in (self._cached, self._last, self._seeds):
-                column[row] = column[last]
-        self.running.pop()
+                column[places] = column[moved]
+        ended = [self.running[row] for row in rows]
+        for place, row in zip(places, moved, strict=True):
+            self.running[place] = self.running[row]
+        del self.running[left:]
         self._plan = None
-        shared = self._shared.get(sequence.key)
-        if shared is not None:
-            shared.members.discard(sequence)
-            if not shared.members:
-                del self._shared[sequence.key]
-        return sequence
+        for sequence in ended:
+            shared = self._shared.get(sequence.key)
+            if shared is not None:
+                shared.members.discard(sequence)
+                if not shared.members:
+                    del self._shared[sequence.key]
 
     # --- from outside, between two steps -----------------------------------------------------------------------
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence, running or waiting; nothing is delivered."""
         if sequence in self.running:
-            self._remove(self.running.index(sequence))
+            self._remove([self.running.index(sequence)])
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
