@@ -25,7 +25,9 @@ def run(
         f"rollout.max_prompt_tokens={case.max_prompt_tokens}",
         f"rollout.train.sampling.max_new_tokens={case.max_new_tokens}",
         f"staleness.eta={eta}", *synchronous, "filter.zero_std=false", "eval.every_steps=0", "eval.num_samples=0",
-        "checkpoint.every_steps=0", "checkpoint.export_hf=false", *words,
+        "checkpoint.every_steps=0", "checkpoint.export_hf=false",
+        # A whole step at once, as the peer generates it.
+        f"actors.num_concurrent={max(64, case.num_groups * case.group_size)}", *words,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
