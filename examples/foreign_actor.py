@@ -77,7 +77,7 @@ class Actor:
         if self.leases and now - self.group_at > GROUP_S:
             self.group_at = now
             self.answer(next(iter(self.leases.values())))
-        if self.draining and not self.said_bye and self.outbox.keys() <= self.settled:
+        if self.draining and not self.said_bye and not self.leases and self.outbox.keys() <= self.settled:
             self.said_bye = True
             self.send(frame(BYE, [self.next_seq - 1, "drained"]))
 

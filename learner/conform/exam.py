@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from learner.conform.hub import ExaminedHub, frame_of
@@ -19,7 +19,7 @@ from learner.conform.requirements import Findings
 from learner.conform.watch import SETTLING_BEATS, Watch
 from learner.conform.weights import Model, Pulls
 from learner.hub.settings import HubSettings
-from streamrl.messages import Drain, Group, Hello, Message, Stop, StopReason
+from streamrl.messages import Drain, Group, Hello, LeaseRef, Message, Stop, StopReason
 from streamrl.messages.codec import encode
 
 SLOW_BEATS = 6.0
@@ -350,17 +350,18 @@ class Examination:
         self.wait(lambda: self.watch.open_leases(), times=0.1)
         self.hub.granting = False
         self.hub.send(Drain("the examiner drains this actor", self.hub.context.settings.limits.drain_deadline_s))
-        self._leaves()
+        self._leaves(self.watch.leases.keys() - self.watch.revoked.keys())
 
     def _terminated(self) -> None:
         """SIGTERM asks for the same, from outside."""
         self.join()
         self.groups(1)
+        known = set(self.watch.beat.held or ()) if self.watch.beat is not None else set()
         self._actor.end(signal.SIGTERM)
-        self._leaves()
+        self._leaves(known)  # a lease on its way may be overtaken by the signal
 
-    def _leaves(self) -> None:
-        leases = self.watch.leases.keys() - self.watch.revoked.keys()
+    def _leaves(self, leases: Set[LeaseRef]) -> None:
+        """Until BYE; these leases must be answered by then."""
         self.need("drain", lambda: self.watch.bye is not None, "no BYE came", times=2)
         bye, newest = self.watch.bye, max(self.watch.sent, default=0)
         assert bye is not None
