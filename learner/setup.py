@@ -167,6 +167,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         endpoint.address, key=endpoint.key, rank=ranks.rank, world=ranks.mesh.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
         stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
+        rank_silent_s=config.learner.rank_silent_s or config.learner.rank_timeout_s,
     )
     reader = TrajectoryReader(vocab_size=vocab_size)
     samples = open_samples(

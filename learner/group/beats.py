@@ -25,6 +25,7 @@ from streamrl.messages import HUB_TO_RANK, EndGroup, RankBeat
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
+from streamrl.transport.tcp import retry_soon
 
 log = logging.getLogger("streamrl.learner")
 
@@ -104,6 +105,8 @@ class RankBeats:
         closing = False
         while not closing:
             beat = self._next()
+            if self._key is not None:  # ranks on several machines, perhaps with new connections
+                retry_soon(self._ranks.timeout_s)
             closing = beat.closing
             try:
                 dealer.send(encode(beat), zmq.NOBLOCK)

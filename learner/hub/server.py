@@ -40,6 +40,7 @@ from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.peers import PeerLimit
 from streamrl.transport.rank_keys import RankKeys
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
+from streamrl.transport.tcp import retry_soon
 from streamrl.weights.transport import device_transports
 
 log = logging.getLogger("streamrl.hub")
@@ -55,6 +56,8 @@ ALWAYS = (
     *(f"num_installs_{source.name.lower()}" for source in InstallSource),
 )
 """Counters that are there from the start; those by reason come with the first of their kind."""
+RANKS_GIVEN_UP_S = 600.0
+"""A connection to a rank on another machine lives so long without an answer; the ranks are watched by their beats."""
 UNREAD_PER_ACTOR = 4096
 """Receive limit in messages; an actor's outbox and leases bound them long before."""
 
@@ -88,6 +91,8 @@ class HubServer:
         if self._rank_authenticator is not None:
             self._rank_authenticator.protect(self._rank_socket)
         self._rank_socket.bind(settings.rank_endpoint)
+        if rank_keys is not None:  # what these sockets accept will wait as they do
+            retry_soon(RANKS_GIVEN_UP_S)
         counters = Counter(dict.fromkeys(ALWAYS, 0))
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)

@@ -56,11 +56,13 @@ class HubLink:
         stop_requested: true once this process was told to stop; then no further batch is requested.
         stall_report_s, stall_fail_s: see the settings of the same name.
         key: shown to a hub on another machine.
+        rank_silent_s: a rank waits no shorter for the hub than the hub for a rank.
     """
 
     def __init__(
         self, endpoint: str, *, rank: int, world: int, version: int, check_hub: Callable[[], None],
         stop_requested: Callable[[], bool], stall_report_s: float, stall_fail_s: float, key: ActorKey | None = None,
+        rank_silent_s: float = 0.0,
     ) -> None:
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
@@ -72,6 +74,7 @@ class HubLink:
         self._ready = RankReady(rank, world, version)
         self._check_hub, self._stop_requested = check_hub, stop_requested
         self._stall_report_s, self._stall_fail_s = stall_report_s, stall_fail_s
+        self._hub_silent_s = max(HUB_SILENT_S, rank_silent_s)
         self._decoder = Decoder(HUB_TO_RANK, max_bytes=1 << 40)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -202,7 +205,7 @@ class HubLink:
         if not self._socket.poll(POLL_MS):
             self._check_hub()
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > (STOPPING_SILENT_S if self._stop_requested() else HUB_SILENT_S):
+            if silent_s > (STOPPING_SILENT_S if self._stop_requested() else self._hub_silent_s):
                 raise StreamrlError(
                     f"rank {self._ready.rank} has had no message of the hub for {silent_s:.0f} s: it is presumed dead"
                 )
