@@ -17,6 +17,7 @@ from learner.hub.ledger.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
 
 MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
+RETURN_WITHIN = 6  # times `dead_after_s`: leases of the run before wait no longer for their actors
 LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbeat has named by then never arrived
 
 
@@ -106,7 +107,8 @@ class ActorTable:
     def __init__(self, lifecycle: GroupLifecycle, evals: EvalTable, *, restored: bool) -> None:
         self.restored = restored  # this ledger came from a checkpoint
         self._settings, self._counts = lifecycle.settings, lifecycle.counts
-        self._grace_until: float | None = None
+        self._grace_from: float | None = None
+        self._grace_until = -math.inf
         self._lifecycle = lifecycle
         self._evals = evals
         self._actors: dict[str, Actor] = {}
@@ -134,13 +136,16 @@ class ActorTable:
         self.shares.remove(actor.actor_id)
         return [(group_id, lease.attempt) for group_id, lease in held]
 
-    def start_grace(self, now: float) -> None:
-        if self.restored and self._grace_until is None:
-            self._grace_until = now + self._settings.dead_after_s
+    def start_grace(self, now: float, *, survived_restart: bool) -> None:
+        """The first actor is back, or one more of the run before: thousands need longer than one."""
+        if self.restored and (survived_restart or self._grace_from is None):
+            self._grace_from = now if self._grace_from is None else self._grace_from
+            dead_after_s = self._settings.dead_after_s
+            self._grace_until = min(now + dead_after_s, self._grace_from + RETURN_WITHIN * dead_after_s)
 
     def in_grace(self, now: float) -> bool:
         """Whether leases of the run before still wait for their actors."""
-        return self._grace_until is not None and now < self._grace_until
+        return now < self._grace_until
 
     def lease(self, actor: Actor, record: GroupRecord, attempt: int, members: tuple[int, ...], now: float) -> None:
         """A READY group becomes this actor's."""
@@ -266,7 +271,7 @@ class Handshake(LedgerPart):
         stop = self._refuse(actor_id, hello)
         if stop is not None:
             return JoinResult(stop=stop)
-        self.actors.start_grace(now)
+        self.actors.start_grace(now, survived_restart=hello.run_id is not None)
         entry, fenced = self.dedup.open(actor_id, hello.incarnation)
         if fenced is not None:
             self.counts["num_actor_restarts"] += 1

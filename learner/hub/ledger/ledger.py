@@ -178,8 +178,8 @@ class Ledger:
     def restore(cls, state: bytes, settings: LedgerSettings, *, run_id: str, learner_epoch: int, **rest: Any) -> Self:
         """The ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
 
-        Leases that were out are READY again, at their old place; their actors have `dead_after_s` after the first HELLO
-        to come back with them before others get them. Held groups stay held, unless the settings of now refuse them:
+        Leases that were out are READY again, at their old place; others get them once no actor of the run before has
+        come back for `dead_after_s`, or `RETURN_WITHIN` times that after the first HELLO. Held groups stay held, unless the settings of now refuse them:
         `refused_on_resume` says why. Versions after the checkpoint are a dead branch. Raises CheckpointError: the bytes
         are no ledger, of another run, or of a later start of the learner.
         """

@@ -165,6 +165,30 @@ def test_leases_wait_a_moment_for_their_actors_then_go_to_others():
     assert successor.counters()["lost_on_crash"] == 2
 
 
+def test_leases_wait_while_actors_of_the_run_before_come_back_one_after_another_but_not_forever():
+    ledger, first, _ = started(dead_after_s=3.0)
+    others = [FakeActor(ledger, f"b{number}") for number in range(9)]
+    for one in others:
+        one.join()
+    state = ledger.freeze(0)
+    first.ledger = restart(ledger, state)
+    for number, one in enumerate(others):
+        one.ledger = first.ledger
+        one.join(100.0 + 2.0 * number)
+        assert one.ask(100.0 + 2.0 * number) == [], "work of an actor that may still come was given away"
+
+    result = first.join(117.0)
+
+    assert result.held == tuple((ref, True) for ref in first.leases)
+    assert first.ledger.counters()["lost_on_crash"] == 0
+    late = restart(ledger, state)
+    for number, one in enumerate(others):
+        one.ledger = late
+        one.join(100.0 + 2.0 * number)
+    assert others[0].ask(117.9) == []
+    assert len(others[0].ask(118.0)) > 0, "six times dead_after_s after the first HELLO the rest are presumed dead"
+
+
 def test_an_actor_that_returns_in_time_keeps_its_leases():
     ledger, actor, leases = started()
 
