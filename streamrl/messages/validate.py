@@ -33,7 +33,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -112,20 +112,20 @@ def _parts(group: Group) -> Iterator[list[Member]]:
 def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> Iterator[MemberSummary]:
     places = _check_lengths(group, members, limits)
     _check_vocabulary(group, members, limits)
-    mask = _mask(group, members, places)
-    _check_logprobs(group, members, limits, places, mask)
-    before = np.zeros(len(mask) + 1, dtype=np.int64)  # [N + 1] action tokens before each place
-    np.cumsum(mask, out=before[1:])
-    num_actions = np.diff(before[places]).tolist()
+    lengths = [last - first for first, last in pairwise(places)]
+    for member, length in zip(members, lengths, strict=True):
+        _check_ranges(member.mask, length, "mask", group, member)
+    _check_logprobs(group, members, limits, places)
+    num_actions = [sum([end - start for start, end in member.mask]) for member in members]
     _check_counts(group, members, limits, num_actions)
-    of_versions = _cover(group, members, [member.versions for member in members], before, places, "version")
-    _cover(group, members, [member.turns for member in members], before, places, "turn")
-    num_tokens = []
-    for member, first, last in zip(members, places, places[1:], strict=False):
+    of_versions, num_tokens = [], []
+    for member, length, wanted in zip(members, lengths, num_actions, strict=True):
+        of_versions.append(_cover(group, member, member.versions, length, wanted, "version"))
+        _cover(group, member, member.turns, length, wanted, "turn")
         _check_rewards(group, member)
-        num_later = _check_sequences(group, member, limits, before, first, last)
+        num_later = _check_sequences(group, member, limits, length)
         num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
-        num_tokens.append(num_prompt + num_later + last - first)
+        num_tokens.append(num_prompt + num_later + length)
         _check_total(group, member, limits, num_tokens[-1])
     return map(_summary, members, num_tokens, num_actions, of_versions)
 
@@ -136,10 +136,10 @@ def _summary(member: Member, num_tokens: int, num_actions: int, of_versions: Seq
         index=member.index, status=member.status, num_tokens=num_tokens, num_action_tokens=num_actions,
         reward=member.reward, scores=dict(member.scores),
         spans=tuple(
-            VersionTokens(span.learner_epoch, span.version, n)
-            for span, n in zip(member.versions, of_versions, strict=True) if n
+            [VersionTokens(span.learner_epoch, span.version, n)
+             for span, n in zip(member.versions, of_versions, strict=True) if n]
         ),
-        all_versions=tuple(dict.fromkeys(VersionRef(span.learner_epoch, span.version) for span in member.versions)),
+        all_versions=tuple(dict.fromkeys([VersionRef(span.learner_epoch, span.version) for span in member.versions])),
         cut=member.cut,
     )
 
@@ -231,33 +231,28 @@ def _named(what: str, where: str) -> Iterator[None]:
         raise ContentError(f"{what}_{error.check}", f"{where}: {error}") from None
 
 
-def _mask(group: Group, members: Sequence[Member], places: Sequence[int]) -> np.ndarray:
-    """bool [N]: which tokens are actions."""
-    mask = np.zeros(places[-1], dtype=bool)
-    for member, first, end_of_all in zip(members, places, places[1:], strict=False):
-        _check_ranges(member.mask, end_of_all - first, "mask", group, member)
-        for start, end in member.mask:
-            mask[first + start : first + end] = True
-    return mask
-
-
-def _check_logprobs(
-    group: Group, members: Sequence[Member], limits: Limits, places: Sequence[int], mask: np.ndarray
-) -> None:
+def _check_logprobs(group: Group, members: Sequence[Member], limits: Limits, places: Sequence[int]) -> None:
     logprobs = np.frombuffer(b"".join([member.logprobs for member in members]), dtype="<f4")
-    if not np.isfinite(logprobs).all():
+    if not len(logprobs):
+        return
+    highest = logprobs.max()  # both ends are NaN if there is one
+    if not (math.isfinite(highest) and math.isfinite(logprobs.min())):
         _raise_of_codec(group, members, limits)
-    if len(logprobs) and logprobs.max() > MAX_LOGPROB:
+    if highest > MAX_LOGPROB:
         at = int(logprobs.argmax())
         raise ContentError(
             "logprob_positive", f"{_token(group, members, places, at)} has the log-prob {logprobs[at]}, above 0"
         )
-    stray = (logprobs != 0.0) & ~mask
-    if stray.any():
-        at = int(stray.argmax())
-        raise ContentError(
-            "logprob_off_mask", f"{_token(group, members, places, at)} is no action but has log-prob {logprobs[at]}"
-        )
+    for member, first, last in zip(members, places, places[1:], strict=False):
+        begin = first
+        for start, end in (*member.mask, (last - first, last - first)):
+            if begin < first + start and logprobs[begin : first + start].any():
+                at = begin + int(np.flatnonzero(logprobs[begin : first + start])[0])
+                raise ContentError(
+                    "logprob_off_mask",
+                    f"{_token(group, members, places, at)} is no action but has log-prob {logprobs[at]}",
+                )
+            begin = first + end
 
 
 def _token(group: Group, members: Sequence[Member], places: Sequence[int], at: int) -> str:
@@ -294,29 +289,37 @@ def _check_ranges(
 
 
 def _cover(
-    group: Group, members: Sequence[Member], spans: Sequence[Sequence[Span | Turn]], before: np.ndarray,
-    places: Sequence[int], what: str,
-) -> list[list[int]]:
-    """Action tokens inside each of every member's spans; a member's together must be all of its own."""
-    starts, ends = [], []
-    for member, own, first, end_of_all in zip(members, spans, places, places[1:], strict=False):
-        _check_ranges([(span.start, span.end) for span in own], end_of_all - first, what, group, member)
-        starts += [first + span.start for span in own]
-        ends += [first + span.end for span in own]
-    counts = iter((before[ends] - before[starts]).tolist() if starts else [])
-    found = [list(islice(counts, len(own))) for own in spans]
-    for member, own, wanted in zip(members, found, np.diff(before[places]).tolist(), strict=True):
-        if sum(own) != wanted:
-            raise ContentError(
-                f"{what}_cover",
-                f"{_where(group, member)}: {what} spans cover {sum(own)} of {wanted} action tokens",
-            )
+    group: Group, member: Member, spans: Sequence[Span | Turn], num_tokens: int, wanted: int, what: str
+) -> list[int]:
+    """Action tokens inside each of a member's spans; together they must be all of its own."""
+    ranges = [(span.start, span.end) for span in spans]
+    _check_ranges(ranges, num_tokens, what, group, member)
+    found = _num_inside(member.mask, ranges)
+    if sum(found) != wanted:
+        raise ContentError(
+            f"{what}_cover", f"{_where(group, member)}: {what} spans cover {sum(found)} of {wanted} action tokens"
+        )
     return found
 
 
-def _check_sequences(
-    group: Group, member: Member, limits: Limits, before: np.ndarray, first: int, last: int
-) -> int:
+def _num_inside(mask: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens of `mask` inside each of `ranges`; both are sorted and disjoint."""
+    if len(mask) == 1:  # the usual case: an answer, every token of it an action
+        (first, last), = mask
+        return [max(0, (end if end < last else last) - (start if start > first else first)) for start, end in ranges]
+    counts, at = [], 0
+    for start, end in ranges:
+        while at < len(mask) and mask[at][1] <= start:
+            at += 1  # it lies before all that follow, too
+        num, later = 0, at
+        while later < len(mask) and mask[later][0] < end:
+            num += min(mask[later][1], end) - max(mask[later][0], start)
+            later += 1
+        counts.append(num)
+    return counts
+
+
+def _check_sequences(group: Group, member: Member, limits: Limits, num_tokens: int) -> int:
     """Prompt tokens of the sequences after the first."""
     if not member.sequences:
         return 0
@@ -326,9 +329,8 @@ def _check_sequences(
             "sequence_count",
             f"{_where(group, member)} consists of {num_sequences} sequences, the limit is {limits.max_sequences}",
         )
-    num_tokens = last - first
     for start, end in pairwise([0, *(one.start for one in member.sequences), num_tokens]):
-        if not (0 <= start < end <= num_tokens and before[first + end] > before[first + start]):
+        if not (0 <= start < end <= num_tokens and sum(_num_inside(member.mask, [(start, end)]))):
             raise ContentError(
                 "sequence_starts",
                 f"{_where(group, member)}: the sequence of tokens {start}..{end} must lie in the {num_tokens} tokens, "
@@ -345,22 +347,21 @@ def _check_sequences(
 
 
 def _check_rewards(group: Group, member: Member) -> None:
-    _check_number(group, member, member.reward, "reward", "the reward")
+    # The usual case is decided here, before any text is made or function called.
+    if not abs(member.reward) <= MAX_MAGNITUDE:
+        _raise_of_number(group, member, member.reward, "reward", "the reward")
     for turn in member.turns:
-        _check_number(group, member, turn.reward, "turn_reward", "the reward of turn", turn)
+        if not abs(turn.reward) <= MAX_MAGNITUDE:
+            _raise_of_number(group, member, turn.reward, "turn_reward", f"the reward of turn {turn.start}..{turn.end}")
     for name, score in member.scores.items():
         if not (name and name.isprintable()):
             raise ContentError("score_name", f"{_where(group, member)}: the score {name!r} has no printable name")
-        _check_number(group, member, score, "score", "score", name)
+        if not abs(score) <= MAX_MAGNITUDE:
+            _raise_of_number(group, member, score, "score", f"score {name!r}")
 
 
-def _check_number(
-    group: Group, member: Member, value: float, rule: str, what: str, of: Turn | str | None = None
-) -> None:
-    if abs(value) <= MAX_MAGNITUDE:
-        return  # the usual case, before any text is made
-    which = "" if of is None else f" {of!r}" if isinstance(of, str) else f" {of.start}..{of.end}"
-    where = f"{_where(group, member)}: {what}{which}"
+def _raise_of_number(group: Group, member: Member, value: float, rule: str, what: str) -> NoReturn:
+    where = f"{_where(group, member)}: {what}"
     if not math.isfinite(value):
         raise ContentError(f"{rule}_finite", f"{where} is {value}")
     raise ContentError(f"{rule}_size", f"{where} is {value:g}, beyond {MAX_MAGNITUDE:g}")
