@@ -1,9 +1,10 @@
-"""python -m bench.two_hosts [--partition-s 30] [--rate ""] [key=value ...]    two machines on one
+"""python -m bench.two_hosts [--partition-s 30] [--one-sided] [--rate ""] [key=value ...]    two machines on one
 
-Two network namespaces with a /dev/shm and directories of their own, joined by one virtual cable: the learner and an
-actor on one side, an actor on the other, keys on. The cable is pulled for a while once the other side delivers, and the
-time from its return to the other actor's HELLO is measured. `--rate` (as "20mbit") slows what leaves the learner
-by tc. Needs `unshare` with user namespaces, `ip` and `tc`.
+Two network namespaces with a host name, a /dev/shm and directories of their own, joined by one virtual cable; neither
+sees the other's run directory. Each has a learner rank (torchrun, FSDP2, gloo over the cable) and an actor, keys on;
+with `--one-sided` the whole learner is on the first. The cable is pulled for a while once the other side delivers, and
+the times from its return to the other actor's HELLO and to the next trained step are measured. `--rate` (as "20mbit")
+slows what leaves the learner by tc. Needs `unshare` with user namespaces, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from pathlib import Path
 from typing import Any
 
 LEARNER, OTHER, PORT = "10.77.0.1", "10.77.0.2", 5601
-PATIENCE_S = 180.0
+RENDEZVOUS_PORT = 29500
+STEPS_BEFORE = 5
+"""Trained before the cable is pulled."""
+WAITS_FOR_A_RANK = "learner.rank_silent_s=120"
+"""With less than the partition the group ends and starts again from its checkpoint."""
+PATIENCE_S = 300.0
 SHAPED = "tbf rate {rate} burst 64kb latency 400ms"
-NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--fork", "--kill-child"]
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "--fork", "--kill-child"]
 
 
 def missing() -> str:
@@ -43,18 +49,22 @@ def missing() -> str:
 class Hosts:
     """Inside the first namespace, which is the learner's host; makes the second."""
 
-    def __init__(self, home: Path, words: list[str]) -> None:
+    def __init__(self, home: Path, words: list[str], *, one_sided: bool) -> None:
         self.here, self.there = home / "learner", home / "other"
         self.run_dir = self.here / "run"
         for folder in (self.here, self.there):
             folder.mkdir()
-        self._words = words
+        self._words, self._one_sided = words, one_sided
         self.processes: list[subprocess.Popen[bytes]] = []
         _do("mount -t tmpfs tmpfs /dev/shm")
         _do("ip link set lo up")
+        _do("hostname learner")
         ready = self.there / "ready"
-        inside = f"mount -t tmpfs tmpfs /dev/shm; ip link set lo up; touch {ready}; exec sleep infinity"
-        self._anchor = self._start(["unshare", "--net", "--mount", "sh", "-c", inside], self.there, "anchor")
+        inside = (
+            f"hostname other; mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs {self.here}; ip link set lo up; "
+            f"touch {ready}; exec sleep infinity"
+        )
+        self._anchor = self._start(["unshare", "--net", "--mount", "--uts", "sh", "-c", inside], self.there, "anchor")
         _until(ready.exists, "the second namespace")
         _do(f"ip link add name cable type veth peer name end netns {self._anchor.pid}")
         _do(f"ip addr add {LEARNER}/24 dev cable")
@@ -69,7 +79,7 @@ class Hosts:
         return process
 
     def _enter(self, *command: str) -> list[str]:
-        return ["nsenter", f"--target={self._anchor.pid}", "--net", "--mount", f"--wd={self.there}", *command]
+        return ["nsenter", f"--target={self._anchor.pid}", "--net", "--mount", "--uts", f"--wd={self.there}", *command]
 
     def _there(self, *command: str) -> None:
         subprocess.run(self._enter(*command), check=True, timeout=30)
@@ -83,27 +93,50 @@ class Hosts:
             _do(f"tc qdisc add dev cable root {SHAPED.format(rate=rate)}")
 
     def start(self) -> None:
-        """Keys, the learner with one actor, and the other host's actor."""
+        """Keys, the learner, and an actor on each host."""
         program = [sys.executable, "-P", "-m"]
         keys = self.here / "keys"
-        for words in (["new", str(keys)], ["add", str(keys), "other"]):
+        for words in (["new", str(keys)], ["add", str(keys), "near"], ["add", str(keys), "other"]):
             command = [*program, "streamrl.cli", "keys", *words]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
         key = self.there / "other.key"
         shutil.move(keys / "actors" / "other.key", key)
-        self.learner = self._start([
-            *program, "streamrl.cli", "launch", *self._words, f"run.dir={self.run_dir}", "launch.num_actors=1",
-            f"hub.bind=tcp://{LEARNER}:{PORT}", f"hub.weights_port={PORT + 1}", f"hub.keys={keys}",
-        ], self.here, "launch")
-        self.actor = self._start(self._enter(
-            *program, "streamrl.cli", "join", f"tcp://{LEARNER}:{PORT}", f"key={key}", "actors.actor_id=other-0",
-        ), self.there, "actor")
+        join = [*program, "streamrl.cli", "join", f"tcp://{LEARNER}:{PORT}"]
+        if self._one_sided:
+            self.ranks = [self._start([*program, "streamrl.cli", "launch", *self._settings(), "launch.num_actors=0"],
+                                      self.here, "launch")]
+        else:
+            self.ranks = [self._start(["env", "GLOO_SOCKET_IFNAME=cable", *self._torchrun(0)], self.here, "rank-0"),
+                          self._start(self._enter("env", "GLOO_SOCKET_IFNAME=end", *self._torchrun(1)), self.there,
+                                      "rank-1")]
+        self.near = self._start(
+            [*join, f"key={keys / 'actors' / 'near.key'}", "actors.actor_id=near-0"], self.here, "near"
+        )
+        self.actor = self._start(self._enter(*join, f"key={key}", "actors.actor_id=other-0"), self.there, "actor")
+
+    def _torchrun(self, rank: int) -> list[str]:
+        return [
+            sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}",
+            "--nproc_per_node=1", f"--master_addr={LEARNER}", f"--master_port={RENDEZVOUS_PORT}", "-m", "learner",
+            WAITS_FOR_A_RANK, *self._settings(),
+        ]
+
+    def _settings(self) -> list[str]:
+        return [
+            *self._words, f"run.dir={self.run_dir}", f"hub.bind=tcp://{LEARNER}:{PORT}",
+            f"hub.weights_port={PORT + 1}", f"hub.keys={self.here / 'keys'}",
+        ]
 
     def status(self) -> dict[str, Any]:
         try:
             return json.loads((self.run_dir / "status.json").read_text())
         except FileNotFoundError:
             return {"actors": [], "version": -1}
+
+    def num_steps(self) -> int:
+        """Rows of trained steps; a step is trained once both ranks have applied it."""
+        metrics = self.run_dir / "metrics.jsonl"
+        return metrics.read_text().count('"policy/loss"') if metrics.exists() else 0
 
     def other(self) -> tuple[str, float] | None:
         """State and tokens per second of the other host's actor, as the hub sees it."""
@@ -115,7 +148,8 @@ class Hosts:
     def wait(self, condition: Callable[[], Any], what: str) -> float:
         """Seconds until the condition holds."""
         def look() -> Any:
-            assert self.learner.poll() is None, f"the learner ended while {what} was waited for:\n{self.logs()}"
+            ended = any(one.poll() is not None for one in self.ranks)
+            assert not ended, f"the learner ended while {what} was waited for:\n{self.logs()}"
             return condition()
 
         return _until(look, what, self.logs)
@@ -149,42 +183,65 @@ def _until(condition: Callable[[], Any], what: str, logs: Callable[[], str] = st
 
 
 def partition(
-    home: Path, words: list[str], *, partition_s: float, to_the_end: bool, rate: str
+    home: Path, words: list[str], *, partition_s: float, to_the_end: bool, rate: str, one_sided: bool
 ) -> dict[str, Any]:
     """One run with one partition; inside the namespaces.
 
     Args:
         partition_s: how long the cable is out; 0 is until the hub has given the other actor up.
     """
-    hosts = Hosts(home, words)
+    hosts = Hosts(home, words, one_sided=one_sided)
     try:
         hosts.slow(rate)
         hosts.start()
         hosts.wait(lambda: (hosts.other() or ("", 0.0))[1] > 0, "tokens from the other host")
-        before, joins = hosts.status()["version"], hosts.num_joins()
+        hosts.wait(lambda: hosts.num_steps() >= STEPS_BEFORE, "the first steps")
+        before, joins = hosts.num_steps(), hosts.num_joins()
         shm = {str(path) for path in Path("/dev/shm").iterdir()}
         hosts.cable(up=False)
         began = time.monotonic()
         noticed_s = hosts.wait(lambda: hosts.other() is None, "eviction of the actor behind the cable")
         while time.monotonic() - began < partition_s:
             time.sleep(0.05)
-        during = hosts.status()["version"] - before
+        done, evictions = hosts.num_steps(), hosts.status()["counters"]["num_evictions"]
         hosts.cable(up=True)
-        out_s = time.monotonic() - began
-        joined_s = hosts.wait(lambda: hosts.num_joins() > joins, "HELLO after the partition")
-        hosts.wait(lambda: (hosts.other() or ("", 0.0))[1] > 0, "tokens after the partition")
         found = {
-            "partition_s": round(out_s, 2), "noticed_s": round(noticed_s, 2), "joined_again_s": round(joined_s, 2),
-            "steps_meanwhile": during, "shared_memory_of_the_learner": bool(shm),
+            "learner_hosts": len(hosts.ranks), "partition_s": round(time.monotonic() - began, 2),
+            "noticed_s": round(noticed_s, 2), "steps_meanwhile": done - before, "evictions": evictions,
+            "shared_memory_of_the_learner": bool(shm), **healed(hosts, done, joins),
         }
-        if to_the_end:
-            code = hosts.learner.wait(600)
-            summary = json.loads((hosts.run_dir / "summary.json").read_text())
-            found |= {"exit": code, "eval_score_last": summary.get("eval_score_last"), "steps": summary.get("steps"),
-                      "other_exit": hosts.actor.wait(60)}
-        return {**found, "evictions": hosts.status()["counters"]["num_evictions"]}
+        return {**found, **(ended(hosts) if to_the_end else {})}
     finally:
         hosts.close()
+
+
+def healed(hosts: Hosts, done: int, joins: int) -> dict[str, float]:
+    """Seconds from the return of the cable, as from the call, until each part goes on."""
+    began, seconds = time.monotonic(), dict[str, float]()
+    waits = {
+        "trained_again_s": lambda: hosts.num_steps() > done,
+        "joined_again_s": lambda: hosts.num_joins() > joins,
+        "delivers_again_s": lambda: (hosts.other() or ("", 0.0))[1] > 0,
+    }
+
+    def look() -> bool:
+        for name, holds in waits.items():
+            if name not in seconds and holds():
+                seconds[name] = round(time.monotonic() - began, 2)
+        return len(seconds) == len(waits)
+
+    hosts.wait(look, "steps and tokens after the partition")
+    return seconds
+
+
+def ended(hosts: Hosts) -> dict[str, Any]:
+    """Exit codes of learner and actors, and what the run reached."""
+    codes = [one.wait(600) for one in hosts.ranks]
+    summary = json.loads((hosts.run_dir / "summary.json").read_text())
+    return {
+        "exits": codes, "eval_score_last": summary.get("eval_score_last"), "steps": summary.get("steps"),
+        "lag_violations": summary.get("num_lag_violations"), "actor_exits": [hosts.near.wait(60), hosts.actor.wait(60)],
+    }
 
 
 def run(words: list[str], **options: Any) -> dict[str, Any]:
@@ -199,6 +256,7 @@ def run(words: list[str], **options: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--partition-s", type=float, default=30.0)
+    parser.add_argument("--one-sided", action="store_true")
     parser.add_argument("--rate", default="")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", metavar="key=value")
@@ -211,7 +269,7 @@ def main() -> None:
     if why := missing():
         sys.exit(why)
     words = ["experiment=quickstart", *chosen.words]
-    found = run(words, partition_s=chosen.partition_s, to_the_end=True, rate=chosen.rate)
+    found = run(words, partition_s=chosen.partition_s, to_the_end=True, rate=chosen.rate, one_sided=chosen.one_sided)
     print(json.dumps(found, indent=1))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import select
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from streamrl.messages import TO_HUB
 from streamrl.messages.codec import Decoder, encode
 
 ACK_S = 0.02
+PIPE_BATCH, PIPE_STEP_S = 2_000, 0.2
 _FORK = multiprocessing.get_context("spawn")
 
 
@@ -108,45 +108,77 @@ def _answer_one(dealer: zmq.Socket, frame: bytes) -> None:
 
 
 def pull(endpoint: str, path: Path) -> None:
-    """The far end of the pipe: notes the number of every message that it has read."""
+    """The far end of the pipe: notes the number of every message that it has read, and trains after each batch."""
     socket = zmq.Context().socket(zmq.PULL)
     socket.bind(endpoint)
     with open(path, "ab", buffering=0) as file:
         while True:
-            file.write(socket.recv()[:8])
+            for _ in range(PIPE_BATCH):
+                file.write(socket.recv()[:8])
+            time.sleep(PIPE_STEP_S)
+
+
+class Pipe:
+    """Senders with the limits that ZeroMQ has by itself, and a reader that can be killed."""
+
+    def __init__(self, folder: Path, num_senders: int) -> None:
+        self._endpoint, self.path = f"tcp://127.0.0.1:{_free_port()}", folder / "read"
+        self.path.touch()
+        self.context = zmq.Context()
+        self._senders = [self.context.socket(zmq.PUSH) for _ in range(num_senders)]
+        self._poller = zmq.Poller()
+        for one in self._senders:
+            one.connect(self._endpoint)
+            self._poller.register(one, zmq.POLLOUT)
+        self.start_reader()
+
+    def start_reader(self) -> None:
+        self.reader = _FORK.Process(target=pull, args=(self._endpoint, self.path))
+        self.reader.start()
+
+    def send(self, first: int, last: int, *, until_full: bool) -> int:
+        """Send these numbers, or as many as the pipe takes; returns the first that was not sent."""
+        payload = bytes(8192)
+        while first < last:
+            ready = self._poller.poll(20 if until_full else 10_000)
+            if not ready and until_full and self.path.stat().st_size:
+                return first
+            for sender, _ in ready:
+                if first < last:
+                    sender.send(first.to_bytes(8, "little") + payload)
+                    first += 1
+        return first
+
+    def num_read(self) -> int:
+        """Different messages that a reader has noted, once nothing more comes."""
+        still_at, size = time.monotonic(), -1
+        while time.monotonic() - still_at < 2.0:
+            if self.path.stat().st_size != size:
+                still_at, size = time.monotonic(), self.path.stat().st_size
+            time.sleep(0.02)
+        return len(set(np.fromfile(self.path, "<u8").tolist()))
 
 
 def pipe_losses(num_senders: int, num_messages: int, num_kills: int) -> dict[str, float]:
-    """Messages sent, read and lost by PUSH/PULL when the reader is killed so often on the way."""
+    """Messages sent, read and lost by PUSH/PULL when the reader is killed so often, each time while the pipe is full.
+
+    Full: the reader trains, its queue and the senders' are at their limits, and no sender may send.
+    """
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
-        endpoint, path = f"tcp://127.0.0.1:{_free_port()}", Path(folder) / "read"
-        path.touch()
-        context = zmq.Context()
-        senders = [context.socket(zmq.PUSH) for _ in range(num_senders)]
-        for one in senders:
-            one.connect(endpoint)
-        reader = _FORK.Process(target=pull, args=(endpoint, path))
-        reader.start()
-        kills = {num_messages * (at + 1) // (num_kills + 1) for at in range(num_kills)}
-        payload = bytes(8192)
-        for number in range(num_messages):
-            senders[number % num_senders].send(number.to_bytes(8, "little") + payload)
-            if number in kills:
-                assert reader.pid is not None
-                os.kill(reader.pid, signal.SIGKILL)
-                reader.join()
-                reader = _FORK.Process(target=pull, args=(endpoint, path))
-                reader.start()
-        still_at, size = time.monotonic(), -1
-        while time.monotonic() - still_at < 2.0:  # until nothing more comes
-            if path.stat().st_size != size:
-                still_at, size = time.monotonic(), path.stat().st_size
-            time.sleep(0.02)
-        reader.kill()
-        reader.join()
-        context.destroy(linger=0)
-        num_read = len(set(np.fromfile(path, "<u8").tolist()))
-        return {"sent": num_messages, "read": num_read, "lost": num_messages - num_read, "kills": num_kills}
+        pipe, sent, kills = Pipe(Path(folder), num_senders), 0, 0
+        for _ in range(num_kills):
+            sent = pipe.send(sent, num_messages, until_full=True)
+            assert sent < num_messages, f"{num_messages} messages did not fill the pipe"
+            pipe.reader.kill()
+            pipe.reader.join()
+            kills += 1
+            pipe.start_reader()
+        pipe.send(sent, num_messages, until_full=False)
+        num_read = pipe.num_read()
+        pipe.reader.kill()
+        pipe.reader.join()
+        pipe.context.destroy(linger=0)
+        return {"sent": num_messages, "read": num_read, "lost": num_messages - num_read, "kills": kills}
 
 
 def _free_port() -> int:

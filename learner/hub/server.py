@@ -47,6 +47,8 @@ log = logging.getLogger("streamrl.hub")
 
 POLL_MS = 20
 TICK_S = 0.1
+TICK_SHARE = 0.1
+"""Of the loop's time at most: with thousands of actors, ticks are rarer."""
 MAX_DRAINED = 256
 NO_ACTOR_S = 10.0
 """A hub with weights and without actors says so this often."""
@@ -134,11 +136,7 @@ class HubServer:
             if self._rank_socket in ready:
                 self._drain_ranks(now)
             if tick:
-                self._actors.tick(now)
-                self.broadcast.tick(now)
-                self._ranks.watch(now)
-                self._control.serve()
-                next_tick = now + TICK_S
+                next_tick = self._tick(now)
             if ready or tick:
                 self._ranks.serve(now)
                 self._actors.grant(now)
@@ -152,6 +150,16 @@ class HubServer:
                 )
                 write_status(self.context, now)
                 self._check_keys(now)
+
+    def _tick(self, now: float) -> float:
+        """What looks at every actor; returns when to do so again."""
+        began = time.monotonic()
+        self._actors.tick(now)
+        self.broadcast.tick(now)
+        self._ranks.watch(now)
+        self._control.serve()
+        ended = time.monotonic()
+        return max(now + TICK_S, ended + (ended - began) / TICK_SHARE)
 
     def _warn_without_actors(self, now: float) -> None:
         """Again and again, for as long as no actor is there."""

@@ -179,9 +179,9 @@ class Ledger:
         """The ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
 
         Leases that were out are READY again, at their old place; others get them once no actor of the run before has
-        come back for `dead_after_s`, or `RETURN_WITHIN` times that after the first HELLO. Held groups stay held, unless the settings of now refuse them:
-        `refused_on_resume` says why. Versions after the checkpoint are a dead branch. Raises CheckpointError: the bytes
-        are no ledger, of another run, or of a later start of the learner.
+        come back for `dead_after_s`, or `RETURN_WITHIN` times that after the first HELLO. Held groups stay held, unless
+        the settings of now refuse them: `refused_on_resume` says why. Versions after the checkpoint are a dead branch.
+        Raises CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
         """
         loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
         rest |= {"version": loaded.version, "lineage": cut_lineage(loaded.lineage, loaded.version)}
