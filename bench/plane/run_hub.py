@@ -46,6 +46,8 @@ class Sizes:
     """Mean duration of a group, drawn log-normal with `sigma`; 0 answers at once."""
     sigma: float = 0.0
     install_s: float = 0.0
+    durable: bool = False
+    """Actors keep what was accepted until a checkpoint has it, as in a run with checkpoints."""
     words: tuple[str, ...] = ()
     """Settings of the run in place of those that load the hub most."""
     num_ranks: int = 1
@@ -71,7 +73,8 @@ class Plane:
             "experiment=quickstart", f"rollout.num_prompts_per_step={sizes.groups_per_batch}",
             f"rollout.num_responses_per_prompt={sizes.group_size}", f"staleness.eta={sizes.eta}",
             f"staleness.num_lookahead_groups={4 * sizes.num_actors + 4096}", "trainer.num_steps=1000000",
-            "samples.num_per_step=0", "checkpoint.every_steps=0", "publish.probe_every=0", "filter.zero_std=false",
+            "samples.num_per_step=0", f"checkpoint.every_steps={int(sizes.durable)}",
+            "publish.probe_every=0", "filter.zero_std=false",
             f"rollout.train.sampling.max_new_tokens={sizes.num_tokens}", "rollout.max_prompt_tokens=64",
             f"learner.max_tokens_per_device={2 * sizes.num_tokens}",
         ]
@@ -156,6 +159,9 @@ class Plane:
             behind = self.version - self._published
             if behind >= self.sizes.eta // 2 or (behind and now - self._published_at > PUBLISH_S):
                 self.publish()
+                if self.sizes.durable:
+                    self.link.freeze(self.version)
+                    self.link.saved(self.version)
         return num, last - began
 
     def train_slowly(self, seconds: float, step_s: float) -> tuple[int, Counter[int]]:
