@@ -156,7 +156,7 @@ class Hosts:
 
     def logs(self) -> str:
         paths = [*self.here.glob("*.log"), *self.there.glob("*.log"), *self.run_dir.glob("logs/*.log")]
-        ends = ["\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in paths]
+        ends = ["\n".join(path.read_text(errors="replace").splitlines()[-60:]) for path in paths]
         return "\n".join(f"--- {path}\n{end}" for path, end in zip(paths, ends, strict=True))
 
     def close(self) -> None:
