@@ -18,7 +18,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from learner.model.warm_start import Dialogue, Progress, warm_start
+from learner.model.warm_start import Dialogue, Progress, save_model, warm_start
 from streamrl.environment import HasTarget, HasTargetTurns, Record, Task
 from streamrl.errors import ConfigError, TaskError
 
@@ -67,7 +67,7 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(out_dir)
+    save_model(model, out_dir)
     _tokenizer(vocabulary, max_positions).save_pretrained(out_dir)
     return Path(out_dir)
 

@@ -69,10 +69,16 @@ def warm_start(
         result = WarmStart(steps, error_steps, loss, trainer.exact_match())
     finally:
         torch.set_num_threads(threads_before)
-    model.save_pretrained(model_dir)
+    save_model(model, model_dir)
     progress(f"warm start: done after {steps} steps and {error_steps} with injected errors, exact match "
              f"{result.exact_match:.2f}")
     return result
+
+
+def save_model(model: Any, out_dir: Path | str) -> None:
+    """`save_pretrained`, which would write nothing on any rank but the first: each machine has a copy of its own."""
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(out_dir)
 
 
 class WarmStartTrainer:

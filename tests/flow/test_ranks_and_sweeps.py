@@ -43,8 +43,9 @@ def test_a_learner_on_two_machines_that_share_no_directory(harness: RunHarness):
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1",
             "--master_addr=127.0.0.1", f"--master_port={port}", "-m", "learner",
         ]
-        words = harness.words("trainer.num_steps=4", "checkpoint.every_steps=2", f"run.dir={harness.path}/run-{rank}")
-        words.remove(f"run.dir={harness.run_dir}")
+        words = [one for one in harness.words("trainer.num_steps=4", "checkpoint.every_steps=2")
+                 if not one.startswith(("run.dir=", "policy.tiny.cache_dir="))]
+        words += [f"run.dir={harness.path}/run-{rank}", f"policy.tiny.cache_dir={harness.path}/models-{rank}"]
         ranks.append(harness.start(f"learner-{rank}", [*torchrun, *words]))
     harness.run_dir = harness.path / "run-0"
     actor = harness.actor("a0")
