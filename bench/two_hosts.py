@@ -79,7 +79,7 @@ class Hosts:
         return process
 
     def _enter(self, *command: str) -> list[str]:
-        return ["nsenter", f"--target={self._anchor.pid}", "--net", "--mount", "--uts", f"--wd={self.there}", *command]
+        return ["nsenter", f"--target={self._anchor.pid}", "--net", "--mount", "--uts", f"--wdns={self.there}", *command]
 
     def _there(self, *command: str) -> None:
         subprocess.run(self._enter(*command), check=True, timeout=30)

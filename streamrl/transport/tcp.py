@@ -1,7 +1,7 @@
 """TCP connections that go on soon after a network that was cut is back.
 
 TCP waits twice as long before each further attempt: after 30 s without a network the next one may be 20 s away. Sockets
-of ZeroMQ can connect anew, those of a process group cannot. Linux 6.15 lets a socket bound that wait.
+of ZeroMQ can connect again, those of a process group cannot. Linux 6.15 lets a socket bound that wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RETRY_MS = 1000
 
 
 def retry_soon(give_up_s: float) -> int:
-    """Let every TCP socket of this process, whoever made it, try again each second, and give up after `give_up_s`.
+    """Let every TCP socket of this process, those of libraries too, try each second and give up after `give_up_s`.
 
     What a listening socket accepts later inherits both. Returns how many sockets were changed: 0 on an older Linux.
     """
