@@ -79,7 +79,8 @@ class Hosts:
         return process
 
     def _enter(self, *command: str) -> list[str]:
-        return ["nsenter", f"--target={self._anchor.pid}", "--net", "--mount", "--uts", f"--wdns={self.there}", *command]
+        spaces = ["--net", "--mount", "--uts", f"--wdns={self.there}"]
+        return ["nsenter", f"--target={self._anchor.pid}", *spaces, *command]
 
     def _there(self, *command: str) -> None:
         subprocess.run(self._enter(*command), check=True, timeout=30)
