@@ -26,7 +26,7 @@ LEARNER, OTHER, PORT = "10.77.0.1", "10.77.0.2", 5601
 RENDEZVOUS_PORT = 29500
 STEPS_BEFORE = 5
 """Trained before the cable is pulled."""
-WAITS_FOR_A_RANK = "learner.rank_silent_s=120"
+WAITS_FOR_A_RANK = "learner.rank_silent_s=35"
 """With less than the partition the group ends and starts again from its checkpoint."""
 PATIENCE_S = 300.0
 SHAPED = "tbf rate {rate} burst 64kb latency 400ms"

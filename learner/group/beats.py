@@ -106,7 +106,7 @@ class RankBeats:
         while not closing:
             beat = self._next()
             if self._key is not None:  # ranks on several machines, perhaps with new connections
-                retry_soon(self._ranks.timeout_s)
+                retry_soon(self._silent_s)
             closing = beat.closing
             try:
                 dealer.send(encode(beat), zmq.NOBLOCK)

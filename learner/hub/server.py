@@ -58,8 +58,6 @@ ALWAYS = (
     *(f"num_installs_{source.name.lower()}" for source in InstallSource),
 )
 """Counters that are there from the start; those by reason come with the first of their kind."""
-RANKS_GIVEN_UP_S = 600.0
-"""A connection to a rank on another machine lives so long without an answer; the ranks are watched by their beats."""
 UNREAD_PER_ACTOR = 4096
 """Receive limit in messages; an actor's outbox and leases bound them long before."""
 
@@ -94,7 +92,7 @@ class HubServer:
             self._rank_authenticator.protect(self._rank_socket)
         self._rank_socket.bind(settings.rank_endpoint)
         if rank_keys is not None:  # what these sockets accept will wait as they do
-            retry_soon(RANKS_GIVEN_UP_S)
+            retry_soon(settings.rank_silent_s)
         counters = Counter(dict.fromkeys(ALWAYS, 0))
         send = Outbound(self._actor_socket, self._rank_socket, counters)
         self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
