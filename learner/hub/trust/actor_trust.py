@@ -79,6 +79,7 @@ class ActorTrust:
 
     def __init__(self, settings: TrustConfig, tolerance: float, notify: Callable[[str], None]) -> None:
         self._limit, self._audits = settings.outlier_errors, settings.outlier_errors > 0 or settings.audit_share > 0
+        self._audits_asked = settings.audit_share > 0
         self._tolerance, self._notify = tolerance, notify
         self._records: dict[str, ActorRecord] = {}
         self._baselines: dict[tuple[str, int], float] = {}
@@ -171,10 +172,13 @@ class ActorTrust:
                 f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
 
     def _disagreements(self) -> dict[str, str]:
-        """Actors that audits speak against; none where that is most of several: then it is the learner, or all."""
+        """Actors that audits speak against; none where that is most of them: then it is the learner, or all.
+
+        A lone actor is shut out only by audits that were asked for: the run ends without it.
+        """
         audited = [record for record in self._records.values() if record.agreement[0] >= NUM_LEAST_TOKENS]
         found = {name: cause for name, record in self._records.items() if (cause := self._disagreement(record))}
-        if len(audited) < 2 or 2 * len(found) <= len(audited):
+        if 2 * len(found) <= len(audited) or (len(audited) < 2 and self._audits_asked):
             return found
         if not self._told_most:
             self._told_most = True

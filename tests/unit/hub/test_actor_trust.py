@@ -159,7 +159,13 @@ def test_an_audit_needs_no_other_actor():
     assert name == "a" and "by 0.5 nats in the mean of" in cause and "publish.probe_tolerance" in cause
     assert Table("a").steps(5, Agreement("a", 0, 500, 0.09)) == [], "within the tolerance"
     assert Table("a", outlier_errors=0.0).steps(5, Agreement("a", 0, 500, 0.5)) == [], "nothing is asked for"
-    assert len(Table("a").steps(5, Agreement("a", 0, 500, math.nan))) == 1, "a NaN is far, too"
+    assert len(Table("a", audit_share=0.5).steps(5, Agreement("a", 0, 500, math.nan))) == 1, "a NaN is far, too"
+
+
+def test_a_lone_actor_is_only_warned_of_where_no_audit_was_asked_for():
+    table = Table("a")
+    assert table.steps(5, Agreement("a", 0, 500, 0.5)) == []
+    assert len(table.told) == 1 and table.told[0].startswith("audits disagree with 1 of 1 actors, so none is shut out")
 
 
 def test_where_most_of_the_actors_disagree_it_is_not_theirs():
@@ -167,19 +173,19 @@ def test_where_most_of_the_actors_disagree_it_is_not_theirs():
     most = [Agreement(name, 0, 500, 0.5 if name != "c" else 0.0) for name in "abc"]
     assert table.steps(2 * NUM_LOOKS, *most) == []
     assert len(table.told) == 1 and table.told[0].startswith("audits disagree with 2 of 3 actors, so none is shut out")
-    assert [name for name, _ in Table("a", "b").steps(NUM_LOOKS, *most[1:])] == ["b"]
+    assert [name for name, _ in Table("b", "c").steps(NUM_LOOKS, *most[1:])] == ["b"]
 
 
 def test_draws_count_where_the_engine_draws_by_seed():
     drawn = Agreement("a", 0, 500, 0.0, 500, 40)
-    ((_, cause),) = Table("a").steps(NUM_LOOKS, drawn)
+    ((_, cause),) = Table("a", audit_share=0.5).steps(NUM_LOOKS, drawn)
     assert cause.startswith("8% of 1500 audited tokens are not what their seeds draw")
     assert Table("a", engine="vllm").steps(5, drawn) == []
     assert Table("a").steps(5, Agreement("a", 0, 500, 0.0, 500, 20)) == []
 
 
 def test_a_new_process_may_try_once_more():
-    table = Table("a")
+    table = Table("a", audit_share=0.5)
     far = Agreement("a", 0, 500, 0.5)
     assert len(table.steps(NUM_LOOKS, far)) == 1
     assert table.trust.refusal("a", 1).startswith("a was shut out because its log-probs")
@@ -252,7 +258,7 @@ def test_a_group_that_two_actors_share_is_generated_again_whole():
 
 
 def test_the_actor_is_told_why_and_only_a_new_process_is_let_in_again(tmp_path):
-    with LiveHub(tmp_path, config_of()) as hub:
+    with LiveHub(tmp_path, config_of("trust.audit_share=0.5")) as hub:
         hub.publish(0, tiny_model(tmp_path / "model"))
         peer = hub.connect()
         peer.join("a1")
