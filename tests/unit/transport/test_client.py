@@ -37,6 +37,27 @@ def test_an_actor_without_an_answer_says_so_again_and_again(monkeypatch, caplog)
     assert said[0].startswith(f"no answer from {endpoint} for ") and "is the address right" in said[0]
 
 
+@pytest.mark.timeout(60)
+def test_close_ends_the_thread_with_and_without_a_hub():
+    """A socket left open would keep the thread waiting for the end of its context."""
+    hub = zmq.Context.instance().socket(zmq.ROUTER)
+    hub.linger = 0
+
+    async def play(port: int) -> bool:
+        client = HubClient(f"tcp://127.0.0.1:{port}", make_link())
+        client.start()
+        if port != 1:
+            assert await asyncio.to_thread(hub.poll, 20_000), "no HELLO came"
+        client.close()
+        return client._thread.is_alive()
+
+    try:
+        assert not asyncio.run(play(hub.bind_to_random_port("tcp://127.0.0.1")))
+        assert not asyncio.run(play(1))
+    finally:
+        hub.close()
+
+
 class FakeNetwork:
     """Forwards connections to a port, until `breaks`: those that are open then carry nothing more, and stay open."""
 
