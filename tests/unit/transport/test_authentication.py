@@ -149,9 +149,9 @@ def test_an_actor_is_told_why_it_gets_no_connection(tmp_path, keys, model_dir, c
     unknown = ActorKey("box", key_of(other, "box").pair, keys.hub().public)
     with LiveHub(tmp_path, with_keys(keys)) as hub, caplog.at_level(logging.WARNING):
         hub.publish(0, model_dir)
-        for key, told in ((None, "streamrl keys add"), (unknown, "streamrl keys list")):
-            asyncio.run(refused(hub.server.endpoint, key, lambda told=told: told in caplog.text))
-        assert "connections refused because their keys are not allowed" in caplog.text  # on the hub's side
+        at_hub = "connections refused because their keys are not allowed"
+        for key, told in ((None, ["streamrl keys add"]), (unknown, ["streamrl keys list", at_hub])):
+            asyncio.run(refused(hub.server.endpoint, key, lambda told=told: all(one in caplog.text for one in told)))
 
 
 async def refused(endpoint: str, key: ActorKey | None, until) -> None:
