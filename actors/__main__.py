@@ -17,6 +17,7 @@ import zmq
 
 from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
+from streamrl.collector import uncollected
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
@@ -38,16 +39,17 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 
 async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
-    from actors.engines.registry import engine_factory, wire_name
-    from actors.runtime import build_runtime, default_actor_id, max_leases, pick_device, weight_source
-    from actors.worker import Worker
-    from streamrl.transport.client import HubClient
-    from streamrl.transport.keys import read_actor_key
-    from streamrl.transport.session import ActorSession
-    from streamrl.weights.gpu.cuda_memory import device_id
+    with uncollected():
+        from actors.engines.registry import engine_factory, wire_name
+        from actors.runtime import build_runtime, default_actor_id, max_leases, pick_device, weight_source
+        from actors.worker import Worker
+        from streamrl.transport.client import HubClient
+        from streamrl.transport.keys import read_actor_key
+        from streamrl.transport.session import ActorSession
+        from streamrl.weights.gpu.cuda_memory import device_id
 
-    local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
-    engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
+        local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
+        engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
     key = read_actor_key(local.actors.key) if local.actors.key else None
     source, device_weights = weight_source(local, zmq.Context(), key=key)
     # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.

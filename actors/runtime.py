@@ -7,6 +7,7 @@ weight transports, task and sampling from the learner's settings; local `key=val
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -135,6 +136,7 @@ class RuntimeHandle:
         """The runtime, or whatever error building raised. Cancelling this does not stop the thread: see `close`."""
         assert self._building is not None
         self.runtime = await asyncio.shield(self._building)
+        gc.freeze()  # the model and its libraries: collections while sequences run would look at them again and again
         return self.runtime
 
     async def close(self) -> bool:

@@ -6,7 +6,6 @@ The only finite process of a run: owns the version number, the leases (in its hu
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import logging
 import os
@@ -15,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.collector import uncollected
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
@@ -70,12 +70,9 @@ def stand_by() -> bool:
 
 
 def load_libraries() -> None:
-    """Import them without the collector of garbage, which would look at all their objects again and again."""
-    gc.disable()
-    for name in ("learner.finish", "learner.loop", "learner.setup"):
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    with uncollected():
+        for name in ("learner.finish", "learner.loop", "learner.setup"):
+            importlib.import_module(name)
 
 
 def check_only(words: list[str]) -> int:

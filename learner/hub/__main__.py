@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -32,6 +33,7 @@ def main() -> int:
     except StreamrlError as error:
         logging.getLogger("streamrl.hub").error("%s", error)
         return 2
+    gc.freeze()  # libraries, which collections need not look at
     try:
         hub.run(lambda: bool(parent_gone))
     finally:
