@@ -14,13 +14,14 @@ from learner.hub.server import HubServer
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
 from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of
+from tests.unit.hub.broadcast_harness import until
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_before_the_first_version_the_run_is_starting(tmp_path):
-    with LiveHub(tmp_path, config_of("trainer.num_steps=7")) as hub:
-        hub.link.refresh_status()  # one more turn of the loop: the first has written the file
+    with LiveHub(tmp_path, config_of("trainer.num_steps=7")):
+        until((tmp_path / "status.json").exists)
         status = json.loads((tmp_path / "status.json").read_text())
 
     assert (status["state"], status["version"], status["total_steps"], status["actors"]) == ("starting", 0, 7, [])
