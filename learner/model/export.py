@@ -86,6 +86,10 @@ def _replacing(folder: Path) -> Iterator[Path]:
     draft = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     draft.mkdir(parents=True)
     yield draft
+    files = [path for path in draft.iterdir() if path.is_file()]
+    usual = next(path for path in files if path.suffix == ".json").stat().st_mode
+    for path in files:
+        path.chmod(usual)  # safetensors 0.8 lets only the user read the weights, whatever the umask
     old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     if folder.exists():
         os.replace(folder, old)

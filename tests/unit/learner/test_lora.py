@@ -157,8 +157,11 @@ def test_merged_exported_and_read_by_peft_it_is_the_same_model(tmp_path, tied):
     with torch.no_grad():
         torch.testing.assert_close(by_peft(ids).logits, ours(ids).logits, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-2)
-    names = {path.name for path in (tmp_path / "run").rglob("*")}
-    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= names
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= {path.name for path in files}
+    plain_file = tmp_path / "plain"
+    plain_file.touch()
+    assert {path.stat().st_mode for path in files} == {plain_file.stat().st_mode}, "readable by whom the umask says"
 
 
 def test_what_is_published_gives_the_trained_policy(model):
