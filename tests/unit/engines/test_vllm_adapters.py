@@ -63,6 +63,14 @@ async def across_an_install(harness) -> list:
     return [*await asyncio.gather(*jobs), *await asyncio.gather(*map(engine.generate, late))]
 
 
+async def score_beside_sequences(harness) -> tuple[list, list[float]]:
+    """Three sequences, and what a prompt scored while they ran."""
+    jobs = [asyncio.ensure_future(harness.engine.generate(request(prompt_of(5, i), 60, seed=i))) for i in range(3)]
+    await harness.under_way(20)
+    scores = await harness.engine.score(prompt_of(9), start=1, temperature=1.0)
+    return list(await asyncio.gather(*jobs)), scores
+
+
 @pytest.mark.timeout(300)  # the engine starts twice
 def test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_back_with_it(path):
     harness = AdapterHarness(path, "continue")
@@ -70,6 +78,9 @@ def test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_bac
     try:
         assert isinstance(engine, AdapterVllmEngine) and isinstance(engine, TakesAdapters)
         harness.run(start(engine))
+        done, scores = harness.run(score_beside_sequences(harness))
+        assert [len(one.token_ids) for one in done] == [60] * 3
+        assert_equal(scores, truth_logprobs(old, prompt_of(9)[:1], prompt_of(9)[1:]))
         *running, fresh, asked = harness.run(across_an_install(harness))
         for i, done in enumerate(running):
             assert [span.ref for span in done.spans] == [V1, V2]
@@ -125,9 +136,10 @@ def test_with_finish_running_sequences_keep_their_adapter_while_others_use_the_n
 
 
 def test_the_room_is_for_the_rank_and_for_as_many_versions_as_serve_at_once():
-    adapter = AdapterSpec(("a",), 12, 1.0)
+    adapter = AdapterSpec(("layers.0.a", "layers.1.a", "layers.0.b"), 12, 1.0)
 
     assert lora_arguments(adapter, pinning=False)["max_lora_rank"] == 16
+    assert lora_arguments(adapter, pinning=False)["lora_target_modules"] == ["a", "b"]
     assert lora_arguments(adapter, pinning=False)["max_loras"] == 1 < lora_arguments(adapter, pinning=True)["max_loras"]
     with pytest.raises(EngineError, match="up to rank 512"):
         lora_arguments(AdapterSpec(("a",), 1000, 1.0), pinning=False)
