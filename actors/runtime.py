@@ -136,7 +136,7 @@ class RuntimeHandle:
         """The runtime, or whatever error building raised. Cancelling this does not stop the thread: see `close`."""
         assert self._building is not None
         self.runtime = await asyncio.shield(self._building)
-        gc.freeze()  # the model and its libraries: collections while sequences run would look at them again and again
+        gc.freeze()  # the model and its libraries: every full collection while sequences run would scan them
         return self.runtime
 
     async def close(self) -> bool:

@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage looks again and again at all that lives; this keeps out of it what stays."""
+"""Exclude long-lived objects (libraries, models) from cyclic garbage collection, which would scan them repeatedly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Around what makes many objects that stay, such as imports: no collection inside, and none looks at them later.
+    """Disable collection inside and freeze what exists at the end, for imports and other long-lived allocations.
 
-    Garbage that exists at the end is kept too.
+    Garbage that exists at the end is kept too. The collector's previous state is restored.
     """
     was_on = gc.isenabled()
     gc.disable()

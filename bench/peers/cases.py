@@ -84,7 +84,7 @@ CASES = {
     "quickstart": Case("quickstart", "tiny", _letters, "letters", 16, 8, 12, 64, 3e-4, 60, 5, 128, (1, 2)),
     "sums": Case("sums", "models/smollm2-135m", _sum, "number", 8, 8, 8, 96, 2e-5, 10, 2, 64),
     "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 4, 1, 8),
-    # At a rate that learns nothing: answers would change their lengths, and not in the same way at every lag.
+    # A learning rate of practically 0: training changes answer lengths, and differently at each lag.
     "length_tail": Case("length_tail", "models/smollm2-135m", _count, "letters", 8, 8, 64, 96, 1e-9, 6, 2, 16, ()),
 }
 

@@ -33,7 +33,7 @@ def main() -> int:
     except StreamrlError as error:
         logging.getLogger("streamrl.hub").error("%s", error)
         return 2
-    gc.freeze()  # libraries, which collections need not look at
+    gc.freeze()  # libraries: no collection needs to scan them
     try:
         hub.run(lambda: bool(parent_gone))
     finally:

@@ -89,7 +89,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     files = [path for path in draft.iterdir() if path.is_file()]
     usual = next(path for path in files if path.suffix == ".json").stat().st_mode
     for path in files:
-        path.chmod(usual)  # safetensors 0.8 lets only the user read the weights, whatever the umask
+        path.chmod(usual)  # safetensors 0.8 writes mode 0600 and ignores the umask
     old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     if folder.exists():
         os.replace(folder, old)

@@ -163,6 +163,6 @@ class HandshakeMonitor:
                 "asks for none: is it the right address, and does hub.keys name the directory that this key is from?")
 
     def close(self) -> None:
-        """Before the watched socket is closed. Both ends of the monitor, or the end of the context waits for ours."""
+        """Close both ends of the monitor, before the watched socket; an open one blocks `Context.term`."""
         self._watched.disable_monitor()
         self.socket.close(0)

@@ -1,4 +1,4 @@
-"""What is made inside is not looked at again, and collections go on afterwards."""
+"""Objects allocated inside are frozen, and collection resumes afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from streamrl.collector import uncollected
 
 
-def test_what_was_made_inside_is_frozen_and_the_collector_goes_on():
+def test_what_was_made_inside_is_frozen_and_collection_resumes():
     gc.unfreeze()
     try:
         with uncollected():
@@ -38,7 +38,7 @@ def test_an_error_inside_leaves_the_collector_on_and_one_that_was_off_stays_off(
 
 
 @pytest.mark.timeout(120)
-def test_an_actor_has_its_libraries_out_of_the_collectors_sight():
+def test_an_actor_freezes_its_libraries():
     """Before it knows a hub: it fails at a key that does not exist, after its imports."""
     program = (
         "import gc, sys, actors.__main__ as actor\n"

@@ -161,7 +161,7 @@ def test_merged_exported_and_read_by_peft_it_is_the_same_model(tmp_path, tied):
     assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= {path.name for path in files}
     plain_file = tmp_path / "plain"
     plain_file.touch()
-    assert {path.stat().st_mode for path in files} == {plain_file.stat().st_mode}, "readable by whom the umask says"
+    assert {path.stat().st_mode for path in files} == {plain_file.stat().st_mode}, "the mode follows the umask"
 
 
 def test_what_is_published_gives_the_trained_policy(model):
