@@ -60,7 +60,7 @@ def lora_arguments(adapter: AdapterSpec, *, pinning: bool) -> dict[str, Any]:
     return {
         "enable_lora": True, "max_lora_rank": rank, "max_loras": slots,
         "max_cpu_loras": KEPT_VERSIONS if pinning else 1, "load_format": "auto",
-        # Excludes the output layer: once it is wrapped, vLLM 0.32 on a CPU crashes on prompt log-probs while others run.
+        # Without the output layer: once it is wrapped, vLLM 0.32 on a CPU crashes on prompt log-probs in a batch.
         "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapter.layers}),
     }
 
