@@ -1,8 +1,10 @@
 """Which correction keeps learning alive on stale data, in the real system? See docs/staleness.md.
 
-Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--max-cells N] [--table] [--publish]
+Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
 
 Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
+The lag of a cell does not depend on the machine's speed: several processes can run at once, each with seeds and a
+folder of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few short cells: checks that it runs")
     parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness-real/full (or quick)")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only the cells of these seeds")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
@@ -33,12 +36,12 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.out or ROOT / "runs" / "staleness-real" / ("quick" if arguments.quick else "full")
     folder = folder.resolve()
     if not (arguments.table or arguments.publish):
-        run_all(folder, quick=arguments.quick, max_cells=arguments.max_cells)
+        run_all(folder, quick=arguments.quick, max_cells=arguments.max_cells, seeds=arguments.seeds)
     return write_table(folder, publish=arguments.publish)
 
 
-def run_all(folder: Path, *, quick: bool, max_cells: int | None) -> None:
-    """Every cell that has no valid line yet."""
+def run_all(folder: Path, *, quick: bool, max_cells: int | None, seeds: Sequence[int] | None = None) -> None:
+    """Every cell, or every one of these seeds, that has no valid line yet."""
     from bench.environment import environment_stamp
     from bench.staleness_real.cells import Cell, all_cells, ordered
     from bench.staleness_real.run_cell import append, finished, run_cell
@@ -54,7 +57,8 @@ def run_all(folder: Path, *, quick: bool, max_cells: int | None) -> None:
         for one in results:
             cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"])
             tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
-        waiting = ordered((one for one in all_cells(quick=quick) if tries.get(one, 0) < NUM_TRIES),
+        cells = (one for one in all_cells(quick=quick) if seeds is None or one.seed in seeds)
+        waiting = ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES),
                           [one for one in results if one["valid"]])
         if not waiting:
             return
