@@ -37,6 +37,7 @@ class Case:
         micro_batch: samples of one forward and backward pass of the peer; ours packs tokens.
         peer_threads: thread counts that the peer is tried with; with a real model two are faster than one by far.
             Without one, ours is compared with ours of `staleness.eta=0`.
+        words: further settings of ours.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Case:
     num_dropped_steps: int
     micro_batch: int
     peer_threads: tuple[int, ...] = (2,)
+    words: tuple[str, ...] = ()
 
 
 def _letters(random_: random.Random) -> tuple[str, str]:
@@ -72,12 +74,15 @@ def _long_sum(random_: random.Random) -> tuple[str, str]:
     return "\n".join([*lines, question]), answer
 
 
-def _count(random_: random.Random) -> tuple[str, str]:
-    """A chat turn whose answer may be two tokens or sixty: batches have a tail of long answers."""
-    largest = random_.choice([2, 2, 3, 3, 4, 5, 6, 20])
-    question = f"Count from 1 to {largest}. Write the numbers only, with a space between them."
-    chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    return chat, " ".join(map(str, range(1, largest + 1)))
+def _copy(random_: random.Random) -> tuple[str, str]:
+    """Words to be repeated, two to five of them or forty: most answers have about 4 tokens, a few the limit of 64."""
+    lists = [[random_.choice(WORDS) for _ in range(length)] for length in (3, 2, 5, 2, random_.choice(LENGTHS))]
+    *shown, asked = (" ".join(words) for words in lists)
+    return "\n".join([*(f"{words} = {words}" for words in shown), f"{asked} ="]), asked
+
+
+WORDS = "red blue green apple stone river cloud horse table music paper window garden silver winter summer".split()
+LENGTHS = (2, 2, 2, 3, 3, 4, 5, 40)
 
 
 CASES = {
@@ -85,7 +90,8 @@ CASES = {
     "sums": Case("sums", "models/smollm2-135m", _sum, "number", 8, 8, 8, 96, 2e-5, 10, 2, 64),
     "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 4, 1, 8),
     # A learning rate of practically 0: training changes answer lengths, and differently at each lag.
-    "length_tail": Case("length_tail", "models/smollm2-135m", _count, "letters", 8, 8, 64, 96, 1e-9, 6, 2, 16, ()),
+    "length_tail": Case("length_tail", "models/smollm2-135m", _copy, "letters", 8, 8, 64, 160, 1e-9, 12, 2, 16, (),
+                        (r'rollout.train.sampling.stop=["\n"]',)),
 }
 
 

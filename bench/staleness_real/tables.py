@@ -20,9 +20,9 @@ def tables(results: Sequence[Result]) -> str:
     return "\n\n".join([
         "# Learning at a forced lag in the real system: the numbers",
         f"`python -m bench.staleness_real`: {len(valid)} runs, at most {len(seeds)} seeds in a cell, "
-        f"{wall / 3600:.1f} hours. {len(results) - len(valid)} more runs were left out: their mean lag with a full "
-        f"lead was not within {SLACK} below the forced one. Mean ± standard deviation over seeds, in brackets how "
-        "many.",
+        f"{wall / 3600:.1f} hours one after the other. {len(results) - len(valid)} more runs were left out: their mean "
+        f"lag with a full lead was not within {SLACK} below the forced one. Mean ± standard deviation over seeds, in "
+        "brackets how many.",
         "## Every arm at its best rate",
         "The rate with the largest mean area under the curve, chosen for each lag. *Area*: mean score of the run's "
         "evaluations, 0 to 100 steps. *Kept*: the end at the lag as a share of the arm's own end at lag 0. There every "

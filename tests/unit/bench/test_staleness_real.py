@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from bench.staleness_real.__main__ import write_table
+from bench.staleness_real.__main__ import run_all, write_table
 from bench.staleness_real.cells import ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
 from bench.staleness_real.pace import Pacer
 from bench.staleness_real.run_cell import append, area, finished
@@ -42,6 +42,20 @@ def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
     known = [result(rate=3e-4, area=0.3), result(rate=1e-4, area=0.7), result(rate=1e-3, area=0.1)]
     later = [cell for cell in ordered(cells, known) if cell.seed != SEEDS[0] and (cell.arm, cell.lag) == ("clip", ETA)]
     assert [cell.rate for cell in later] == [1e-4] * 4 + [3e-4] * 4 + [1e-3] * 4
+
+
+def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
+    ran = []
+
+    def run(cell, folder):
+        ran.append(cell)
+        return result(cell.arm, cell.lag, cell.rate, cell.seed) | {"settled_lag": float(cell.lag)}
+
+    monkeypatch.setattr("bench.staleness_real.run_cell.run_cell", run)
+    append(result(seed=2, rate=RATES[0]), tmp_path / "results.jsonl")
+    run_all(tmp_path, quick=False, max_cells=None, seeds=[2, 5])
+    assert {cell.seed for cell in ran} == {2, 5}
+    assert len(ran) == sum(cell.seed in (2, 5) for cell in all_cells()) - 1
 
 
 def test_the_pacer_holds_a_step_back_until_the_lead_is_full(tmp_path):
