@@ -17,10 +17,10 @@ import zmq
 
 from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
-from streamrl.collector import uncollected
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
+from streamrl.process_memory import uncollected
 from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")

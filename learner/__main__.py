@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.collector import uncollected
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent
+from streamrl.process_memory import uncollected
 from streamrl.run_dirs import choose_run_dir, note_start, numbered_run_dir
 
 if TYPE_CHECKING:

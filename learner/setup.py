@@ -58,6 +58,7 @@ from streamrl.config.schema import Config, SkipZeroAdvantage
 from streamrl.config.schema_system import BesideTraining
 from streamrl.environment import DrivesGeneration, Task
 from streamrl.messages import Base
+from streamrl.process_memory import keep_freed_memory
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
@@ -70,8 +71,10 @@ def start_ranks(config: Config) -> Ranks:
     """Join the other learner processes, if there are any."""
     ranks = Ranks.start(config.run.device, timeout_s=config.learner.rank_timeout_s)
     limit_gpu_memory(config.learner.gpu_memory_share, ranks.device)
-    if config.run.num_threads and ranks.device.type == "cpu":
-        torch.set_num_threads(config.run.num_threads)
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
+        if config.run.num_threads:
+            torch.set_num_threads(config.run.num_threads)
     return ranks
 
 

@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.extension", "streamrl.gpus"),
     ("streamrl.messages",),
     ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch",
-     "streamrl.collector", "streamrl.processes", "streamrl.architectures"),
+     "streamrl.process_memory", "streamrl.processes", "streamrl.architectures"),
     ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),
     ("envs",),
     ("actors", "learner"),

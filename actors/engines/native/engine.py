@@ -39,6 +39,7 @@ from actors.engines.native.stopping import StopMatcher, decoder
 from actors.engines.native.weight_sets import WeightSets
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from streamrl.process_memory import keep_freed_memory
 
 log = logging.getLogger("streamrl.actor")
 
@@ -117,7 +118,9 @@ class NativeEngine:
 
     @classmethod
     def from_spec(cls, spec: EngineSpec) -> NativeEngine:
-        if spec.memory_share is not None and spec.device != "cpu":
+        if spec.device == "cpu":
+            keep_freed_memory()
+        elif spec.memory_share is not None:
             torch.cuda.set_per_process_memory_fraction(spec.memory_share, torch.device(spec.device))
         model = build_model(spec.model_dir, dtype=spec.dtype, device=spec.device)
         return cls(

@@ -1,7 +1,8 @@
 """From hidden states to log-probs and entropies, holding the logits of a chunk of tokens at a time.
 
 A vocabulary of 150,000 makes the logits of 4,096 tokens 2.4 GB in float32, and autograd would keep them. Here they
-exist `chunk_tokens` rows at a time, in the forward pass and, computed again, in the backward pass.
+exist `chunk_tokens` rows at a time, in the forward pass and, computed again, in the backward pass. The last rows are
+not computed again: they are kept, and the backward pass begins with them, so that they add nothing to its peak.
 
 Legend: M scored tokens, H hidden size, V vocabulary.
 """
@@ -70,7 +71,7 @@ def mass_below(
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Keeps hidden states, weights, and three numbers per token for the backward pass."""
+    """Keeps hidden states, weights, three numbers per token and the logits of one chunk for the backward pass."""
 
     @staticmethod
     def forward(
@@ -81,6 +82,7 @@ class _ScoreTokens(torch.autograd.Function):
         inverse = temperatures.to(wide).reciprocal()
         logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        logits = None
         for part in _parts(len(targets), chunk):
             logits = _logits(hidden[part], weight, bias, rule, inverse[part])
             highest = logits.amax(-1, keepdim=True)
@@ -92,6 +94,7 @@ class _ScoreTokens(torch.autograd.Function):
             entropy[part] = log_sums[part] - torch.linalg.vecdot(powers, logits) / total
         ctx.save_for_backward(hidden, weight, bias, targets, inverse, log_sums, entropy)
         ctx.chunk, ctx.rule = chunk, rule
+        ctx.kept = logits if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -105,8 +108,10 @@ class _ScoreTokens(torch.autograd.Function):
         to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
         to_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wants_bias else None
         chosen = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
-        for part in _parts(len(targets), ctx.chunk):
-            log_p = _logits(hidden[part], weight, bias, ctx.rule, inverse[part])
+        kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward pass computes it again
+        for part in reversed(_parts(len(targets), ctx.chunk)):
+            log_p = _logits(hidden[part], weight, bias, ctx.rule, inverse[part]) if kept is None else kept
+            kept = None
             logits = None if ctx.rule.cap is None else log_p / inverse[part, None]
             log_p = log_p.sub_(log_sums[part, None])
             spread = None if to_entropy is None else to_entropy[part]

@@ -111,6 +111,28 @@ def test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made():
     assert sizes and max(sizes) <= max(chunk * big_v, H * big_v)
 
 
+@pytest.mark.parametrize(("chunk", "products"), [(200, 1), (64, 4 + 3), (1000, 1)])
+def test_the_logits_of_the_last_chunk_are_computed_once(chunk, products):
+    hidden, weight = torch.randn(200, H, requires_grad=True), torch.randn(500, H, requires_grad=True)
+    targets, ones = torch.zeros(200, dtype=torch.int64), torch.ones(200)
+    found: list[int] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and out.shape[1] == 500:
+                found.append(out.shape[0])
+            return out
+
+    with Spy():
+        total = sum(part.sum() for part in score_tokens(hidden, weight, targets, ones, chunk_tokens=chunk))
+        first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+        assert len(found) == products
+        again = torch.autograd.grad(total, (hidden, weight))
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_half_precision_inputs_are_summed_in_float32():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(4, 2048, generator=generator).bfloat16()
