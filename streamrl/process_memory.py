@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3)
 
 
 @contextmanager
@@ -45,4 +45,6 @@ def keep_freed_memory() -> bool:
         libc.gnu_get_libc_version  # noqa: B018 - other libraries of this name have no such settings
     except (OSError, AttributeError):
         return False
-    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))  # -1: never
+    # The arenas of other threads, such as an engine's, return memory to the system whatever the threshold.
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
+    return all(libc.mallopt(name, value) for name, value in settings)

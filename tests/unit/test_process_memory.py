@@ -57,14 +57,23 @@ def test_an_actor_freezes_its_libraries():
 
 FAULTS = """
 import resource
+import threading
 from streamrl.process_memory import keep_freed_memory
 was_set = {call}
-block = b"x" * (64 << 20)
-del block
+
+
+def allocate(times):
+    for _ in range(times):
+        for size in (64, 12):
+            block = b"x" * (size << 20)
+            del block
+
+
+allocate(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    block = b"x" * (64 << 20)
-    del block
+thread = threading.Thread(target=allocate, args=(4,))
+thread.start()
+thread.join()
 print(was_set, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -82,7 +91,7 @@ def page_faults(call: str, **environment: str) -> tuple[str, int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left as they are")
 @pytest.mark.timeout(120)
 def test_freed_blocks_are_reused_without_page_faults_unless_the_user_has_set_the_allocator():
-    pages = 4 * (64 << 20) // resource.getpagesize()
+    pages = 4 * (76 << 20) // resource.getpagesize()
     assert page_faults("None")[1] > pages // 2  # what the C library does by itself
     was_set, count = page_faults("keep_freed_memory()")
     assert was_set == "True" and count < pages // 100

@@ -108,6 +108,32 @@ def test_a_token_of_probability_zero_is_never_drawn(number):
     assert logprobs[0].item() == pytest.approx(math.log(0.5))
 
 
+@pytest.mark.parametrize("vocab", [513, 1024, 3000])
+def test_a_large_vocabulary_is_inverted_as_one_cumulative_sum(vocab):
+    logits = 3 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[:, torch.rand(vocab, generator=torch.Generator().manual_seed(1)) < 0.3] = -math.inf
+    logits[:, 512:600] = -math.inf  # the end of a block, or all of the last one
+    count = 20_000
+    drawn, _ = draw(logits.expand(count, -1), SamplingPlan([Sampling()] * count), numbers(count))
+    cumulative = torch.softmax(logits[0].double(), -1).cumsum(0).numpy()
+    below = np.concatenate([[0.0], cumulative[:-1]])
+    own = numbers(count) * cumulative[-1]
+    # Float32 sums of a block and of its ids differ by rounding, which may move a draw across a boundary.
+    assert np.all(below[drawn] - 1e-6 <= own) and np.all(own <= cumulative[drawn] + 1e-6)
+    assert torch.isfinite(logits[0, drawn]).all()
+    reference = np.searchsorted(cumulative, own, side="right")
+    assert np.mean(drawn.numpy() != reference) < 1e-3
+
+
+@pytest.mark.parametrize("likely", [0, 511, 512, 1500, 2047, 2500])
+@pytest.mark.parametrize("number", [0.0, 0.5, np.nextafter(1.0, 0.0)])
+def test_the_only_possible_token_of_a_large_vocabulary_is_drawn(likely, number):
+    logits = torch.full((1, 2501), -math.inf)
+    logits[0, likely] = 4.0
+    tokens, logprobs = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
+    assert tokens.tolist() == [likely] and logprobs.tolist() == [0.0]
+
+
 def test_top_p_keeps_the_token_that_crosses_the_line():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     kept = processed_logprobs(logits, SamplingPlan([Sampling(top_p=0.6)])).exp()
