@@ -91,7 +91,7 @@ CASES = {
     "long_prompt": Case("long_prompt", "models/smollm2-135m", _long_sum, "number", 4, 8, 32, 512, 2e-5, 4, 1, 8),
     # A learning rate of practically 0: training changes answer lengths, and differently at each lag.
     "length_tail": Case("length_tail", "models/smollm2-135m", _copy, "letters", 8, 8, 64, 160, 1e-9, 12, 2, 16, (),
-                        (r'rollout.train.sampling.stop=["\n"]',)),
+                        ('rollout.train.sampling.stop=["\n"]',)),
 }
 
 
