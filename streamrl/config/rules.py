@@ -122,8 +122,14 @@ def _check_ranges(config: Config) -> None:
     for message in out_of_range(config):
         raise ConfigError(message)
     for split in ("train", "test"):
-        top_k = getattr(config.rollout, split).sampling.top_k
-        _need(top_k in (None, -1) or top_k > 0, f"rollout.{split}.sampling.top_k={top_k} must be -1 (off) or positive")
+        sampling, name = getattr(config.rollout, split).sampling, f"rollout.{split}.sampling"
+        top_k = sampling.top_k
+        _need(top_k in (None, -1) or top_k > 0, f"{name}.top_k={top_k} must be -1 (off) or positive")
+        _need(
+            not {r"\n", r"\n\n", r"\t"}.intersection(sampling.stop or ()),
+            f"{name}.stop={sampling.stop} is a backslash and a letter, which would end no answer. For a new line write "
+            f"$'{name}.stop=[\"\\n\"]' in a shell, with the $, or \"\\n\" in double quotes in a YAML file",
+        )
     accuracy = config.filter.accuracy_range
     _need(
         accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["hub.bind=tcp://0.0.0.0:5000"], "open to the network"),
         (["policy.tiny.enabled=false"], "policy.model_path is not set"),
         (["rollout.train.sampling.temperature=0"], "is greedy"),
+        ([r'rollout.test.sampling.stop=["\n"]'], "is a backslash and a letter, which would end no answer"),
         (["trainer.num_steps=0"], "must be greater than 0"),
         (["publish.delta_max_ratio=2"], "publish.delta_max_ratio=2.0 must be in [0, 1]: a larger delta"),
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0.0 must be in (0, 1]"),
@@ -80,6 +82,14 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
 def test_impossible_settings_say_what_is_wrong(words, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config([QUICK, *words])
+
+
+def test_the_advice_for_a_stop_string_of_a_new_line_is_right():
+    with pytest.raises(ConfigError) as caught:
+        load_config([QUICK, r'rollout.train.sampling.stop=["\n"]'])
+    advice = re.search(r"\$'.*?'", str(caught.value))[0]
+    word = subprocess.run(["bash", "-c", f"printf %s {advice}"], capture_output=True, text=True, check=True).stdout
+    assert load_config([QUICK, word]).rollout.train.sampling.stop == ["\n"]
 
 
 @pytest.mark.parametrize(
