@@ -31,8 +31,8 @@ def uncollected() -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """For models on a CPU: freed tensors stay with the process, which reuses their pages in the next step.
 
-    glibc returns large blocks to the system at once, and the next step pays a page fault for each 4 KiB of them again:
-    some 200,000 for a step of a model of 135 million parameters. The price is that the process keeps its peak.
+    glibc returns large blocks to the system at once, and the next step has a page fault for each 4 KiB of them again:
+    some 200,000 in a step of a model of 135 million parameters. In return the process keeps its peak.
     A MALLOC_ variable or GLIBC_TUNABLES of the user wins; other C libraries are left as they are.
 
     Returns:
