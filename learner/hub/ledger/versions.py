@@ -75,7 +75,7 @@ def cut_lineage(lineage: Sequence[Lineage], version: int) -> tuple[Lineage, ...]
 
 
 class LagBounds:
-    """The lag rule as it is now, and every question of lead and age: the ledger's only door to `lag_rule`."""
+    """The current lag rule, and what the ledger asks of lead and age; its only use of `lag_rule`."""
 
     def __init__(self, settings: LedgerSettings, groups: GroupTable, versions: Versions) -> None:
         self.rule = settings.lag
