@@ -29,7 +29,7 @@ def tables(results: Mapping[str, Any]) -> str:
     lags = sorted({record["lag"] for record in parts["A"]})
     seeds = len({record["seed"] for record in parts["A"]})
     head = [
-        "# Learning under staleness: the numbers",
+        "# Staleness, simulated: the numbers",
         f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds on {results['workers']} processes, "
         f"{_wall(results)}. {seeds} seeds, {results['num_steps']} updates, learning rate {results['lr']:g}. Mean ± "
         f"standard deviation over seeds; chance is {CHANCE:.2f}. What it means: "

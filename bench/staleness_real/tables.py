@@ -18,7 +18,7 @@ def tables(results: Sequence[Result]) -> str:
     seeds = {one["seed"] for one in valid}
     wall = sum(one["wall_s"] for one in results)
     return "\n\n".join([
-        "# Learning at a forced lag in the real system: the numbers",
+        "# Staleness, in real runs: the numbers",
         f"`python -m bench.staleness_real`: {len(valid)} runs, at most {len(seeds)} seeds in a cell, "
         f"{wall / 3600:.1f} hours one after the other. {len(results) - len(valid)} more runs were left out: their mean "
         f"lag with a full lead was not within {SLACK} below the forced one. Mean ± standard deviation over seeds, in "

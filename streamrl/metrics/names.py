@@ -274,7 +274,7 @@ def _only_with(metric: Metric) -> str:
 def markdown_page() -> str:
     """The page `docs/metrics.md`."""
     parts = [
-        "# Metrics\n",
+        "# All metrics\n",
         "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This",
         "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`. Start with",
         "[five of them](watch.md).\n",

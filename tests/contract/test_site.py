@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.metrics.names import METRICS
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
+        # Without --quiet: it raises the logger's level above WARNING, and --strict then counts no warning.
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,6 +41,27 @@ def test_no_page_loads_anything_from_another_host(site):
     loads = re.compile(rf"<(?:script|img|iframe)[^>]+src={other_host}|<link[^>]+stylesheet[^>]+href={other_host}")
     found = {str(page.relative_to(site)) for page in site.rglob("*.html") if loads.search(page.read_text())}
     assert found == set()
+
+
+def nav_leaves(entries: list) -> list:
+    """What the navigation lists: "page.md", or {"a title of its own": "page.md"}."""
+    sections = [one for one in entries if isinstance(one, dict) and isinstance(next(iter(one.values())), list)]
+    inside = [leaf for one in sections for leaf in nav_leaves(next(iter(one.values())))]
+    return [one for one in entries if one not in sections] + inside
+
+
+def test_a_page_has_the_name_of_its_heading_in_the_navigation_and_in_links():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert [leaf for leaf in nav_leaves(nav) if not isinstance(leaf, str)] == [], "a title that the heading repeats"
+
+    wrong = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for name, target in re.findall(r"\[([A-Z][^\]]+)\]\(([^)#:]+\.md)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            heading = path.read_text().partition("\n")[0].removeprefix("# ")
+            if path.is_relative_to(ROOT / "docs") and heading.lower() != " ".join(name.lower().split()):
+                wrong.append(f"{page.relative_to(ROOT)}: [{name}]({target}) has the heading {heading!r}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_metric_that_a_page_names_is_measured():
