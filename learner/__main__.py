@@ -51,7 +51,8 @@ def main() -> int:
     start_log(f"learner{rank or ''}", level=level)
     prepare_allocator()
     try:
-        return learn(load_config(words), words, launched=launched)
+        told = log.debug if launched else log.info  # the launcher has said it
+        return learn(load_config(words, notify=told), words, launched=launched)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1

@@ -372,7 +372,7 @@ def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
     Raises:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
-    config = load_config(overrides)
+    config = load_config(overrides, notify=print)
     if config.run.dir is not None or config.checkpoint.resume:
         choose_run_dir(config)  # refused before anything that takes time; no directory is made
     for line in eval_notes(config):

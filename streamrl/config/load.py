@@ -10,9 +10,10 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
+FORM = ("apply_chat_template", "system_prompt", "chat_template")
+"""Of `data`: how a prompt reads, which fits the task that an experiment set it for."""
 
 
 ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml composes over it by this name
@@ -56,8 +59,10 @@ def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
     return OmegaConf.create(dict(values))
 
 
-def load_config(overrides: Sequence[str] = ()) -> Config:
+def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Config:
     """Compose configs/ with `key=value` overrides; a word that ends in .yaml is a settings file, below them.
+
+    `notify` gets a sentence on what was left out of the experiment because the overrides name another task.
 
     Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
     """
@@ -69,7 +74,11 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides=hydra_overrides(overrides))
-            return to_config(_with_overrides_first(composed, overrides, _task_of_experiment(overrides)))
+            experiment = _experiment(overrides)
+            composed = _with_overrides_first(composed, overrides, experiment.get("env", {}))
+            if dropped := _drop_form(composed, experiment, _given(overrides)):
+                notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
+            return to_config(composed)
     except HydraException as error:
         _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
@@ -121,7 +130,7 @@ def _quoted(word: str) -> str:
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
     """The composed config without what an override replaces by another setting: a model, a task, a task's options."""
     # `task` is the section `env` below the overrides.
-    given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    given = _given(overrides)
     policy, env = composed.policy, composed.env
     if "policy.tiny.enabled" not in given and "policy.model_path" in given and policy.model_path is not None:
         policy.tiny.enabled = False
@@ -129,9 +138,7 @@ def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: 
         policy.model_path = None
     if "env.path" not in given and "env.name" in given:
         env.path = None
-    before = {"name": EnvConfig().name, "path": None, **task}
-    is_another_task = any(f"env.{key}" in given and env[key] != before[key] for key in ("name", "path"))
-    if is_another_task or "env.options" in given:
+    if _names_other_task(env, task, given) or "env.options" in given:
         own = {key.split(".")[2] for key in given if key.startswith("env.options.")}
         if "env.options" in given:
             own |= set(_parse(f"env.options={given['env.options']}").value())
@@ -157,11 +164,43 @@ def _drop_other_records(composed: DictConfig, given: set[str]) -> None:
         env.path = None
 
 
-def _task_of_experiment(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The section `env` of the experiment that is asked for."""
+def _drop_form(composed: DictConfig, experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """Set the form of prompts and answers that the experiment gives its own task back to the defaults, as `key=value`.
+
+    A stop text, such as the end of a line, leaves nothing of an answer that begins otherwise; and the longest answer is
+    that of the form.
+    """
+    if "data.path" not in given and not _names_other_task(composed.env, experiment.get("env", {}), given):
+        return []
+    keys = [f"data.{key}" for key in experiment.get("data", {}) if key in FORM]
+    for split in ("rollout.train.sampling", "rollout.test.sampling"):
+        sampling = OmegaConf.select(experiment, split, default={})
+        keys += [f"{split}.{key}" for key in ("stop", "max_new_tokens") if "stop" in sampling and key in sampling]
+    defaults, dropped = OmegaConf.structured(Config), []
+    for key in keys:
+        if not any(f"{key}.".startswith(f"{one}.") for one in given):
+            value = OmegaConf.select(experiment, key)
+            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            dropped.append(f"{key}={json.dumps(value)}")
+            OmegaConf.update(composed, key, OmegaConf.select(defaults, key))
+    return dropped
+
+
+def _names_other_task(env: Any, before: Mapping[str, Any], given: Mapping[str, str]) -> bool:
+    """Whether overrides replace the task that the section `env` names without them."""
+    own = {"name": EnvConfig().name, "path": None, **before}
+    return any(f"env.{key}" in given and env[key] != own[key] for key in ("name", "path"))
+
+
+def _given(overrides: Sequence[str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+
+
+def _experiment(overrides: Sequence[str]) -> DictConfig:
+    """The experiment that is asked for, as its file has it."""
     names = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     file = CONFIGS / "experiment" / f"{names[-1] if names else None}.yaml"
-    return OmegaConf.create(file.read_text()).get("env", {}) if file.is_file() else {}
+    return OmegaConf.create(file.read_text() if file.is_file() else "{}")
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -11,7 +11,7 @@ import pytest
 from streamrl.config.aliases import ALIASES, COMMON, FULL_NAMES
 from streamrl.config.load import from_plain, load_config, open_mappings, setting_names, settings, to_plain
 from streamrl.config.rules import max_lag
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, SamplingConfig
 from streamrl.errors import ConfigError
 from streamrl.run_dirs import choose_run_dir
 
@@ -179,6 +179,31 @@ def test_the_options_of_an_experiment_are_those_of_its_task(words, options):
     words = ["experiment=smollm2", *words]
     assert load_config(words).env.options == options
     assert from_plain(to_plain(load_config(words[:1])), words[1:]).env.options == options
+
+
+@pytest.mark.parametrize("task", ["env.name=reasoning_gym.letter_counting", "env.path=my_task.py", "data.path=my.jsonl"])
+def test_the_form_that_an_experiment_gives_its_task_is_dropped_with_it(task: str):
+    """`stop: ["\\n"]` and 8 tokens leave a model that answers in sentences nothing but blank answers."""
+    words, told = ["experiment=smollm2", task], []
+    before, other = load_config(words[:1]), load_config(words, notify=told.append)
+
+    assert before.rollout.train.sampling.stop == ["\n"] and not before.data.apply_chat_template
+    assert other.data.apply_chat_template and other.rollout.train.sampling == SamplingConfig()
+    assert other.rollout.test.sampling.temperature == 0  # greedy whatever the task
+    assert len(told) == 1
+    for setting in ("data.apply_chat_template=false", 'rollout.train.sampling.stop=["\\n"]', "max_new_tokens=8"):
+        assert setting in told[0]
+    kept = ["rollout.train.sampling={max_new_tokens: 5}", "data.apply_chat_template=false"]
+    mine = load_config([*words, *kept], notify=told.append)
+    assert (mine.rollout.train.sampling.max_new_tokens, mine.data.apply_chat_template) == (5, False)
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml")))
+def test_no_experiment_loses_its_form_to_its_own_task(experiment: str):
+    told: list[str] = []
+    own = load_config([f"experiment={experiment}"], notify=told.append)
+    again = load_config([f"experiment={experiment}", f"env.name={own.env.name}"], notify=told.append)
+    assert told == [] and again == own
 
 
 def test_a_task_named_on_the_command_line_replaces_the_file_below_it():
