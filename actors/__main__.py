@@ -41,7 +41,14 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
     with uncollected():
         from actors.engines.registry import engine_factory, wire_name
-        from actors.runtime import build_runtime, default_actor_id, max_leases, pick_device, weight_source
+        from actors.runtime import (
+            build_runtime,
+            default_actor_id,
+            has_processes,
+            max_leases,
+            pick_device,
+            weight_source,
+        )
         from actors.worker import Worker
         from streamrl.transport.client import HubClient
         from streamrl.transport.keys import read_actor_key
@@ -63,7 +70,10 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     client = HubClient(endpoint, session, key)
     if device_weights is not None:
         device_weights.report = client.report_nccl
-    worker = Worker(client, lambda welcome: build_runtime(welcome, overrides, source, device_weights))
+    worker = Worker(
+        client, lambda welcome: build_runtime(welcome, overrides, source, device_weights),
+        has_processes=lambda welcome: has_processes(welcome, overrides),
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
@@ -79,6 +89,8 @@ def main() -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0 if words else 2
+    for number in (signal.SIGINT, signal.SIGTERM):  # until there is a loop: it has nothing to hand back yet
+        signal.signal(number, signal.SIG_DFL)
     parent_watch.end_with_parent()
     start_log("actor")
     try:

@@ -118,17 +118,24 @@ class ActorRuntime:
 
 
 class RuntimeHandle:
-    """One runtime, from the thread that builds it until it is closed; `runtime` is None until it is built."""
+    """One runtime, from the thread that builds it until it is closed; `runtime` is None until it is built.
 
-    def __init__(self, build: Callable[[Welcome], ActorRuntime]) -> None:
+    `has_processes`: whether the engine starts processes, which would be left behind if it were not waited for.
+    """
+
+    def __init__(
+        self, build: Callable[[Welcome], ActorRuntime], has_processes: Callable[[Welcome], bool] = lambda _: True
+    ) -> None:
         self.runtime: ActorRuntime | None = None
-        self._build = build
+        self._build, self._has_processes = build, has_processes
+        self._patience_s = BUILD_DEADLINE_S
         self._building: asyncio.Future[ActorRuntime] | None = None
 
     def begin(self, welcome: Welcome) -> bool:
         """Build in a thread, which may take minutes; False if that was begun before."""
         if self._building is not None:
             return False
+        self._patience_s = BUILD_DEADLINE_S if self._has_processes(welcome) else 0.0
         self._building = asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
         return True
 
@@ -140,13 +147,15 @@ class RuntimeHandle:
         return self.runtime
 
     async def close(self) -> bool:
-        """Close the runtime, also one that a thread is still building: it may hold processes that only it can end.
+        """Close the runtime, also one that a thread is still building if it may hold processes that only it can end.
 
         False if something hangs: this process must then end, because re-executed it would leave them running.
         """
         if self._building is None:
             return True
-        await asyncio.wait({self._building}, timeout=BUILD_DEADLINE_S)
+        await asyncio.wait({self._building}, timeout=self._patience_s)
+        if not self._building.done() and not self._patience_s:
+            return True
         try:
             if not self._building.done():
                 raise TimeoutError
@@ -156,6 +165,11 @@ class RuntimeHandle:
             log.error("the engine does not close: it is left to the end of the process")
             return False
         return True
+
+
+def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
+    """Whether the engine of these settings may start processes; those of the project that do not are known."""
+    return from_plain(json.loads(welcome.task), list(overrides)).actors.engine not in ("native", "scripted")
 
 
 def weight_source(

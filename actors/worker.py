@@ -55,10 +55,10 @@ class Worker:
 
     def __init__(
         self, client: HubClient, build: Callable[[Welcome], ActorRuntime], *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, has_processes: Callable[[Welcome], bool] = lambda _: True,
     ) -> None:
         self.client = client
-        self._handle = RuntimeHandle(build)
+        self._handle = RuntimeHandle(build, has_processes)
         self._leases = RunningLeases(client.send_group, clock)
         self._clock, self._activity = clock, Activity(clock())
         self._updater: WeightUpdater | None = None

@@ -124,9 +124,9 @@ def learn(config: Config, words: list[str], *, launched: bool) -> int:
     finally:
         tear_down(run)
     if not completed and run.ranks.rank == 0:
-        kept = [word for word in words if not word.startswith(("run.dir=", "checkpoint.resume="))]
-        log.info("stopped at version %d; go on with:  streamrl learner %s", run.version,
-                 shlex.join([*kept, f"run.dir={run_dir}", "checkpoint.resume=true"]))
+        # A launcher says how to go on; two commands would be one too many.
+        go_on = "" if launched else f"; go on with:  streamrl resume {shlex.quote(str(run_dir))}"
+        log.info("stopped at version %d%s", run.version, go_on)
     return 0
 
 

@@ -68,6 +68,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
     template_text(config.data.chat_template)
+    _check_template(config, notify)
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     checked_eval_sets(config, notify=notify)
@@ -94,6 +95,23 @@ def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda 
         except TaskError as error:
             raise TaskError(f"{one.setting}: {error}") from error
     return found
+
+
+def _check_template(config: Config, notify: Callable[[str], None]) -> None:
+    """Tell that a model which is to be asked in its chat template has none."""
+    data, path = config.data, config.policy.model_path
+    asked = data.apply_chat_template and data.chat_template is None
+    if asked and path is not None and not config.policy.tiny.enabled and not has_chat_template(Path(path)):
+        notify("the tokenizer has no chat template: contents are joined by line breaks; "
+               "data.apply_chat_template=false says that this is meant")
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether one of the files in which a tokenizer keeps its chat template has one."""
+    settings = model_dir / "tokenizer_config.json"
+    written = json.loads(settings.read_text()).get("chat_template") if settings.exists() else None
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    return bool(written) or any((model_dir / name).exists() for name in named)
 
 
 def template_text(given: str | None) -> str | None:

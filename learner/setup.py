@@ -198,6 +198,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         eval_sets=sets, shares_prompts=networks.shares_prompts,
     )
     hub.meanwhile, run.audit.redraws = run.poll, not isinstance(task.env(), DrivesGeneration)
+    hub.dropped = samples.dropped
     if rank_zero:
         _finish_rank_zero(run, past)
     return run

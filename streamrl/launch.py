@@ -27,7 +27,7 @@ import zmq
 from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
-from streamrl.config.rules import sampling_differences
+from streamrl.config.rules import sampling_note
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError, StreamrlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
@@ -38,9 +38,9 @@ from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import NOTICE, child_environment, program
 from streamrl.report.live.view import LiveView
 from streamrl.report.pages import write_pages
-from streamrl.run_dirs import choose_run_dir, note_start
+from streamrl.run_dirs import RUNS, choose_run_dir, note_start
 from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
-from streamrl.supervise.child import Child
+from streamrl.supervise.child import Child, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
 from streamrl.supervise.stopped import StoppedProcesses
 from streamrl.transport.control import ControlServer, ask, is_running, note, remove_stale
@@ -97,6 +97,7 @@ class Launcher:
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
         self._stopped = StoppedProcesses(config.learner.rank_silent_s)
         self._endpoint: str | None = None
+        self._openmp = openmp_environment(num_threads(config), len(os.sched_getaffinity(0)), os.environ)
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         self._began = False
         self._old_summary = self._written_at("summary.json")
@@ -118,12 +119,12 @@ class Launcher:
                 done.set()
                 viewer.join(timeout=5)
         if interrupts.count:
-            print(f"\nStopped. Resume with:\n  streamrl launch {self._resume()}", flush=True)
+            print(f"\nStopped. Resume with:\n  {self._resume()}", flush=True)
             return EXIT_INTERRUPTED
         if code != 0:
             print(f"\n{printable_lines(self._why_it_failed(code))}", file=sys.stderr)
             if (self.run_dir / "LATEST").exists():
-                print(f"Go on from its newest checkpoint with:\n  streamrl launch {self._resume()}", file=sys.stderr)
+                print(f"Go on from its newest checkpoint with:\n  {self._resume()}", file=sys.stderr)
         return code
 
     @contextmanager
@@ -154,9 +155,9 @@ class Launcher:
         return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
 
     def _resume(self) -> str:
-        """The words that continue this run."""
-        kept = [one for one in self._overrides if not one.startswith(RESUME)]
-        return shlex.join([*kept, f"run.dir={self.run_dir}", f"{RESUME}true"])
+        """The command that continues this run: by its name, where `streamrl resume` looks for it."""
+        is_known = (RUNS / self.run_dir.name).resolve() == self.run_dir.resolve()
+        return shlex.join(["streamrl", "resume", self.run_dir.name if is_known else str(self.run_dir)])
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
@@ -207,7 +208,7 @@ class Launcher:
         if where.learner_share is not None:
             overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
         command = [*torchrun, *program("learner"), *first, *overrides]
-        return Child.start("learner", command, self.run_dir, environment_for(where.learner))
+        return Child.start("learner", command, self.run_dir, {**self._openmp, **environment_for(where.learner)})
 
     def _restart_learner(self, code: int) -> bool:
         """Start a learner again that was killed, or whose ranks lost each other; False if it has ended for good."""
@@ -241,7 +242,7 @@ class Launcher:
             *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
             *([f"actors.gpu_memory_share={share:g}"] if share is not None else []),
             *([f"actors.device={self.config.actors.device}"] if self.config.actors.device != "auto" else []),
-        ], self.run_dir, environment_for(where.actors[index] if where.actors else ()))
+        ], self.run_dir, {**self._openmp, **environment_for(where.actors[index] if where.actors else ())})
 
     def _written_at(self, name: str) -> int:
         path = self.run_dir / name
@@ -257,7 +258,7 @@ class Launcher:
         self._began = True
         num = self.config.launch.num_actors
         self._actors.scale(num, time.monotonic())
-        done = f"starting {num} actors; more join" if num else "launch.num_actors=0: start actors"
+        done = f"starting {num} actor{'s' * (num > 1)}; more join" if num else "launch.num_actors=0: start actors"
         key = " actors.key=FILE" if self.config.hub.keys else ""
         print(f"{done} with  streamrl actor connect={self._endpoint}{key}", flush=True)
 
@@ -361,9 +362,8 @@ def _pass_on(lines: Iterable[str], kept: list[str]) -> None:
 
 def eval_notes(config: Config) -> list[str]:
     """A line for each evaluation set that samples otherwise than training. Raises ConfigError for a wrong set."""
-    notes = [(one.name, sampling_differences(one.config)) for one in eval_sets(config)]
-    return [f"evaluation{f' on {name}' if name else ''} samples otherwise than training: {note}"
-            for name, note in notes if note]
+    notes = [(one.name, sampling_note(one.config)) for one in eval_sets(config)]
+    return [f"evaluation{f' on {name}' if name else ''} {note}" for name, note in notes if note]
 
 
 def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:

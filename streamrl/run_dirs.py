@@ -15,6 +15,9 @@ from streamrl.metrics.run_record import read_object
 from streamrl.metrics.sinks import write_atomic
 from streamrl.version import __version__
 
+RUNS = Path("runs")
+"""Where commands look for a run by its name."""
+
 
 def choose_run_dir(config: Config) -> Path:
     """The directory of this run: `run.dir`, the newest of this name to resume, or a new one with the next number.

@@ -56,7 +56,8 @@ class VersionHold:
         """Until no lease needs the version any more, or for as long as the leases allow."""
         if self._free.is_set() or self._over:
             return
-        log.info("the next version waits for %d answers of an evaluation", len(self._open))
+        if self._open:  # else it may be asked for more in a moment
+            log.info("the next version waits for %d answers of an evaluation", len(self._open))
         try:
             await asyncio.wait_for(self._free.wait(), self._keep_s)
         except TimeoutError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from streamrl.messages import EVAL_BIT, Group, MemberStatus
 
 PREFIX = "arrived_"
@@ -15,6 +17,12 @@ class Arrivals:
         self._sums = dict.fromkeys(
             ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups"), 0.0
         )
+        self._lowest, self._highest = math.inf, -math.inf
+
+    @property
+    def equal_reward(self) -> float | None:
+        """The reward of every trajectory so far; None before the first, and if they differ."""
+        return self._lowest if self._lowest == self._highest else None
 
     def add(self, group: Group, num_bytes: int) -> None:
         """A group that the ledger has accepted, or refused for its age alone.
@@ -26,6 +34,7 @@ class Arrivals:
             return
         members = [member for member in group.members if member.status != MemberStatus.ABORTED]
         rewards = [member.reward for member in members]
+        self._lowest, self._highest = min([self._lowest, *rewards]), max([self._highest, *rewards])
         self._add(
             trajectories=len(members), reward=sum(rewards), reward_squared=sum(reward * reward for reward in rewards),
             score=sum(member.scores.get("score", member.reward) for member in members),

@@ -32,6 +32,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
         "total_steps": hub.settings.total_steps,
         "max_lag": hub.ledger.lag.rule.max_lag,
         "waiting_for": hub.waiting_for,
+        "learner": next(iter(hub.rank_watch.sentences(now, hub.waiting_for)), ("", ""))[1],
         "lost": finding.cause if finding is not None and finding.lost else "",
         "cause": finding.cause if finding is not None else "",
         "notices": hub.notices,

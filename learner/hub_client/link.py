@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -22,6 +22,7 @@ from streamrl.messages import (
     EvalRequest,
     EvalResult,
     HubStatus,
+    KeptGroup,
     Layout,
     Manifest,
     Message,
@@ -71,6 +72,8 @@ class HubLink:
         self.halted: str | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         """Called at every turn of a wait, in the waiting thread; it may send."""
+        self.dropped: Callable[[Sequence[KeptGroup], int], None] = lambda groups, version: None
+        """Rank 0: called with some of the groups before a first batch that were all dropped."""
         self._ready = RankReady(rank, world, version)
         self._check_hub, self._stop_requested = check_hub, stop_requested
         self._stall_report_s, self._stall_fail_s = stall_report_s, stall_fail_s
@@ -116,6 +119,8 @@ class HubLink:
                     self.halted = message.reason
                     return None
                 case BatchPending() if rank == 0:  # it decides for all: they also wait here while it evaluates or saves
+                    if message.passed_over:
+                        self.dropped(message.passed_over, version)
                     self._check_stall("no batch", message.waited_s, message.num_actors, message.waiting_for)
 
     def trained(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -148,9 +149,12 @@ def _task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool) -> li
     if needs_target and not knows_targets:
         raise _no_target(task, "give it a method target(record) -> str")
     env, size, dialogues = task.env(), task.num_records("train"), []
-    for i in range(min(num_dialogues, size)):
+    indices = range(size - 1, max(-1, size - 1 - num_dialogues), -1)
+    if size <= num_dialogues:  # a file may be sorted: what is held out of it must be like the rest
+        indices = random.Random(0).sample(indices, size)
+    for index in indices:
         try:
-            record = task.record("train", size - 1 - i)
+            record = task.record("train", index)
         except TaskError:
             continue  # a bad record of a data file: it is counted when it is drawn
         messages = env.reset(record) if hasattr(env, "reset") else None  # an interaction loop may have none

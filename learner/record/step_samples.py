@@ -131,19 +131,25 @@ class StepSamples:
             ))
         everyone = self._ranks.gather_bytes(msgspec.msgpack.encode(drafts))
         if self._writer is not None:
-            drafts = [one for part in everyone for one in _DRAFTS.decode(part)] + self._not_trained(step)
+            drafts = [one for part in everyone for one in _DRAFTS.decode(part)]
+            drafts += self._not_trained(self._passed_over, step, self._version)
             self._writer.put(heapq.nsmallest(
                 self._settings.num_per_step, drafts, key=lambda one: draw_key(self._seed, one.sample.group)
             ))
 
-    def _not_trained(self, step: int) -> list[Draft]:
+    def dropped(self, groups: Sequence[KeptGroup], version: int) -> None:
+        """Keep some of the groups of which no batch came yet, on rank 0; the step is the one that waits."""
+        if self._writer is not None:
+            self._writer.put(self._not_trained(groups, version // self._steps_per_batch + 1, version))
+
+    def _not_trained(self, passed_over: Sequence[KeptGroup], step: int, version: int) -> list[Draft]:
         """A member of each group that was passed over before this step."""
         members: dict[int, dict[int, tuple[Trajectory, str]]] = {}
-        for kept in self._passed_over:  # a group may have come in parts, of several actors
+        for kept in passed_over:  # a group may have come in parts, of several actors
             for row in self._read([kept], "groups that are not trained on"):
                 members.setdefault(row.group_id, {})[row.index] = row, kept.fate
         chosen = [group[draw_member(sorted(group), group_id, self._seed)] for group_id, group in members.items()]
-        return [draft(row, kind="train", step=step, version=self._version, fate=fate) for row, fate in chosen]
+        return [draft(row, kind="train", step=step, version=version, fate=fate) for row, fate in chosen]
 
     def eval_prompts(self, num_prompts: int) -> tuple[int, ...]:
         """Prompts of an evaluation whose answers the hub is to send back."""

@@ -165,10 +165,9 @@ def _drop_other_records(composed: DictConfig, given: set[str]) -> None:
 
 
 def _drop_form(composed: DictConfig, experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """Set the form of prompts and answers that the experiment gives its own task back to the defaults, as `key=value`.
+    """Set the form that the experiment gives its own task back to the defaults; returns it as `key=value`.
 
-    A stop text, such as the end of a line, leaves nothing of an answer that begins otherwise; and the longest answer is
-    that of the form.
+    A stop text, such as the end of a line, leaves nothing of an answer of another form; its length goes with it.
     """
     if "data.path" not in given and not _names_other_task(composed.env, experiment.get("env", {}), given):
         return []
@@ -179,9 +178,7 @@ def _drop_form(composed: DictConfig, experiment: Mapping[str, Any], given: Mappi
     defaults, dropped = OmegaConf.structured(Config), []
     for key in keys:
         if not any(f"{key}.".startswith(f"{one}.") for one in given):
-            value = OmegaConf.select(experiment, key)
-            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            dropped.append(f"{key}={json.dumps(value)}")
+            dropped.append(f"{key}={json.dumps(OmegaConf.select(experiment, key), default=list)}")
             OmegaConf.update(composed, key, OmegaConf.select(defaults, key))
     return dropped
 

@@ -89,11 +89,19 @@ def eval_sampling(config: Config) -> SamplingConfig:
     return replace(config.rollout.train.sampling, **{name: value for name, value in own.items() if value is not None})
 
 
-def sampling_differences(config: Config) -> str:
-    """What evaluation draws differently from training: `temperature 0 (training 1)`; "" if nothing."""
+def sampling_note(config: Config) -> str:
+    """What evaluation draws differently from training, after the word "evaluation"; "" if nothing."""
     train, test = config.rollout.train.sampling, eval_sampling(config)
     pairs = ((item.name, getattr(test, item.name), getattr(train, item.name)) for item in fields(SamplingConfig))
-    return ", ".join(f"{name} {here} (training {there})" for name, here, there in pairs if here != there)
+    differ = {name: f"{name} {_short(here)} (training {_short(there)})" for name, here, there in pairs if here != there}
+    is_greedy = test.temperature == 0 and differ.pop("temperature", "") != ""
+    greedy = f"is greedy (temperature 0); training samples at temperature {train.temperature:g}" if is_greedy else ""
+    others = f"samples with {', '.join(differ.values())}" if differ else ""
+    return "; ".join(part for part in (greedy, others) if part)
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def tracker_names(config: Config) -> list[str]:

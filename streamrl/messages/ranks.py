@@ -214,6 +214,8 @@ class BatchPending(Message):
     waiting_for: Text
     waited_s: float
     num_actors: U32
+    passed_over: tuple[KeptGroup, ...] = ()
+    """For rank 0, once, before the first step: some of the groups that were all dropped."""
 
 
 @message(44, HUB_TO_RANK)

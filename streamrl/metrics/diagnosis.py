@@ -23,10 +23,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from streamrl.metrics.text import duration
+
 IDLE_ENOUGH = 0.1
-"""A learner that waits for less than this share of its time is the bottleneck."""
+"""A learner that waits for less than this share of its time is the bottleneck; a gain below it is no advice."""
 MORE_ENOUGH = 0.05
 """Actors that could make up for the learner's waiting with this share more of them, or less, wait as long as it."""
+REAL_SHARE = 0.1
+"""Environments whose steps take less of the actors' time are not what a run waits for, whatever was measured."""
+NUM_WARM_UP = 3
+"""First steps that are left out where there are more: actors start, threads are cold, modules are imported."""
+ENOUGH_STEPS = 30
+"""A whole run of fewer is too short to tell."""
 
 Row = Mapping[str, Any]
 
@@ -49,6 +57,7 @@ class Shares:
         paused: of the actors' time, an install kept the engine from generating.
         environment: of the episodes' time, in their environments; the rest is in the engines.
         step_p95_s: 95th percentile of recent environment steps, in seconds.
+        num_env_steps: environment steps for each second in which an actor had work.
         num_actors: connected actors.
     """
 
@@ -57,15 +66,16 @@ class Shares:
     paused: float
     environment: float
     step_p95_s: float
+    num_env_steps: float
     num_actors: float
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The bottleneck; in words, for a line of 76 characters; and where more actors would help, how many, by the formula
-    above."""
+    """The bottleneck, None where nothing can be said; in words, for a line of 76 characters; and where more actors
+    would help, how many, by the formula above."""
 
-    bottleneck: Bottleneck
+    bottleneck: Bottleneck | None
     text: str
     more_actors: float | None = None
 
@@ -78,19 +88,23 @@ def diagnose(shares: Shares) -> Diagnosis:
         return Diagnosis(Bottleneck.learner, f"learner-bound: {waits}, actors without work {starved:.0%}")
     growth = (1 - starved) / max(1 - idle, 1e-6) - 1
     if growth <= MORE_ENOUGH:
-        text = f"lead-bound: {waits}, actors without work {starved:.0%}; raise staleness.eta"
+        saved = min(idle, starved)  # the side that works longer would never wait, at best
+        if saved < IDLE_ENOUGH:
+            return Diagnosis(Bottleneck.lead, f"lead-bound: {waits}, actors without work {starved:.0%}")
+        text = f"lead-bound ({waits}, actors {starved:.0%}): staleness.eta saves at most {saved:.0%}"
         return Diagnosis(Bottleneck.lead, text)
     paused = min(1.0, shares.paused / max(1 - starved, 1e-6))
+    environment = shares.environment if shares.step_p95_s * shares.num_env_steps >= REAL_SHARE else 0.0
     parts = {
         Bottleneck.install: paused,
-        Bottleneck.environment: (1 - paused) * shares.environment,
-        Bottleneck.generation: (1 - paused) * (1 - shares.environment),
+        Bottleneck.environment: (1 - paused) * environment,
+        Bottleneck.generation: (1 - paused) * (1 - environment),
     }
     bottleneck = max(parts, key=lambda name: parts[name])
     more = shares.num_actors * growth
     text = {
         Bottleneck.install: f"install-bound: {waits}, engines paused for installs {paused:.0%}",
-        Bottleneck.environment: f"environment-bound (step p95 {shares.step_p95_s:.2g} s): {waits}",
+        Bottleneck.environment: f"environment-bound (step p95 {duration(shares.step_p95_s)}): {waits}",
         Bottleneck.generation: f"generation-bound: {waits}, about {_count(more)} would fill it",
     }[bottleneck]
     return Diagnosis(bottleneck, text, None if bottleneck is Bottleneck.install else more)
@@ -98,34 +112,54 @@ def diagnose(shares: Shares) -> Diagnosis:
 
 def diagnosis_of(rows: Sequence[Row], num_recent: int | None = None) -> Diagnosis | None:
     """The diagnosis of a run, or of its last `num_recent` steps; None without heartbeats in that time."""
+    num_steps = len(_steps(rows))
+    if num_recent is None and 0 < num_steps < ENOUGH_STEPS:
+        return Diagnosis(None, f"too short to tell ({num_steps} of at least {ENOUGH_STEPS} steps)")
     shares = shares_of(rows, num_recent)
     return diagnose(shares) if shares is not None else None
 
 
+def learner_idle(rows: Sequence[Row], num_recent: int | None = None) -> float | None:
+    """The share of its time that the learner waited for a batch, wherever it is told; None before the second step."""
+    since = _since(_steps(rows), num_recent)[1:]
+    whole = sum(row["time/step_s"] + row.get("time/checkpoint_s", 0.0) for row in since)
+    return sum(row.get("time/wait_s", 0.0) for row in since) / whole if whole > 0 else None
+
+
 def shares_of(rows: Sequence[Row], num_recent: int | None = None) -> Shares | None:
-    """Shares over all steps but the first, which waited for the actors to start, or over the last `num_recent`."""
-    steps = [row for row in rows if "time/step_s" in row]
-    num = len(steps) - 1 if num_recent is None else min(num_recent, len(steps) - 1)
-    if num < 1:
-        return None
-    # The row before them tells where the hub's sums stood.
-    since = steps[-num - 1 :]
+    """Shares over all steps but the first ones, or over the last `num_recent` of these."""
+    since = _since(_steps(rows), num_recent)  # the row before them tells where the hub's sums stood
+    idle = learner_idle(rows, num_recent)
     gained = {name: _gained(since, f"hub/{name}") for name in _SUMS}
-    whole = sum(row["time/step_s"] + row.get("time/checkpoint_s", 0.0) for row in since[1:])
     episodes = gained["episode_generation_s"] + gained["episode_environment_s"]
-    if whole <= 0 or gained["actor_s"] <= 0:
+    busy_s = gained["actor_s"] - gained["actor_starved_s"]
+    if idle is None or gained["actor_s"] <= 0:
         return None
+    num = len(since) - 1
+    turns = sum(row.get("rollout/num_turns/train", 1.0) for row in since[1:]) / num
     return Shares(
-        learner_idle=sum(row.get("time/wait_s", 0.0) for row in since[1:]) / whole,
+        learner_idle=idle,
         starved=min(1.0, gained["actor_starved_s"] / gained["actor_s"]),
         paused=min(1.0, gained["actor_paused_s"] / gained["actor_s"]),
         environment=gained["episode_environment_s"] / episodes if episodes > 0 else 0.0,
         step_p95_s=since[-1].get("hub/env_step_p95_s", 0.0),
+        num_env_steps=turns * gained["num_members_accepted"] / busy_s if busy_s > 0 else 0.0,
         num_actors=sum(row.get("hub/num_actors", 0.0) for row in since[1:]) / num,
     )
 
 
-_SUMS = ("actor_s", "actor_starved_s", "actor_paused_s", "episode_generation_s", "episode_environment_s")
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "time/step_s" in row]
+
+
+def _since(steps: list[Row], num_recent: int | None) -> list[Row]:
+    """The steps to look at, and the one before them; with fewer than two of a run, nothing."""
+    num = len(steps) - min(NUM_WARM_UP, max(1, len(steps) - 1))
+    return steps[-1 - (num if num_recent is None else min(num_recent, num)) :] if num > 0 else []
+
+
+_SUMS = ("actor_s", "actor_starved_s", "actor_paused_s", "episode_generation_s", "episode_environment_s",
+         "num_members_accepted")
 
 
 def _gained(rows: Sequence[Row], key: str) -> float:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,18 @@ def _estimate(values: Sequence[float]) -> Estimate:
         return Estimate(mean, math.nan, count)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
     return Estimate(mean, math.sqrt(variance / count), count)
+
+
+def score_errors(rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], list[float]]:
+    """Steps, scores and standard errors of a run's evaluations; errors are 0 where they cannot be known.
+
+    A measured error (`eval/score_stderr`) is taken as it is. Without one it is that of a share, sqrt(p (1 - p) / n):
+    exact for scores of 0 and 1, and an upper bound for anything between.
+    """
+    rows = [row for row in rows if "eval/score" in row]
+    errors = []
+    for row in rows:
+        score, num = row["eval/score"], row.get("eval/num_prompts", 0)
+        known = num > 0 and 0 <= score <= 1
+        errors.append(row.get("eval/score_stderr", math.sqrt(score * (1 - score) / num) if known else 0.0))
+    return [row["step"] for row in rows], [row["eval/score"] for row in rows], errors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from streamrl.metrics.samples import Sample
-from streamrl.metrics.text import compact, duration
+from streamrl.metrics.text import compact, time_left
 
 log = logging.getLogger(__name__)
 
@@ -146,14 +146,14 @@ class ConsoleSink(Sink):
     def log_metrics(self, step: int, metrics: Row) -> None:
         now = self._clock()
         first_step, first_s = self._start = self._start or (step, now)
-        eta_s = None
+        left_s = None
         if self._total is not None and step > first_step:
-            eta_s = (now - first_s) / (step - first_step) * (self._total - step)
-        line = plain_line({"step": step, **metrics}, self._total, eta_s)
+            left_s = (now - first_s) / (step - first_step) * (self._total - step)
+        line = plain_line({"step": step, **metrics}, self._total, left_s)
         print(line, file=self._stream or sys.stderr, flush=True)
 
 
-def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = None) -> str:
+def plain_line(row: Row, total_steps: int | None = None, left_s: float | None = None) -> str:
     """A step as one line: step, reward, evaluation, lag mean/max, tokens/s of both sides, actors, time left.
 
     The version is shown only where it is not the step's number. What the row does not hold is left out, and of the row
@@ -177,8 +177,8 @@ def plain_line(row: Row, total_steps: int | None = None, eta_s: float | None = N
     add("train", "throughput/train_tokens_per_s", " tok/s")
     add("generate", "throughput/generate_tokens_per_s", " tok/s")
     add("actors", "hub/num_actors")
-    if eta_s:
-        parts.append(f"eta {duration(eta_s)}")
+    if left_s:
+        parts.append(time_left(left_s))
     return "  ".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError
-from streamrl.metrics.diagnosis import diagnosis_of
+from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
+from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.sinks import write_atomic
-from streamrl.metrics.text import compact, duration
+from streamrl.metrics.text import compact, duration, with_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,13 @@ class Summary:
     """Why the run ended before its last step, such as "SIGTERM" or "pruned at step 40"; empty if it did them all."""
     failed: str = ""
     """The error that ended the run; empty if none did."""
+    learner_idle_fraction: float | None = None
+    """Share of its time that the learner waited for a batch, without the first steps."""
+    eval_stderr_first: float | None = None
+    """Standard errors of `eval_score_first` and `eval_score_last`, over prompts."""
+    eval_stderr_last: float | None = None
+    warnings: Sequence[str] = ()
+    """What a reader of the results must know, from `warnings_of`."""
     diagnosis: str = ""
     """What limited the run's speed, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
     tracked: Sequence[str] = ()
@@ -101,7 +110,6 @@ class Summary:
 
     def headline(self) -> list[tuple[str, str]]:
         """(label, value) pairs, most asked for first."""
-        wait = f"{duration(self.learner_wait_s)} ({self.learner_wait_s / self.wall_s:.0%})" if self.wall_s else "-"
         violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
         recovered = ", ".join(f"{count} {what}" for count, what in (
             (max(0, self.num_leases_reissued - self.num_leases_retried), "leases reissued"),
@@ -112,7 +120,9 @@ class Summary:
         return [
             ("run", self.run or self.run_id),
             *([("failed", self.failed)] if self.failed else []),
-            ("evaluation", f"{compact(self.eval_score_first)} → {compact(self.eval_score_last)}"),
+            *(("warning", text) for text in self.warnings),
+            ("evaluation", f"{with_error(self.eval_score_first, self.eval_stderr_first)} → "
+                           f"{with_error(self.eval_score_last, self.eval_stderr_last)}"),
             ("steps", f"{self.steps}, {self.stopped}" if self.stopped else str(self.steps)),
             ("wall time", duration(self.wall_s)),
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
@@ -122,7 +132,7 @@ class Summary:
             ("tokens trained", compact(self.trained_tokens)),
             ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
                          f"{compact(self.tokens_per_s_generate)} generated"),
-            ("learner waited", wait),
+            ("learner waited", waited_share(self.learner_idle_fraction)),
             *([("bottleneck", self.diagnosis)] if self.diagnosis else []),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
@@ -131,6 +141,26 @@ class Summary:
         ]
 
 
+def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What went wrong although the run went on: an evaluation that fell, rewards that teach nothing."""
+    found = []
+    _, scores, errors = score_errors(rows)
+    if len(scores) > 1 and scores[0] - scores[-1] > 2 * math.hypot(errors[0], errors[-1]):
+        before, after = with_error(scores[0], errors[0]), with_error(scores[-1], errors[-1])
+        found.append(f"evaluation fell from {before} to {after}; lower policy.optimizer.lr")
+    spreads, means = series(rows, "reward/std")[1], series(rows, "reward/mean")[1]
+    if len(spreads) >= ENOUGH_STEPS and not any(spreads) and min(means) == max(means):
+        found.append(f"every reward was {compact(means[0])}: equal rewards teach nothing; see streamrl samples")
+    return found
+
+
+def waited_share(idle: float | None) -> str:
+    """`learner_idle` in words."""
+    return f"{idle:.0%} of its time" if idle is not None else "-"
+
+
+ENOUGH_STEPS = 3
+"""With a reward; fewer may be equal by chance."""
 REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")
 """Keys of every `summary.json`, in order."""
 
@@ -147,7 +177,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
     """
     tokens = total_histogram(rows, "lag/token")
     heads = total_histogram(rows, "lag/head")
-    scores = series(rows, "eval/score")[1]
+    _, scores, errors = score_errors(rows)
     wall_s = float(last(rows, "run/wall_s", 0.0))
     trained = int(last(rows, "run/trained_tokens", sum(series(rows, "policy/num_tokens")[1])))
     publish = series(rows, "time/publish_s")[1]
@@ -159,6 +189,9 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "eval_score_first": scores[0] if scores else None,
         "eval_score_last": scores[-1] if scores else None,
         "eval_score_best": max(scores, default=None),
+        "eval_stderr_first": errors[0] if scores else None,
+        "eval_stderr_last": errors[-1] if scores else None,
+        "warnings": warnings_of(rows),
         "lag_mean": sum(k * n for k, n in tokens.items()) / max(1, sum(tokens.values())),
         "lag_max": int(max([0, *heads, *series(rows, "lag/head_max")[1]])),
         "num_lag_violations": sum(n for k, n in heads.items() if k > max_lag_bound),
@@ -167,6 +200,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "tokens_per_s_train": trained * per_s,
         "tokens_per_s_generate": counter_total(rows, "hub/tokens_generated") * per_s,
         "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
+        "learner_idle_fraction": learner_idle(rows),
         "diagnosis": diagnosis.text if diagnosis else "",
         "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
     }

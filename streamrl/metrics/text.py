@@ -20,10 +20,17 @@ def compact(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"
 
 
+def with_error(value: float | None, error: float | None) -> str:
+    """`0.71 ± 0.03`; the value alone where its standard error is 0 or not known."""
+    return compact(value) + (f" ± {compact(error, 1)}" if value is not None and error else "")
+
+
 def duration(seconds: float | None) -> str:
-    """Seconds for people: `64ms`, `9.4s`, `1m23s`, `2h05m`, `3d04h`; `-` for None."""
+    """Seconds for people: `54µs`, `64ms`, `9.4s`, `1m23s`, `2h05m`, `3d04h`; `-` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.0f}µs"
     if 0 < seconds < 1:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 10:
@@ -33,6 +40,11 @@ def duration(seconds: float | None) -> str:
         if whole >= size:
             return f"{whole // size}{big}{whole % size // (size // (24 if big == 'd' else 60)):02d}{small}"
     return f"{whole}s"
+
+
+def time_left(seconds: float) -> str:
+    """`13s left`; of the last minute whole seconds."""
+    return f"{f'{max(1, round(seconds))}s' if seconds < 60 else duration(seconds)} left"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

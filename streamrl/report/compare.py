@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from streamrl.metrics.diagnosis import learner_idle
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import write_atomic
-from streamrl.metrics.text import compact, duration, markdown_table
+from streamrl.metrics.text import compact, duration, markdown_table, with_error
 from streamrl.report import headline
 from streamrl.report.charts.curve import Curve, noisy
 from streamrl.report.charts.figure import color_class
@@ -115,7 +116,7 @@ def _last(record: RunRecord, key: str, known: float | None = None) -> str:
     """The newest score, if it is not known by now, with its standard error."""
     values, errors = record.series(key)[1], record.series(f"{key}_stderr")[1]
     score = next((value for value in (known, *values[-1:]) if value is not None), None)
-    return compact(score) + (f" ± {compact(errors[-1], 1)}" if score is not None and errors and errors[-1] else "")
+    return with_error(score, errors[-1] if errors else None)
 
 
 def _row(record: RunRecord, label: str) -> list[str]:
@@ -127,10 +128,10 @@ def _row(record: RunRecord, label: str) -> list[str]:
     if s is None:
         found = [label, compact(first[0] if first else None), newest, str(record.step)]
         return [*found, *["-"] * (len(HEADER) - len(found))]
-    waits = f"{s.learner_wait_s / s.wall_s:.0%}" if s.wall_s else "-"
+    idle = learner_idle(record.rows)
     return [label, compact(s.eval_score_first), newest, str(s.steps),
             compact(s.lag_mean), str(s.lag_max), duration(s.wall_s), compact(s.tokens_per_s_train),
-            compact(s.tokens_per_s_generate), waits]
+            compact(s.tokens_per_s_generate), "-" if idle is None else f"{idle:.0%}"]
 
 
 def _results(rows: Sequence[Sequence[str]], links: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from streamrl.metrics.diagnosis import diagnosis_of
+from streamrl.metrics import eval_scores
+from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import Summary, last
-from streamrl.metrics.text import compact, duration
+from streamrl.metrics.summary import Summary, last, warnings_of
+from streamrl.metrics.text import compact, duration, with_error
 from streamrl.report.page import definition_list
 
 STATES = {
@@ -68,18 +69,8 @@ def started(record: RunRecord) -> str:
 
 
 def score_errors(record: RunRecord) -> tuple[list[int], list[float], list[float]]:
-    """Steps, scores and standard errors of the evaluations; errors are 0 where they cannot be known.
-
-    A measured error (`eval/score_stderr`) is taken as it is. Without one it is that of a share, sqrt(p (1 - p) / n):
-    exact for scores of 0 and 1, and an upper bound for anything between.
-    """
-    rows = [row for row in record.rows if "eval/score" in row]
-    errors = []
-    for row in rows:
-        score, num = row["eval/score"], row.get("eval/num_prompts", 0)
-        known = num > 0 and 0 <= score <= 1
-        errors.append(row.get("eval/score_stderr", math.sqrt(score * (1 - score) / num) if known else 0.0))
-    return [row["step"] for row in rows], [row["eval/score"] for row in rows], errors
+    """Steps, scores and standard errors of the evaluations; see `streamrl.metrics.eval_scores`."""
+    return eval_scores.score_errors(record.rows)
 
 
 def tiles(record: RunRecord) -> str:
@@ -88,10 +79,9 @@ def tiles(record: RunRecord) -> str:
     found: list[tuple[str, str, str]] = []
     steps, scores, errors = score_errors(record)
     if scores and math.isfinite(scores[-1]):
-        spread = f" ± {compact(errors[-1], 1)}" if errors[-1] else ""
         best = max(range(len(scores)), key=lambda i: (scores[i], -i))
         num = compact(last(rows, "eval/num_prompts", math.nan))
-        found.append(("evaluation", compact(scores[-1]) + spread,
+        found.append(("evaluation", with_error(scores[-1], errors[-1]),
                       f"from {compact(scores[0])}; best {compact(scores[best])} at step {steps[best]}; n = {num}"))
     rewards = record.series("reward/mean")[1]
     if rewards:
@@ -109,9 +99,8 @@ def tiles(record: RunRecord) -> str:
     if summary:
         found.append(("lag of the tokens", compact(summary.lag_mean),
                       f"on average; at most {summary.lag_max}, bound {summary.max_lag_bound}"))
-    waits, whole = sum(record.series("time/wait_s")[1]), sum(record.series("time/step_s")[1])
-    if whole:
-        found.append(("learner waited", f"{waits / whole:.0%}", "of its time for data"))
+    if (idle := learner_idle(rows)) is not None:
+        found.append(("learner waited", f"{idle:.0%}", "of its time for data"))
     return '<dl class="tiles">' + "".join(
         f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(more)}</span></dd></div>"
         for name, value, more in found) + "</dl>"
@@ -137,6 +126,7 @@ def messages(record: RunRecord) -> str:
     skipped = int(sum(record.series("policy/num_skipped_steps")[1]))
     if skipped:
         out.append(("warning", f"{skipped} steps were skipped: their loss or gradient was not finite."))
+    out += [("warning", f"{text[:1].upper()}{text[1:]}.") for text in warnings_of(record.rows)]
     if diagnosis := diagnosis_of(record.rows):
         out.append(("", f"Bottleneck: {diagnosis.text}."))
     boxes = [f'<div class="message {css}">{escape(text)}</div>' for css, text in out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.config.schema import Config
 from streamrl.messages.printable import printable_lines
 from streamrl.parent_watch import child_environment
 from streamrl.processes import is_stopped, processor_s
@@ -17,6 +19,27 @@ OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
 """A line of ours in a log."""
 LAUNCHER_LINE = re.compile(r"torch.distributed|torchrun|ChildFailedError")
 """torchrun ends with a traceback of its own, about its children."""
+
+
+SPINS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables by which a user says how long threads of OpenMP spin while they wait for each other."""
+
+
+def num_threads(config: Config) -> int:
+    """Threads that the processes of a run on this machine compute with."""
+    launch, cores = config.launch, len(os.sched_getaffinity(0))  # 0 is torch's own choice
+    return (launch.num_learner_ranks * (config.run.num_threads or cores)
+            + launch.num_actors * (config.actors.num_threads or cores))
+
+
+def openmp_environment(num_threads: int, num_cores: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What children get beside `environment`, which wins: with more threads than cores, none may spin at a barrier.
+
+    A thread that spins there holds the core that the thread it waits for needs.
+    """
+    if num_threads <= num_cores or any(name in environment for name in SPINS):
+        return {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ def drain(words: list[str]) -> int:
     run = find_run(word)
     answer = ask(run.require_hub(), "the hub", verb="drain", actor=actor, within_s=within_s)
     num = answer["num_leases"]
-    print(f"{actor} finishes {num} lease{'s' * (num != 1)} within {within_s:g} s, takes no more and leaves")
+    finishes = f"finishes {num} lease{'s' * (num != 1)} within {within_s:g} s, takes no more"
+    print(f"{actor} {finishes if num else 'has no leases'} and leaves")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from streamrl.errors import ControlError
 from streamrl.launch import LAUNCH_NOTE
 from streamrl.metrics.run_record import FAILURE, read_object, run_state
+from streamrl.run_dirs import RUNS
 from streamrl.transport.control import is_running
 
 MARKS = ("EPOCH", "run.json", LAUNCH_NOTE)
@@ -60,7 +61,7 @@ class NamedRun:
         return reached if state == "finished" else f"{reached}. Go on with: streamrl resume {self.path}"
 
 
-def find_run(word: str, root: Path = Path("runs")) -> NamedRun:
+def find_run(word: str, root: Path = RUNS) -> NamedRun:
     """The run of a directory, or of a name in `runs/`. Raises ControlError if there is none."""
     for path in (Path(word), root / word):
         if any((path / mark).exists() for mark in MARKS):

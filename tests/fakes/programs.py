@@ -22,6 +22,7 @@ if (here / "frozen-learner").exists():
     (here / "frozen-learner").unlink()
     os.kill(os.getpid(), signal.SIGSTOP)
 (here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
+(here / f"openmp-{os.getpid()}").write_text(os.environ.get("OMP_WAIT_POLICY", ""))
 if (here / "stubborn").exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
@@ -94,6 +95,7 @@ if (here / "frozen-actor").exists():
     os.kill(os.getpid(), signal.SIGSTOP)
 draft = here / f"draft-{os.getpid()}"
 draft.write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
+(here / f"openmp-{os.getpid()}").write_text(os.environ.get("OMP_WAIT_POLICY", ""))
 draft.rename(here / f"actor-{os.getpid()}")
 if (here / "mortal").exists():
     print("RuntimeError: the reason of the death", file=sys.stderr)

@@ -19,7 +19,7 @@ from streamrl.environment import Record, Step
 from streamrl.messages import VersionRef
 
 PHASES = ("generation", "environment", "install", "learner")
-STEPS_PER_PHASE = 6
+STEPS_PER_PHASE = 8
 GENERATE_S = {"generation": 0.15, "install": 0.05}
 """Of one sequence; with 8 at once and 32 in a batch, four times that for a batch."""
 REWARD_S = {"environment": 0.075}

@@ -71,7 +71,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harne
 
     assert harness.finish(launch, 60) == 130, harness.logs()
     printed = (harness.path / "launch.log").read_text()
-    assert f"run.dir={harness.run_dir} checkpoint.resume=true" in printed
+    assert printed.count(f"streamrl resume {harness.run_dir}\n") == 1 and "checkpoint.resume" not in printed
+    assert "did not end: killed" not in printed
     assert harness.leftovers() == []
 
 

@@ -53,7 +53,7 @@ def test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing(ha
     harness.wait_for_version(3)
     first.send_signal(signal.SIGTERM)
     assert harness.finish(first, 20) == 0, harness.logs()
-    assert "checkpoint.resume=true" in (harness.path / "learner.log").read_text()
+    assert f"go on with:  streamrl resume {harness.run_dir}" in (harness.path / "learner.log").read_text()
     stopped_at = harness.metrics()[-1]["run/version"]
 
     second = harness.learner("trainer.num_steps=30", "checkpoint.every_steps=50", "checkpoint.resume=true", *SLOW)

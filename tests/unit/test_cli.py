@@ -140,7 +140,7 @@ def test_a_killed_run_leaves_a_report_the_way_to_go_on_and_its_place_in_the_inde
 
     assert code == -9
     assert "its last words\nGo on from its newest checkpoint with:\n" in err, "no lines of steps"
-    assert "streamrl launch experiment=quickstart run.name=mine run.dir=runs/mine-001 checkpoint.resume=true" in err
+    assert err.rstrip().endswith("\n  streamrl resume mine-001")
     assert out.splitlines()[-1].split() == ["report", "runs/mine-001/report.html"]
     report = (here / "runs" / "mine-001" / "report.html").read_text()
     assert "ended without a summary" in report

@@ -49,7 +49,8 @@ class ControlHandler:
         num_leases = self._hub.ledger.num_leases(name)
         if not self._hub.send.to_actor(actor.routing_id, Drain("streamrl drain", within_s)):
             raise ControlError(f"{name} could not be told: its connection is broken or full; say it again")
-        log.info("%s is told to finish its %d leases and leave", name, num_leases)
+        finish = f"finish its {num_leases} leases and leave" if num_leases else "leave: it has no leases"
+        log.info("%s is told to %s", name, finish)
         return {"actor": name, "num_leases": num_leases}
 
     def _known(self, name: str) -> str:

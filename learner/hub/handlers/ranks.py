@@ -14,6 +14,7 @@ from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
 from learner.hub.watch.ranks import Finding
+from learner.hub.watch.rewards import ENOUGH_BATCHES, all_dropped, all_equal
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,
@@ -25,6 +26,7 @@ from streamrl.messages import (
     EndGroup,
     EvalRequest,
     HubStatus,
+    KeptGroup,
     Message,
     PlanRow,
     Publish,
@@ -111,6 +113,7 @@ class RankHandler:
         self._shares: dict[int, BatchShare] = {}
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
+        self._rewards_judged, self._counts_before = False, hub.ledger.counts.copy()
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
         try:
@@ -244,9 +247,26 @@ class RankHandler:
         """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""
         hub = self._hub
         hub.waiting_for = self._why_waiting(now)
+        passed_over = self._judge_rewards()
         for rank, since in self._requested_at.items():
-            self._send(rank, BatchPending(self._version, hub.waiting_for[:512], now - since, len(hub.connections)))
+            self._send(rank, BatchPending(
+                self._version, hub.waiting_for[:512], now - since, len(hub.connections), () if rank else passed_over,
+            ))
         self._send(0, self._status(now))
+
+    def _judge_rewards(self) -> tuple[KeptGroup, ...]:
+        """Say once that the rewards teach nothing; returns groups to be read if not even a first batch came of them."""
+        hub, ledger = self._hub, self._hub.ledger
+        if self._rewards_judged or 0 not in self._requested_at:
+            return ()
+        reward, counts = hub.arrivals.equal_reward, ledger.counts.copy()
+        counts.subtract(self._counts_before)  # of a resumed run, what arrived since
+        batch_size, num_trained = ledger.lag.rule.groups_per_batch, counts["num_groups_trained"]
+        told = all_equal(num_trained, batch_size, reward) if num_trained else all_dropped(counts, reward)
+        self._rewards_judged = bool(told) or num_trained >= ENOUGH_BATCHES * batch_size
+        if told:
+            hub.notify(told)
+        return ledger.passed_over.take() if told and not num_trained else ()
 
     def _why_waiting(self, now: float) -> str:
         """What the learner waits for, as a sentence; "" while it does not wait."""

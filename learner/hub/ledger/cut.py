@@ -5,11 +5,12 @@ Order of completion would void the lag bound and over-represent short answers, s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from learner.hub.ledger.actors import LedgerPart
+from learner.hub.ledger.filters import dropped_by
 from learner.hub.ledger.groups import GroupRecord, GroupState, HeldGroup
 from learner.hub.ledger.lifecycle import GROUPS
 from streamrl.messages import Group, MemberStatus
@@ -22,6 +23,7 @@ class BatchCutter(LedgerPart):
     # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
     looked_at: int = -1  # the last version that held groups were judged at
+    counts_at_cut: Counter[str] = field(default_factory=Counter)  # of the newest batch
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
         """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
@@ -49,6 +51,7 @@ class BatchCutter(LedgerPart):
         for record in batch:
             self.groups.move(record, GroupState.IN_BATCH)
         self.in_flight.append((version, batch))
+        self.counts_at_cut = self.counts.copy()
         held = [self.lag.held(record, version) for record in batch]
         self.counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
         return held
@@ -120,7 +123,9 @@ class BatchCutter(LedgerPart):
         have, needed = sum(1 for _ in self.consumable()), self.lag.rule.groups_per_batch
         if have >= needed:
             return "nothing: a batch can be cut"
-        lead = f"{have} of {needed} groups are there; "
+        num_dropped, filters = dropped_by(self.counts, self.counts_at_cut)
+        dropped = f", {num_dropped} more were dropped by {filters}" if num_dropped else ""
+        lead = f"{have} of {needed} groups are there{dropped}; "
         open_states = (GroupState.READY, GroupState.LEASED)
         first = next((record for record in self.groups.in_order() if record.state in open_states), None)
         if first is None:

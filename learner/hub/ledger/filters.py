@@ -5,6 +5,7 @@ What a filter drops leaves capacity at once, so the stream supplies the next gro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,14 @@ import numpy as np
 from learner.hub.ledger.groups import HeldGroup
 
 GroupFilter = Callable[[HeldGroup], str | None]
+REASONS = ("zero_std", "accuracy_range")
+"""Of the filters below, whose settings have the same names."""
+
+
+def dropped_by(counts: Counter[str], before: Counter[str] | None = None) -> tuple[int, str]:
+    """How many groups the filters dropped since the counts before, and their settings, `filter.zero_std` and so on."""
+    since = {name: counts[f"num_dropped_{name}"] - (before or Counter())[f"num_dropped_{name}"] for name in REASONS}
+    return sum(since.values()), " and ".join(f"filter.{name}" for name, num in since.items() if num)
 
 
 def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilter:

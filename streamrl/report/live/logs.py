@@ -13,7 +13,7 @@ LOG_LINE = re.compile(r"\d\d:\d\d:\d\d \w+ +\S")
 """How our own processes begin a line. Progress bars of libraries and the rest of a traceback do not."""
 ROUTINE = (
     "installed version", "connecting to", "joined run", "hub listens at", "working:", "exiting:", "stopped by the hub",
-    "report: ", "environment failure",
+    "report: ", "environment failure", "the next version waits for",
 )
 """Lines of every healthy run that the display says better itself."""
 

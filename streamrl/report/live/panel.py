@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.metrics.summary import last, series
-from streamrl.metrics.text import compact, duration, sparkline
+from streamrl.metrics.text import compact, duration, sparkline, time_left
 from streamrl.report.live.state import NUM_RECENT_STEPS, ViewState
 
 NUM_ACTOR_ROWS = 12
@@ -63,7 +63,7 @@ def progress(state: ViewState) -> RenderableType:
     wall_s = last(state.rows, "run/wall_s", math.nan)
     done = state.state in ("finished", "stopped")
     times = [duration(wall_s if state.rows else state.now - state.began)]
-    times += [] if done or state.time_left_s is None else [f"{duration(state.time_left_s)} left"]
+    times += [] if done or state.time_left_s is None else [time_left(state.time_left_s)]
     line.add_row(f"step {state.step}" + (f"/{total}" if total else ""), bar, ", ".join(times))
     phase = state.phase
     style = "yellow" if phase.startswith("waiting") else "green"

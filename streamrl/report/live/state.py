@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.metrics.diagnosis import diagnosis_of
-from streamrl.metrics.summary import series
+from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
 
 NUM_LOG_LINES = 30
 NUM_RECENT_STEPS = 20
@@ -24,6 +23,7 @@ class ViewState:
         name: the run's directory; about: task and model, in words.
         actors: (id, state, version, tokens per second, seconds since its last message) of each.
         waiting_for: what the hub waits for, in words; empty if it does not wait.
+        learner: what the learner does, in words; empty before the hub has heard of it.
         total_steps: 0 while unknown.
         began, now, changed_at: seconds; the time of the start, of the last poll, and of the last new step or state.
     """
@@ -34,6 +34,7 @@ class ViewState:
     total_steps: int = 0
     max_lag: int | None = None
     waiting_for: str = ""
+    learner: str = ""
     actors: list[Sequence[Any]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     rows: list[Mapping[str, Any]] = field(default_factory=list)
@@ -47,7 +48,7 @@ class ViewState:
         """An object with `step` is a metrics line, anything else is a status."""
         if "step" not in news:
             self.changed_at = self.now if news.get("state", self.state) != self.state else self.changed_at
-            for name in ("state", "total_steps", "max_lag", "waiting_for", "actors", "counters", "notices"):
+            for name in ("state", "total_steps", "max_lag", "waiting_for", "learner", "actors", "counters", "notices"):
                 if name in news:
                     setattr(self, name, news[name])
             return
@@ -78,8 +79,10 @@ class ViewState:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a recent step; 0 before two are known."""
-        recent = [row for row in self.rows[-NUM_RECENT_STEPS - 1 :] if "run/wall_s" in row]
+        """Mean time of a recent step of this start of the learner; 0 before two are known."""
+        epoch = self.rows[-1].get("run/epoch") if self.rows else None  # between two starts of a learner lies its start
+        recent = [row for row in self.rows[-NUM_RECENT_STEPS - 1 :]
+                  if "run/wall_s" in row and row.get("run/epoch") == epoch]
         if len(recent) < 2 or recent[-1]["step"] == recent[0]["step"]:
             return 0.0
         return float(recent[-1]["run/wall_s"] - recent[0]["run/wall_s"]) / (recent[-1]["step"] - recent[0]["step"])
@@ -92,6 +95,4 @@ class ViewState:
     @property
     def wait_share(self) -> float | None:
         """Share of recent time that the learner waited for a batch."""
-        recent = self.rows[-NUM_RECENT_STEPS:]
-        step_s = sum(series(recent, "time/step_s")[1])
-        return sum(series(recent, "time/wait_s")[1]) / step_s if step_s else None
+        return learner_idle(self.rows, NUM_RECENT_STEPS)

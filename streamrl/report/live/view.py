@@ -6,6 +6,7 @@ they start and whenever something happens, one for each step, and one now and th
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from streamrl.report.live.logs import LogReader, Tail
 from streamrl.report.live.panel import render
 from streamrl.report.live.state import ViewState
 
+STEP_LINE_S = 1.0
+"""Plain lines of steps are never closer together; the log has them all."""
 QUIET_S = 15.0
 """Before the first step, plain lines are never farther apart."""
 
@@ -39,6 +42,8 @@ class LiveView:
         self._clock = clock
         self._metrics, self._logs = Tail(self.root / "metrics.jsonl"), LogReader(self.root)
         self._shown: dict[int, int] = {}
+        self._held: list[Mapping[str, Any]] = []  # steps without a line yet
+        self._step_at = -math.inf
         self._read_status()
         self._noticed = set(self.state.notices)  # of the part of the run before a resume
         self._said: set[str] = set()  # a notice is also a line of the hub's log, and either may be read first
@@ -49,7 +54,7 @@ class LiveView:
         if not self._console.is_terminal:
             while not until.wait(poll_s):
                 self.print_news()
-            self.print_news()
+            self.print_news(ended=True)
             return
         with Live(self._picture(), console=self._console, auto_refresh=False) as live:
             ended = False
@@ -93,24 +98,35 @@ class LiveView:
                 if notice.partition(" ")[2] not in self._said:
                     self._print(notice, "yellow")
 
-    def print_news(self) -> None:
-        """Plain lines of what happened since the last call, steps last."""
+    def print_news(self, *, ended: bool = False) -> None:
+        """Plain lines of what happened since the last call, steps last: of these one a second and every evaluation."""
         rows, news = self.poll()
         for line in news:
             self._print(line)
             self._said.add(line.split(maxsplit=2)[-1])
         self._print_notices()
-        for row in rows:
+        self._held += rows
+        due = ended or self._clock() - self._step_at >= STEP_LINE_S
+        for row in [row for row in self._held if "eval/score" in row or (due and row is self._held[-1])]:
+            self._step_at = self._clock()
             self._print(plain_line(row, self.state.total_steps or None, self.state.time_left_s))
+            self._held = self._held[self._held.index(row) + 1 :]
         quiet_s = self._clock() - self._printed_at
         if quiet_s > QUIET_S and not self.state.rows:
-            doing = f"waiting: {self.state.waiting_for}" if self.state.waiting_for else "still starting"
+            doing = first_batch(self.state)
             passed = duration(self._clock() - self.state.began)
             self._print(f"{time.strftime('%H:%M:%S')} {doing} ({passed} since the start)")
 
     def _print(self, line: str, style: str = "") -> None:
         self._printed_at = self._clock()
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def first_batch(state: ViewState) -> str:
+    """What a run does that has no step yet."""
+    if state.waiting_for:
+        return f"waiting: {state.waiting_for}"
+    return f"the learner {state.learner}" if state.learner else "still starting"
 
 
 def about(root: Path) -> str:

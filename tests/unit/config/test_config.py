@@ -181,7 +181,7 @@ def test_the_options_of_an_experiment_are_those_of_its_task(words, options):
     assert from_plain(to_plain(load_config(words[:1])), words[1:]).env.options == options
 
 
-@pytest.mark.parametrize("task", ["env.name=reasoning_gym.letter_counting", "env.path=my_task.py", "data.path=my.jsonl"])
+@pytest.mark.parametrize("task", ["env.name=reasoning_gym.sorting", "env.path=my_task.py", "data.path=my.jsonl"])
 def test_the_form_that_an_experiment_gives_its_task_is_dropped_with_it(task: str):
     """`stop: ["\\n"]` and 8 tokens leave a model that answers in sentences nothing but blank answers."""
     words, told = ["experiment=smollm2", task], []

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.config.eval_sets import EvalSet, eval_sets, splits
 from streamrl.config.load import from_plain, load_config, to_plain
-from streamrl.config.rules import eval_sampling, sampling_differences
+from streamrl.config.rules import eval_sampling, sampling_note
 from streamrl.errors import ConfigError
 from streamrl.launch import eval_notes
 
@@ -117,9 +117,10 @@ def test_evaluation_samples_as_training_does_unless_it_is_told_otherwise():
     assert eval_sampling(inherited) == inherited.rollout.train.sampling
     sampling = eval_sampling(told)
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens, sampling.stop) == (0.0, 0.9, 99, [])
-    assert sampling_differences(inherited) == ""
-    assert sampling_differences(told) == (
-        "temperature 0.0 (training 0.9), top_p 0.9 (training 1.0), stop [] (training ['END'])"
+    assert sampling_note(inherited) == ""
+    assert sampling_note(told) == (
+        "is greedy (temperature 0); training samples at temperature 0.9; samples with top_p 0.9 (training 1), stop [] "
+        "(training ['END'])"
     )
 
 
@@ -131,8 +132,8 @@ def test_the_experiments_evaluate_greedily_as_their_records_did(experiment):
 def test_launch_says_which_sets_sample_otherwise_than_training():
     plain = ["rollout.test.sampling.temperature=1", "eval.datasets.cold.sampling.temperature=0.2"]
     assert eval_notes(load_config([QUICK, *plain])) == [
-        "evaluation on cold samples otherwise than training: temperature 0.2 (training 1.0)"
+        "evaluation on cold samples with temperature 0.2 (training 1)"
     ]
     assert eval_notes(load_config([QUICK])) == [
-        "evaluation samples otherwise than training: temperature 0.0 (training 1.0)"
+        "evaluation is greedy (temperature 0); training samples at temperature 1"
     ]

@@ -14,7 +14,7 @@ from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, check_engine, launch_run
 from streamrl.supervise.actors import NUM_SAME_DEATHS
-from streamrl.supervise.child import Child
+from streamrl.supervise.child import SPINS, Child
 from streamrl.transport.control import ask
 from tests.unit.config.setting_harness import config_of
 
@@ -62,6 +62,35 @@ def test_every_process_gets_its_gpus_and_its_part_of_a_shared_one(here, monkeypa
     assert started(here, "learner")[0].endswith(learner)
     by_name = sorted(started(here, "actor"), key=lambda line: "actor-1" in line)
     assert all(line.endswith(end) for line, end in zip(by_name, actors, strict=True)), by_name
+
+
+@pytest.mark.parametrize(
+    ("cores", "words", "own", "policy"),
+    [
+        (2, ["run.num_threads=2"], {}, "PASSIVE"),
+        (2, ["run.num_threads=1"], {}, ""),
+        (2, ["launch.num_actors=2"], {}, "PASSIVE"),
+        (2, ["run.num_threads=0"], {}, "PASSIVE"),  # torch takes all cores
+        (8, ["run.num_threads=4", "actors.num_threads=4"], {}, ""),
+        (8, ["run.num_threads=4", "actors.num_threads=5"], {}, "PASSIVE"),
+        (2, ["run.num_threads=2"], {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        (2, ["run.num_threads=2"], {"GOMP_SPINCOUNT": "7"}, ""),
+    ],
+)
+def test_with_more_threads_than_cores_no_process_spins_unless_the_user_says_so(
+    here, monkeypatch, cores, words, own, policy
+):
+    for name in SPINS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    (here / "hub-please").write_text("1")
+
+    assert launch(here, "launch.num_actors=1", *words) == 0
+
+    told = [path.read_text() for path in here.glob("openmp-*")]
+    assert len(told) >= 2 and set(told) == {policy}  # the learner, and every actor
 
 
 @pytest.mark.parametrize("num_max", [0, 1])

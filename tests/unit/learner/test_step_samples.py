@@ -163,6 +163,19 @@ def test_groups_that_are_not_trained_on_are_drawn_like_the_others(tmp_path, mode
         assert one.fate == "trained" or one.version == 6  # as its tokens say
 
 
+def test_dropped_groups_are_kept_before_a_first_batch_came(tmp_path, model_dir):
+    dropped = [KeptGroup(frame(member(0), member(1), group_id=one), GroupOrigin("a1", 3), "zero_std") for one in (1, 2)]
+    samples = open_samples(
+        SamplesConfig(), tmp_path, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
+    )
+
+    samples.dropped(dropped, 0)
+    samples.close()
+
+    found = [(one.group, one.fate, one.step) for one in read_samples(tmp_path)]
+    assert found == [(1, "zero_std", 1), (2, "zero_std", 1)]
+
+
 def test_a_transcript_that_cannot_be_read_is_left_out_and_said(tmp_path, model_dir, caplog):
     kept = KeptGroup(b"nonsense" * 4, GroupOrigin("a1", 3))
 

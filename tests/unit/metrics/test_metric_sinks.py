@@ -100,7 +100,7 @@ def test_the_console_writes_one_plain_line_a_step_with_the_time_left():
     first, second = out.getvalue().splitlines()
     assert first == "step 1/20"
     assert second == ("step 5/20  reward 0.431  eval 0.52  lag 1.3/3  train 12.3k tok/s  "
-                      "generate 980 tok/s  actors 4  eta 38s")  # 10 s for 4 steps, 15 are left
+                      "generate 980 tok/s  actors 4  38s left")  # 10 s for 4 steps, 15 are left
 
 
 def test_a_step_without_measurements_still_has_a_line():
@@ -114,7 +114,7 @@ def test_a_step_in_which_no_trajectory_came_tells_the_reward_of_the_trained_ones
 
 def test_a_version_that_is_not_the_step_is_told_and_the_row_after_the_last_step_is_its_evaluation():
     assert plain_line({"step": 3, "run/version": 2, "reward/mean": 0.5}, 9, 4.0) == (
-        "step 3/9  version 2  reward 0.5  eta 4.0s")
+        "step 3/9  version 2  reward 0.5  4s left")
     assert plain_line({"step": 9, "run/version": 9, "eval/score": 0.75, "hub/num_actors": 2.0,
                        "throughput/generate_tokens_per_s": 5.0}, 9, 0.0) == "step 9/9  eval 0.75"
 

@@ -7,13 +7,13 @@ import pytest
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.run_record import read_metrics
-from streamrl.metrics.summary import Summary, counter_total, summarize
+from streamrl.metrics.summary import Summary, counter_total, summarize, warnings_of
 
 PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
     num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
     publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure run eval_score_best
-    stopped failed diagnosis tracked""".split()
+    stopped failed learner_idle_fraction eval_stderr_first eval_stderr_last warnings diagnosis tracked""".split()
 
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
@@ -95,7 +95,7 @@ def test_the_table_for_the_terminal_answers_the_first_questions(make_run):
     assert "mean 2.4, max 4, bound 3, 60 beyond it" in table
     assert "100 trained of 120 leased, 1 stale" in table
     assert "recovered" not in table, "nothing was"
-    assert "5.0s (25%)" in table
+    assert "learner waited  25% of its time" in table
 
 
 def test_a_run_is_named_by_its_directory_and_its_id_comes_last():
@@ -123,3 +123,32 @@ def test_failed_episodes_are_a_row_of_their_own_and_no_recovery(make_run):
     assert "failures" not in clean and clean["recovered"].startswith("5 leases reissued")
     assert failed["failures"] == "473 episodes failed: task mine: ValueError: no"
     assert failed["recovered"].startswith("2 leases reissued")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "warned"),
+    [((0.25, 0.03), (0.0, 0.0), True), ((0.25, 0.03), (0.2, 0.03), False), ((0.25, 0.03), (0.99, 0.01), False),
+     ((0.9, 0.02), (0.8, 0.03), True), ((0.9, 0.02), (0.8, 0.06), False)],
+)
+def test_an_evaluation_that_fell_by_more_than_its_error_is_told(first, last, warned):
+    rows = [{"step": step, "eval/score": score, "eval/score_stderr": error}
+            for step, (score, error) in ((1, first), (9, last))]
+
+    summary = summarize(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1)
+
+    assert (summary.table().count("lower policy.optimizer.lr") == 1) is warned == bool(summary.warnings)
+    assert f"{first[0]} ± {first[1]} → " in summary.table()
+
+
+@pytest.mark.parametrize(
+    ("stds", "means", "warned"),
+    [([0.0] * 3, [0.0] * 3, True), ([0.0] * 9, [1.0] * 9, True), ([0.0] * 2, [0.0] * 2, False),
+     ([0.1, 0.0, 0.0, 0.0], [0.5, 1.0, 1.0, 1.0], False), ([0.0] * 3, [0.0, 0.0, 1.0], False), ([], [], False)],
+)
+def test_rewards_that_were_always_equal_are_told(stds, means, warned):
+    rows = [{"step": step, "reward/std": std, "reward/mean": mean}
+            for step, (std, mean) in enumerate(zip(stds, means, strict=True), start=1)]
+
+    told = warnings_of(rows)
+
+    assert bool(told) is warned and all("equal rewards teach nothing" in text for text in told)

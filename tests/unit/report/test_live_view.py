@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.metrics.sinks import JsonlSink
+from streamrl.metrics.text import time_left
 from streamrl.report.live.logs import LogReader, Tail, worth_reading
 from streamrl.report.live.panel import NUM_ACTOR_ROWS, render
 from streamrl.report.live.state import ViewState
@@ -191,8 +192,39 @@ def test_without_a_terminal_each_new_step_is_one_plain_line(tmp_path, finished):
 
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/4", "step 2/4"]
-    assert lines[1].endswith("generate 25k tok/s  eta 4.0s")
+    assert lines[1].endswith("generate 25k tok/s  4s left")
     assert "\x1b" not in out.getvalue()
+
+
+def test_without_a_terminal_there_is_at_most_one_line_of_steps_a_second_and_every_evaluation(tmp_path):
+    out, now = io.StringIO(), [0.0]
+    view = LiveView(tmp_path, console=Console(file=out, force_terminal=False), clock=lambda: now[0])
+
+    with closing(JsonlSink(tmp_path / "metrics.jsonl")) as sink:
+        for step in range(1, 31):  # ten a second
+            now[0] = step / 10
+            sink.log_metrics(step, row(step, **({"eval/score": 0.5} if step == 15 else {})))
+            view.print_news()
+        sink.log_metrics(31, row(31))
+        view.print_news()
+        view.print_news(ended=True)
+
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1", "11", "15", "25", "31"]
+
+
+def test_the_time_left_is_of_one_start_of_the_learner_and_never_below_a_second():
+    """A restart takes minutes, which are no step: after it the first step alone tells nothing."""
+    state = ViewState()
+    state.update({**STATUS, "total_steps": 1000})
+    for step in range(1, 6):
+        state.update({**row(step), "run/epoch": 1.0})
+    assert state.time_left_s == 995 * 2.0
+
+    state.update({**row(6), "run/epoch": 2.0, "run/wall_s": 400.0})
+    assert state.time_left_s is None
+    state.update({**row(7), "run/epoch": 2.0, "run/wall_s": 401.0})
+    assert state.time_left_s == 993 * 1.0
+    assert [time_left(s) for s in (0.02, 4.4, 59.0, 61.0)] == ["1s left", "4s left", "59s left", "1m01s left"]
 
 
 def test_after_a_resume_only_the_repeated_steps_are_new(tmp_path):
@@ -239,11 +271,15 @@ def test_without_a_terminal_every_phase_of_the_start_has_a_line(tmp_path, finish
     (tmp_path / "status.json").write_text(json.dumps({**STATUS, "waiting_for": "an actor"}))
     now[0] = 2 * QUIET_S + 3
     view.run(finished)
+    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "learner": "is in forward_backward, 9.0 s so far"}))
+    now[0] = 3 * QUIET_S + 5
+    view.run(finished)
 
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["08:25:41 learner  tiny model: 2 layers", "08:25:50 learner  evaluating version 0"]
     assert [line[9:] for line in lines[2:]] == [
-        "still starting (16s since the start)", "waiting: an actor (33s since the start)"]
+        "still starting (16s since the start)", "waiting: an actor (33s since the start)",
+        "the learner is in forward_backward, 9.0 s so far (50s since the start)"]
 
 
 def test_the_first_step_ends_the_reminders(tmp_path, finished):

@@ -1,0 +1,31 @@
+"""Whether the rewards of a run's beginning can teach it anything: if not, a sentence for the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from learner.hub.ledger.filters import dropped_by
+
+ENOUGH_GROUPS = 8
+ENOUGH_BATCHES = 3
+
+
+def all_dropped(counts: Counter[str], reward: float | None) -> str:
+    """What to say once so many groups were finished and a filter dropped every one of them; "" before.
+
+    Args:
+        reward: of every trajectory; None if they differ.
+    """
+    num, filters = dropped_by(counts)
+    if num < ENOUGH_GROUPS or num < counts["num_groups_completed"]:
+        return ""
+    why = f"every reward was {reward:g}" if reward is not None else "see the rewards of each group"
+    return f"{num} groups finished, all dropped by {filters}: {why}; see streamrl samples"
+
+
+def all_equal(num_trained: int, batch_size: int, reward: float | None) -> str:
+    """What to say after so many batches in which every reward was the same; "" before, or if they differ."""
+    if reward is None or num_trained < ENOUGH_BATCHES * batch_size:
+        return ""
+    return (f"{num_trained // batch_size} steps, and every reward was {reward:g}: equal rewards teach nothing; see "
+            "streamrl samples, and check the reward and the answers in the data")
