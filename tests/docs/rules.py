@@ -22,9 +22,23 @@ class Rule:
     append: str = ""
     terminal: str = ""
     timeout_s: float = 300
+    learns: bool = False
+    no_gain: str = ""
 
     def fits(self, item: Item) -> bool:
         return self.page in item.page and re.search(self.match, item.text) is not None
+
+
+TRAINS = re.compile(r"^make quickstart$|^streamrl (launch|learner) |-m learner |\.train\(")
+"""Commands and blocks of Python that train."""
+
+
+def misses_its_gain(item: Item, rule: Rule) -> str:
+    """What is wrong with the rule of a command: one that trains is run to a better score, or the rule says why not."""
+    trains = TRAINS.search(item.text) is not None and not rule.skip
+    if trains and rule.learns == bool(rule.no_gain):
+        return f"{item.where}: `{item.text[:100]}` trains: its rule needs either learns or no_gain"
+    return "" if trains or not rule.learns else f"{item.where}: `{item.text[:100]}` does not train"
 
 
 def read_rules(path: Path = TABLE) -> list[Rule]:

@@ -14,14 +14,17 @@ failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from streamrl.metrics.samples import read_samples
 from tests.docs.extract import ROOT, Item, all_items
 from tests.docs.rules import Rule, full_text, read_rules, rule_for
 from tests.docs.terminal import Outcome, Terminals
@@ -94,10 +97,18 @@ class Reader:
             return
         else:
             self._finish_terminals()
+            before = self._summaries()
             outcome = self._terminals.run(item.where, self._ports.replace(text), rule.timeout_s,
                                           python=item.kind == "python")
+            if rule.learns or rule.no_gain:
+                made = [(json.loads(path.read_text()), answers_of(path.parent))
+                        for path in sorted(self._summaries() - before)]
+                outcome = replace(outcome, note=rule.no_gain).with_scores(made, must_rise=rule.learns)
             self._done[key] = outcome
         self.outcomes.append(outcome)
+
+    def _summaries(self) -> set[Path]:
+        return set(self._clone.glob("runs/**/summary.json"))
 
     def _finish_terminals(self) -> None:
         self.outcomes += self._terminals.finish()
@@ -107,6 +118,11 @@ class Reader:
         self._finish_terminals()
         self.outcomes[self._page_start :] = sorted(self.outcomes[self._page_start :], key=lambda one: one.line)
         self._page_start = len(self.outcomes)
+
+
+def answers_of(run_dir: Path) -> list[str]:
+    """What the model said in the samples that a run kept."""
+    return [one.answer for one in read_samples(run_dir)]
 
 
 def _environment(clone: Path) -> dict[str, str]:

@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 LEAVE_S = 60.0
 """How long actors have to end after their learner has."""
 
 TAIL = 25
+NOT_LEARNED = 75
+"""The status of a command that ended well and whose run did not end above its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,22 @@ class Outcome:
     @property
     def failed(self) -> bool:
         return self.status not in (None, 0)
+
+    def with_scores(self, runs: Sequence[tuple[Mapping[str, Any], Sequence[str]]], *, must_rise: bool) -> Outcome:
+        """The same with the first and the last score of the runs that it made: failed where one should rise and did not.
+
+        Args:
+            runs: summary and answers of each. All answers blank is a failure whatever the scores.
+        """
+        if self.failed or self.status is None:
+            return self
+        scores = [(one.get("eval_score_first"), one.get("eval_score_last")) for one, _ in runs]
+        told = ", ".join(f"{first} -> {last}" for first, last in scores) or "no run"
+        if any(answers and not any(answer.strip() for answer in answers) for _, answers in runs):
+            return replace(self, status=NOT_LEARNED, note=f"evaluation {told}; every answer is blank")
+        rose = bool(scores) and all(None not in pair and pair[1] > pair[0] for pair in scores)
+        status = self.status if rose or not must_rise else NOT_LEARNED
+        return replace(self, status=status, note="; ".join(part for part in (self.note, f"evaluation {told}") if part))
 
     @property
     def line(self) -> int:

@@ -9,8 +9,9 @@ import pytest
 
 from streamrl.config.load import check_overrides
 from tests.docs.extract import ROOT, Item, all_items, extract
-from tests.docs.rules import Rule, full_text, read_rules, rule_for
+from tests.docs.rules import Rule, full_text, misses_its_gain, read_rules, rule_for
 from tests.docs.run import Ports, Reader, main, selected, table
+from tests.docs.terminal import NOT_LEARNED, Outcome
 
 ITEMS = [item for item in all_items() if item.kind != "file"]
 RULES = read_rules()
@@ -31,6 +32,52 @@ def test_every_rule_has_a_command():
     decides = [next((rule for rule in RULES if rule.fits(item)), None) for item in ITEMS]
 
     assert [rule.match for rule in RULES if rule not in decides] == []
+
+
+def test_every_command_that_trains_ends_above_its_start_or_its_rule_says_why_not():
+    assert [wrong for item in ITEMS if (wrong := misses_its_gain(item, rule_for(item, RULES)))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "wrong"),
+    [
+        ("streamrl launch a=1", Rule(""), True), ("streamrl launch a=1", Rule("", learns=True), False),
+        ("streamrl learner a=1", Rule("", no_gain="short"), False), ("make quickstart", Rule(""), True),
+        ("streamrl launch a=1", Rule("", learns=True, no_gain="short"), True),
+        ("streamrl launch a=1", Rule("", skip="a cluster"), False), ("streamrl eval x", Rule(""), False),
+        ("streamrl eval x", Rule("", learns=True), True), ("import streamrl\nstreamrl.train('x')", Rule(""), True),
+    ],
+)
+def test_a_rule_says_what_a_training_command_comes_to(text: str, rule: Rule, wrong: bool):
+    assert bool(misses_its_gain(Item("p", 1, "shell", text), rule)) is wrong
+
+
+@pytest.mark.parametrize(
+    ("rule", "score", "status"),
+    [(Rule("", learns=True), 0.75, 0), (Rule("", learns=True), 0.25, NOT_LEARNED),
+     (Rule("", no_gain="three steps"), 0.25, 0)],
+)
+def test_a_run_that_must_learn_is_judged_by_its_summary(tmp_path: Path, rule: Rule, score: float, status: int):
+    page = tmp_path / "page.md"
+    run = f'mkdir -p runs/a && echo \'{{"eval_score_first": 0.25, "eval_score_last": {score}}}\' > runs/a/summary.json'
+    page.write_text(f"```sh\n{run}\n```\n")
+    (tmp_path / "clone").mkdir()
+    reader = Reader(tmp_path / "clone", [rule])
+
+    reader.follow(extract(page, "page.md"))
+
+    (outcome,) = reader.outcomes
+    assert outcome.status == status and f"evaluation 0.25 -> {score}" in outcome.row()
+    assert rule.no_gain in outcome.note
+
+
+def test_a_run_with_nothing_but_blank_answers_has_failed():
+    done = Outcome("p:1", "streamrl launch", 0)
+    runs = [({"eval_score_first": 0.0, "eval_score_last": 0.1}, ["", "\n", " "])]
+
+    assert done.with_scores(runs, must_rise=False).status == NOT_LEARNED
+    assert done.with_scores([(runs[0][0], ["", "7"])], must_rise=True).status == 0
+    assert done.with_scores([], must_rise=True).failed
 
 
 def test_what_is_appended_names_real_settings():
