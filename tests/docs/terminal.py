@@ -34,7 +34,7 @@ class Outcome:
         return self.status not in (None, 0)
 
     def with_scores(self, runs: Sequence[tuple[Mapping[str, Any], Sequence[str]]], *, must_rise: bool) -> Outcome:
-        """The same with the first and the last score of the runs that it made: failed where one should rise and did not.
+        """The same with the first and the last score of the runs that it made: failed where one did not rise but must.
 
         Args:
             runs: summary and answers of each. All answers blank is a failure whatever the scores.
