@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import resource
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 import streamrl.metrics.trackers.registry as trackers
 from learner import preflight
+from learner.model.tiny import make_tiny_model
 from learner.model_hub import find_models
 from learner.preflight import check_run
 from streamrl.config.load import load_config
@@ -247,3 +249,24 @@ def test_every_engine_that_the_rule_knows_can_be_made(name):
     from actors.engines.registry import engine_factory
 
     assert callable(engine_factory(name))
+
+
+@pytest.mark.parametrize("kept_in", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_a_model_without_a_chat_template_is_told_unless_that_is_meant(tmp_path, kept_in):
+    make_tiny_model(tmp_path / "m", characters="abcdefghij0123456789 =+?")
+    settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "m" / "chat_template.jinja").unlink(missing_ok=True)
+
+    def told(*words: str) -> bool:
+        said: list[str] = []
+        check_run(load_config([QUICKSTART, f"policy.model_path={tmp_path / 'm'}", *words]), notify=said.append)
+        return any("the tokenizer has no chat template: contents are joined by line breaks" in text for text in said)
+
+    assert told()
+    assert not told("data.apply_chat_template=false")
+    assert not told('data.chat_template="{{ messages }}"')
+    with_template = {**settings, "chat_template": "{{ messages }}"} if kept_in == "tokenizer_config.json" else "{}"
+    (tmp_path / "m" / kept_in).write_text(json.dumps(with_template))
+    assert not told()

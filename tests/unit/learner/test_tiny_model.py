@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.tasks.strings import StringTask
-from learner.model.tiny import make_tiny_model, prepare_tiny_model
+from learner.model.tiny import _task_dialogues, make_tiny_model, prepare_tiny_model
 from learner.model.warm_start import warm_start
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import ConfigError, TaskError
@@ -200,6 +200,28 @@ def test_a_task_that_opens_otherwise_than_with_one_user_message_is_refused(tmp_p
 
     with pytest.raises(TaskError, match="one user message"):
         prepare_tiny_model(tmp_path, TwoMessages(), **SMALL)
+
+
+class SortedTask(SingleTurnTask):
+    """As of a file whose first half has one answer and whose second half has another."""
+
+    name = "sorted"
+    num_train = 500
+
+    def record(self, split, index):
+        return {"prompt": "x", "answer": "ab"[index >= 250]}
+
+    def target(self, record):
+        return record["answer"]
+
+
+def test_what_is_held_out_of_a_sorted_file_is_like_the_rest():
+    """The exact match of the warm start is then of the same records as the first evaluation."""
+    answers = [answer for _, answer in _task_dialogues(SortedTask(), 19_200, needs_target=True)]
+
+    assert len(answers) == 500 and sorted(answers) == ["a"] * 250 + ["b"] * 250
+    assert 30 < answers[-100:].count("a") < 70
+    assert {answer for _, answer in _task_dialogues(SortedTask(), 100, needs_target=True)} == {"b"}  # the last of many
 
 
 def test_a_failed_preparation_leaves_nothing_behind(tmp_path):
