@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from streamrl import cli
+from streamrl.verbs import actors
 
 
 @pytest.fixture
@@ -166,3 +168,16 @@ def test_a_report_of_a_run_brings_the_index_up_to_date(streamrl, make_run, tmp_p
     assert code == 0 and out.strip() == str(tmp_path / "two" / "report.html")
     assert "two/report.html" in (tmp_path / "index.html").read_text()
     assert "../two/report.html" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("num", "said"),
+    [(0, "a0 has no leases and leaves"), (1, "a0 finishes 1 lease within 60 s, takes no more and leaves"),
+     (3, "a0 finishes 3 leases within 60 s, takes no more and leaves")],
+)
+def test_an_actor_without_leases_is_not_said_to_finish_any(monkeypatch, capsys, num, said):
+    monkeypatch.setattr(actors, "find_run", lambda word: SimpleNamespace(require_hub=dict))
+    monkeypatch.setattr(actors, "ask", lambda *where, **request: {"num_leases": num})
+
+    assert actors.drain(["run", "a0"]) == 0
+    assert capsys.readouterr().out.strip() == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from actors.runtime import RuntimeHandle, has_processes
+from actors.weights.hold import VersionHold
 from streamrl.config.load import load_config, to_plain
 from streamrl.parent_watch import program
 from tests.flow.processes import wait_until
+from tests.unit.actors.fakes import lease
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,3 +65,24 @@ def test_an_actor_in_its_imports_ends_at_sigterm(tmp_path, python_env):
         wait_until((tmp_path / "importing").exists, 50, "the import")
         actor.terminate()
         assert actor.wait(30) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("num_open", [0, 2])
+def test_only_a_version_that_answers_wait_for_is_said_to_wait(num_open: int, caplog: pytest.LogCaptureFixture):
+    async def work() -> None:
+        hold = VersionHold()
+        leases = [lease(number, keep_s=60.0, num_after=1) for number in range(num_open or 1)]
+        for one in leases:
+            hold.begin(one)
+        if not num_open:
+            hold.end(leases[0].ref)  # more may come in a moment
+        waiting = asyncio.ensure_future(hold.released())
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    with caplog.at_level(logging.INFO, "streamrl.actor"):
+        asyncio.new_event_loop().run_until_complete(work())
+
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"the next version waits for {num_open} answers of an evaluation"] if num_open else []
+    )

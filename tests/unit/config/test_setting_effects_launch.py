@@ -78,7 +78,7 @@ def test_every_process_gets_its_gpus_and_its_part_of_a_shared_one(here, monkeypa
     ],
 )
 def test_with_more_threads_than_cores_no_process_spins_unless_the_user_says_so(
-    here, monkeypatch, cores, words, own, policy
+    here, monkeypatch, capsys, cores, words, own, policy
 ):
     for name in SPINS:
         monkeypatch.delenv(name, raising=False)
@@ -89,6 +89,8 @@ def test_with_more_threads_than_cores_no_process_spins_unless_the_user_says_so(
 
     assert launch(here, "launch.num_actors=1", *words) == 0
 
+    plural = "s" * ("launch.num_actors=2" in words)
+    assert f"starting {1 + len(plural)} actor{plural}; more join" in capsys.readouterr().out
     told = [path.read_text() for path in here.glob("openmp-*")]
     assert len(told) >= 2 and set(told) == {policy}  # the learner, and every actor
 

@@ -188,3 +188,17 @@ def test_a_comparison_has_one_legend_and_its_curves_know_their_run(make_run, tmp
     assert text.count('<div class="runs">') == 1 and '<div class="legend">' not in text
     curves = re.findall(r'<path class="curve c(\d)" data-name="\w" data-run="(\d)"', text)
     assert set(curves) == {("0", "0"), ("1", "1")}
+
+
+def test_what_went_wrong_in_a_run_that_ended_well_stands_in_its_report(make_run):
+    root = make_run()
+    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"reward/std": 0.0, "reward/mean": 0.0, "eval/score_stderr": 0.01}
+    rows[-1]["eval/score"] = 0.0
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    page = write_report(root).read_text()
+
+    assert "Evaluation fell from 0.05 ± 0.01 to 0 ± 0.01; lower policy.optimizer.lr." in page
+    assert "Every reward was 0: equal rewards teach nothing; see streamrl samples." in page
