@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -14,7 +16,7 @@ from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.groups import HeldGroup
 from learner.hub.watch.ranks import Finding
-from learner.hub.watch.rewards import ENOUGH_BATCHES, all_dropped, all_equal
+from learner.hub.watch.rewards import all_dropped, all_equal
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,
@@ -26,7 +28,6 @@ from streamrl.messages import (
     EndGroup,
     EvalRequest,
     HubStatus,
-    KeptGroup,
     Message,
     PlanRow,
     Publish,
@@ -113,7 +114,7 @@ class RankHandler:
         self._shares: dict[int, BatchShare] = {}
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
-        self._rewards_judged, self._counts_before = False, hub.ledger.counts.copy()
+        self._told, self._counts_before = False, hub.ledger.counts.copy()
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
         try:
@@ -152,6 +153,7 @@ class RankHandler:
                 if message.bounds is not None:
                     ledger.lag.set_bounds(*message.bounds)
                 self._hub.trust.compared(message.agreements)
+                self._tell_once(partial(all_equal, batch_size=ledger.lag.rule.groups_per_batch))
             case RankBeat():
                 self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
@@ -247,26 +249,23 @@ class RankHandler:
         """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""
         hub = self._hub
         hub.waiting_for = self._why_waiting(now)
-        passed_over = self._judge_rewards()
+        waits = 0 in self._requested_at
+        passed_over = hub.ledger.passed_over.take() if waits and self._tell_once(all_dropped) else ()
         for rank, since in self._requested_at.items():
             self._send(rank, BatchPending(
                 self._version, hub.waiting_for[:512], now - since, len(hub.connections), () if rank else passed_over,
             ))
         self._send(0, self._status(now))
 
-    def _judge_rewards(self) -> tuple[KeptGroup, ...]:
-        """Say once that the rewards teach nothing; returns groups to be read if not even a first batch came of them."""
-        hub, ledger = self._hub, self._hub.ledger
-        if self._rewards_judged or 0 not in self._requested_at:
-            return ()
-        reward, counts = hub.arrivals.equal_reward, ledger.counts.copy()
+    def _tell_once(self, teaches_nothing: Callable[[Counter[str], float | None], str]) -> bool:
+        """Say what is wrong with the rewards since the start of this hub, if anything is and it was not said yet."""
+        counts = self._hub.ledger.counts.copy()
         counts.subtract(self._counts_before)  # of a resumed run, what arrived since
-        batch_size, num_trained = ledger.lag.rule.groups_per_batch, counts["num_groups_trained"]
-        told = all_equal(num_trained, batch_size, reward) if num_trained else all_dropped(counts, reward)
-        self._rewards_judged = bool(told) or num_trained >= ENOUGH_BATCHES * batch_size
+        told = "" if self._told else teaches_nothing(counts, self._hub.arrivals.equal_reward)
         if told:
-            hub.notify(told)
-        return ledger.passed_over.take() if told and not num_trained else ()
+            self._told = True
+            self._hub.notify(told)
+        return bool(told)
 
     def _why_waiting(self, now: float) -> str:
         """What the learner waits for, as a sentence; "" while it does not wait."""

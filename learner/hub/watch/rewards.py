@@ -7,7 +7,7 @@ from collections import Counter
 from learner.hub.ledger.filters import dropped_by
 
 ENOUGH_GROUPS = 8
-ENOUGH_BATCHES = 3
+ENOUGH_STEPS = 3
 
 
 def all_dropped(counts: Counter[str], reward: float | None) -> str:
@@ -23,9 +23,10 @@ def all_dropped(counts: Counter[str], reward: float | None) -> str:
     return f"{num} groups finished, all dropped by {filters}: {why}; see streamrl samples"
 
 
-def all_equal(num_trained: int, batch_size: int, reward: float | None) -> str:
+def all_equal(counts: Counter[str], reward: float | None, *, batch_size: int) -> str:
     """What to say after so many batches in which every reward was the same; "" before, or if they differ."""
-    if reward is None or num_trained < ENOUGH_BATCHES * batch_size:
+    num_steps = counts["num_groups_trained"] // batch_size
+    if reward is None or num_steps < ENOUGH_STEPS:
         return ""
-    return (f"{num_trained // batch_size} steps, and every reward was {reward:g}: equal rewards teach nothing; see "
+    return (f"{num_steps} steps, and every reward was {reward:g}: equal rewards teach nothing; see "
             "streamrl samples, and check the reward and the answers in the data")

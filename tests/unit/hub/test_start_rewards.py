@@ -38,8 +38,11 @@ def test_a_first_batch_that_never_comes_has_a_reason(counts: Counter[str], rewar
 
 
 def test_three_steps_of_equal_rewards_are_told():
-    assert all_equal(48, 16, 0.0).startswith("3 steps, and every reward was 0: equal rewards teach nothing")
-    assert [all_equal(47, 16, 0.0), all_equal(48, 16, None), all_equal(0, 16, 0.0)] == ["", "", ""]
+    def told(num_trained: int, reward: float | None) -> str:
+        return all_equal(Counter(num_groups_trained=num_trained), reward, batch_size=16)
+
+    assert told(48, 0.0).startswith("3 steps, and every reward was 0: equal rewards teach nothing")
+    assert [told(47, 0.0), told(48, None), told(0, 0.0)] == ["", "", ""]
 
 
 @pytest.mark.parametrize(("rewards", "equal"), [([], None), ([0.0, 0.0], 0.0), ([1.0], 1.0), ([0.0, 0.0, 0.5], None)])
