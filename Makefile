@@ -81,7 +81,7 @@ package-test: install
 
 # At most a quarter of an hour; one seed again: python -m tests.chaos.run --first-seed N
 chaos: install
-	$(BIN)/python -m tests.chaos.run --seeds 50 --seconds 8 --faults 22 --budget-s 800 --record docs/results/chaos
+	$(BIN)/python -m tests.chaos.run --seeds 50 --seconds 8 --faults 22 --budget-s 800 --record docs/results/chaos --keep build/chaos
 
 bench: install
 	$(BIN)/python -m bench.all

@@ -9,7 +9,8 @@
     G5  (epoch, version) only go up: at every actor, over all publications, over the starts of the learner
     fence   within one life of the hub, a superseded incarnation is never served again
 
-A trajectory is (group, member); a delivery is (incarnation, seq), the message that brought it.
+A trajectory is (group, member); a delivery is (incarnation, seq), the message that brought it. Losses are judged by
+trajectory: after a crash another delivery may have brought the same ones, and then nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.chaos.history import Event
 
@@ -40,7 +42,7 @@ class Checker:
     trained: dict[Key, int] = field(default_factory=dict)  # delivery -> version, surviving lineage only
     ever_trained: set[Key] = field(default_factory=set)
     batches: dict[int, Event] = field(default_factory=dict)
-    sent: dict[Key, list[int]] = field(default_factory=dict)
+    sent: dict[Key, list[Key]] = field(default_factory=dict)  # delivery -> its trajectories
     accepted: dict[Key, int] = field(default_factory=dict)  # delivery -> epoch that accepted it last
     answered: set[Key] = field(default_factory=set)
     durable: set[Key] = field(default_factory=set)
@@ -76,7 +78,7 @@ class Checker:
         if version in self.digests and self.digests[version] != event["digest"]:
             self._fail("G2", f"epoch {epoch} resumed from version {version} with other parameters than trained")
         for number in [one for one in self.batches if one >= version]:  # a dead branch from here on
-            for delivery, keys in _deliveries(self.batches.pop(number)):
+            for delivery, keys in _deliveries(self.batches.pop(number)["frames"]):
                 self.trained.pop(delivery, None)
                 for key in keys:
                     self.owner.pop(key, None)
@@ -84,6 +86,9 @@ class Checker:
         self.lineage[epoch] = [version, version]
         self.digests = {number: digest for number, digest in self.digests.items() if number < version}
         self.digests[version] = event["digest"]
+        # What was dropped after the checkpoint that this start resumes from is open again.
+        below, still = event.get("done_below", 0), set(event.get("dropped", ()))
+        self.dropped = {group for group in self.dropped if group < below or group in still}
         self.closing, self.late = False, set()
         self.epoch, self.version, self.saved, self.max_lag = epoch, version, version, event["max_lag"]
         self.current, self.superseded = {}, set()
@@ -94,7 +99,7 @@ class Checker:
         if version != self.version or event["epoch"] != self.epoch:
             self._fail("G5", f"epoch {event['epoch']} trained at {version}, expected {self.epoch}:{self.version}")
         self.batches[version] = event
-        for delivery, keys in _deliveries(event):
+        for delivery, keys in _deliveries(event["frames"]):
             if delivery not in self.sent:
                 self._fail("G1", f"delivery {delivery} was trained and never sent")
             for key in keys:
@@ -165,7 +170,7 @@ class Checker:
     # --- actors -------------------------------------------------------------------------------------------------------
 
     def _actor_send(self, event: Event) -> None:
-        self.sent[event["inc"], event["seq"]] = event["members"]
+        self.sent[event["inc"], event["seq"]] = [(event["group"], member) for member in event["members"]]
 
     def _actor_settled(self, event: Event) -> None:
         for seq in event["seqs"]:
@@ -202,14 +207,19 @@ class Checker:
                 self._fail("G2", f"{delivery} was DURABLE and its training did not survive")
         if self.last is None:
             return self
-        held = {(inc, seq) for inc, seq in self.last["held"]}
-        for delivery in self.accepted.keys() & self.answered - self.excused - self.trained.keys() - held:
-            if not self.sent.get(delivery):
-                continue  # nothing in it to train on
-            if self.accepted[delivery] < self.epoch and delivery[0] not in self.exited:
+        held = dict(_deliveries(self.last["held"]))
+        safe = self.owner.keys() | {key for keys in held.values() for key in keys}
+        for delivery in self.accepted.keys() & self.answered - self.excused:
+            keys = self.sent.get(delivery, ())
+            lost = [key for key in keys if key not in safe and key[0] not in self.dropped]
+            gone = bool(keys) and delivery not in self.trained and delivery not in held
+            if gone and self.accepted[delivery] < self.epoch and delivery[0] not in self.exited:
                 self.counts["lost_on_crash"] += 1  # learner and actor died: its group was leased again
-            elif delivery not in self.late:
-                self._fail("G1", f"{delivery} was accepted in epoch {self.accepted[delivery]} and is lost")
+            elif lost and delivery not in self.late:
+                self._fail("G1", f"{lost} of {delivery}, accepted in epoch {self.accepted[delivery]}, are lost at the "
+                                 f"end of epoch {self.epoch}")
+            elif gone and not lost:
+                self.counts["brought_by_another"] += 1
         done = {group for group, _ in self.owner} | self.dropped | set(self.last["live"])
         for group in range(self.last["next_id"]):
             if group not in done:
@@ -217,9 +227,9 @@ class Checker:
         return self
 
 
-def _deliveries(train: Event) -> Iterable[tuple[Key, list[Key]]]:
-    """(delivery, trajectories) of every frame of a batch."""
-    for incarnation, seq, group, members in train["frames"]:
+def _deliveries(frames: Iterable[Any]) -> Iterable[tuple[Key, list[Key]]]:
+    """(delivery, trajectories) of every frame of a batch, or of what is held at the end."""
+    for incarnation, seq, group, members in frames:
         yield (incarnation, seq), [(group, member) for member in members]
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ def observe(history: History) -> None:
         return result
 
     def observed_accept(self: Acceptance, actor_id: str, group: Group, *rest: Any) -> AcceptResult:
+        began = time.monotonic()  # a group that ends as it arrives is recorded as dropped meanwhile
         result = accept(self, actor_id, group, *rest)
         if not group.group_id & EVAL_BIT and result.kind != "no_link":
-            history.add("accept", actor=actor_id, inc=group.incarnation, seq=group.seq, group=group.group_id,
+            history.add("accept", t=began, actor=actor_id, inc=group.incarnation, seq=group.seq, group=group.group_id,
                         kind=result.kind, reason=result.reason.name)
         return result
 

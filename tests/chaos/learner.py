@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +13,8 @@ import xxhash
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.run_lock import lock_run_dir
-from learner.hub.ledger.snapshots import read_snapshot
+from learner.hub.ledger.groups import GroupState
+from learner.hub.ledger.snapshots import LedgerSnapshot, read_snapshot
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
 from learner.mesh import Ranks
@@ -62,12 +62,13 @@ class FakeLearner:
         self.model = torch.nn.Linear(NUM_WEIGHTS, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
-        self.version, self.lineage, restore_path = 0, (), None
+        self.version, self.lineage, restore_path, ended = 0, (), None, {}
         found = find_checkpoint(spec.run_dir)
         if found is not None:
             found.restore(self.model, self.optimizer, Ranks())
             self.version, restore_path = found.version, found.path / "ledger.bin"
             self.lineage = tuple(Lineage(*one) for one in found.extra["lineage"])
+            ended = _ended(_snapshot(restore_path.read_bytes()))
         self.first = self.version
         settings = hub_settings(
             spec.config, run_id="chaos", run_dir=spec.run_dir, learner_epoch=self.epoch, version=self.version,
@@ -77,7 +78,7 @@ class FakeLearner:
         )
         settings = msgspec.structs.replace(settings, limits=msgspec.structs.replace(settings.limits, **TIMES))
         history.add("start", epoch=self.epoch, version=self.version, max_lag=settings.ledger.lag.max_lag,
-                    digest=self.digest())
+                    digest=self.digest(), **ended)
         self.hub = ForkedHub(spec, settings)
         self.link = HubLink(
             settings.rank_endpoint, rank=0, world=1, version=self.version, check_hub=self.hub.check,
@@ -143,7 +144,7 @@ class FakeLearner:
         """Save, say what the ledger still holds, and end the run; actors learn what became durable on the way."""
         self.history.add("closing")
         self.save()
-        self.history.add("end", **_at_the_end(read_snapshot(self.frozen, run_id="chaos", learner_epoch=1 << 31)))
+        self.history.add("end", **_at_the_end(_snapshot(self.frozen)))
         deadline = time.monotonic() + 0.5  # actors learn of the last checkpoint before they are stopped
         while time.monotonic() < deadline:
             self.link.refresh_status()
@@ -169,8 +170,18 @@ def _content(group: Any) -> dict[str, Any]:
     }
 
 
-def _at_the_end(snapshot: Any) -> Mapping[str, Any]:
+def _snapshot(data: bytes) -> LedgerSnapshot:
+    return read_snapshot(data, run_id="chaos", learner_epoch=1 << 31)
+
+
+def _ended(snapshot: LedgerSnapshot) -> dict[str, Any]:
+    """Which groups have ended in a checkpoint: all below a number, and of those above it the ones that were dropped."""
+    dropped = [row.group_id for row in snapshot.settled if row.state is GroupState.DROPPED]
+    return {"done_below": snapshot.done_below, "dropped": dropped}
+
+
+def _at_the_end(snapshot: LedgerSnapshot) -> dict[str, Any]:
     return {
         "next_id": snapshot.next_id, "live": [record.group_id for record in snapshot.live],
-        "held": [[one.incarnation, one.seq] for record in snapshot.live for one in record.deliveries],
+        "held": [_content(_GROUPS.decode(frame))["frame"] for record in snapshot.live for frame in record.frames],
     }

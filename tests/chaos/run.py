@@ -60,6 +60,8 @@ class SeedResult:
     recovery_s: dict[str, list[float]] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     failure: str = ""
+    history: str = ""
+    """Where that of a failed seed is kept."""
 
     @property
     def ok(self) -> bool:
@@ -69,7 +71,7 @@ class SeedResult:
         return {
             "seed": self.seed, "ok": self.ok, "seconds": round(self.seconds, 1), "counts": dict(self.counts),
             "faults": sum(self.faults.values()), "points": dict(self.points), "violations": self.violations[:5],
-            "late": self.late, "failure": self.failure,
+            "late": self.late, "failure": self.failure, "history": self.history,
         }
 
 
@@ -131,11 +133,13 @@ class Seeds:
             result = SeedResult(seed, 0.0, failure="the seed's process ended without a result: see standard error")
         with suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
+        if self._keep is not None and not (result.ok and not result.late):
+            kept = self._keep / folder.name
+            shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("ranks", "shm"))
+            result.history = str(kept / "history")
+        shutil.rmtree(folder, ignore_errors=True)
         print(json.dumps(result.summary()), flush=True)
         self.results.append(result)
-        if self._keep is not None and not (result.ok and not result.late):
-            shutil.copytree(folder, self._keep / folder.name, ignore=shutil.ignore_patterns("ranks", "shm"))
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def missed_points(results: list[SeedResult]) -> list[Fault]:
@@ -198,6 +202,7 @@ def totals(results: list[SeedResult], seconds: float) -> dict[str, Any]:
         "violations": sum(len(one.violations) for one in results), "points_hit": dict(points),
         "points_missed": [name for name in NAMES if name not in points],
         "late": [f"seed {one.seed}: {text}" for one in results for text in one.late],
+        "histories": [one.history for one in results if one.history],
         "recovery_s": {
             kind: {"n": len(found), "p50": round(statistics.median(found), 3),
                    "p99": round(sorted(found)[min(len(found) - 1, int(0.99 * len(found)))], 3),

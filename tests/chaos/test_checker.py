@@ -57,7 +57,7 @@ def honest() -> list[Event]:
         start(2, 1, "d1"), publish(2, 1), event("hub", "welcome", actor="a", inc=7), install(7, 2, 1),
         *deliver(7, 2, 1), train(2, 1, frame(7, 2, 1)), *deliver(7, 3, 2),
         event("learner", "closing"),
-        event("learner", "end", next_id=4, live=[2, 3], held=[[7, 3]]), event("actor", "exit", inc=7, code=0),
+        event("learner", "end", next_id=4, live=[2, 3], held=[frame(7, 3, 2)]), event("actor", "exit", inc=7, code=0),
     ]
 
 
@@ -100,7 +100,10 @@ BROKEN = {
     "a group of the surviving lineage again": ("G1", change(TRAIN_2, frames=[frame(7, 1, 0)])),
     "trained and never sent": ("G1", change(TRAIN_0, frames=[frame(8, 1, 0)])),
     "accepted in the last epoch and gone": ("G1", change(END, held=[])),
+    "accepted in the last epoch and half of it gone": ("G1", change(END, held=[(7, 3, 2, [1])])),
     "a prompt that ended nowhere": ("G1", change(END, live=[2])),
+    "a prompt that was dropped after the checkpoint, and ended nowhere": ("G1", lambda history: insert(
+        START_2 - 1, event("hub", "drop", group=3))(change(END, live=[2])(history))),
     "answered and never sent": ("G1", insert(END - 2, event("actor", "settled", inc=7, seqs=[99]))),
     "a live actor's group is lost over a crash": ("G1", change(TRAIN_2, frames=[frame(7, 3, 2)])),
     "resumed before an announced checkpoint": ("G2", change(START_2, version=0, digest="d0")),
@@ -140,6 +143,43 @@ def test_what_died_with_learner_and_actor_is_counted_and_not_a_violation():
     ]
     result = check(events)
     assert result.violations == [] and result.counts["lost_on_crash"] == 1
+
+
+AGAIN = frame(8, 1, 1)
+
+
+def sent_again_and_damaged(*trained, live: tuple[int, ...] = (), dropped: tuple[Event, ...] = ()) -> list[Event]:
+    """Group 1 of actor 7 is accepted; the learner dies before a checkpoint, and what 7 sends again arrives damaged."""
+    return [
+        start(1, 0, "d0"), *deliver(7, 1, 0), train(1, 0, frame(7, 1, 0)), *deliver(7, 2, 1),
+        start(2, 0, "d0"), *deliver(7, 1, 0), train(2, 0, frame(7, 1, 0)), event("actor", "send", inc=7, seq=2, group=1,
+                                                                             members=[0, 1]),
+        *deliver(8, 1, 1), *(train(2, 1, one) for one in trained), *dropped, event("learner", "closing"),
+        event("learner", "end", next_id=2, live=live, held=[]), event("actor", "exit", inc=7, code=0),
+        event("actor", "exit", inc=8, code=0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [sent_again_and_damaged(AGAIN), sent_again_and_damaged(dropped=(event("hub", "drop", group=1),))],
+    ids=["trained", "dropped"],
+)
+def test_a_delivery_is_not_lost_if_another_one_brought_its_trajectories(history):
+    assert check(history).violations == []
+
+
+@pytest.mark.parametrize(
+    ("history", "lost"),
+    [
+        (sent_again_and_damaged(live=(1,)), "[(1, 0), (1, 1)] of (7, 2), accepted in epoch 1"),
+        (sent_again_and_damaged((8, 1, 1, [0])), "[(1, 1)] of (7, 2), accepted in epoch 1"),
+        (sent_again_and_damaged((8, 1, 1, [0])), "[(1, 1)] of (8, 1), accepted in epoch 2"),
+    ],
+    ids=["its group is open", "one member is missing", "of the last epoch"],
+)
+def test_the_same_history_without_that_other_delivery_is_a_loss(history, lost):
+    assert any(rule == "G1" and text.startswith(lost) for rule, text in check(history).violations)
 
 
 def test_groups_that_arrive_after_the_last_snapshot_are_not_lost():

@@ -79,7 +79,7 @@ class ActorHandler:
             peer = actor.actor_id if actor else "an unregistered peer"
             self._told.warning("refused a message of %s (%s): %s", peer, error.counter, error)
             if actor is not None:
-                self._strike(actor, str(error), now)
+                self._refused(actor, error, now)
             elif isinstance(error, ProtocolVersionError):
                 self._stop_other_protocol(routing_id, frames[0])
             else:
@@ -93,6 +93,12 @@ class ActorHandler:
             actor.heard_at = now
             self._dispatch(actor, message, frames[0], now)
         return True
+
+    def _refused(self, actor: Connection, error: WireError, now: float) -> None:
+        """What was in the frame is unknown, so the actor joins again, and sends what it has no answer about at once."""
+        leaving = actor.state in ("draining", "leaving")  # it would end instead; it sends again by itself, later
+        if not self._strike(actor, str(error), now) and not leaving:
+            self._send(actor.routing_id, _stop(StopReason.NO_LINK, f"a damaged message came: {error}", rejoin=True))
 
     def _stop_other_protocol(self, routing_id: bytes, frame: bytes) -> None:
         """In the peer's own protocol number, or it could not read it: STOP is the same in every protocol."""
@@ -347,10 +353,13 @@ class ActorHandler:
             self._send_ack(actor)
             self._send(actor.routing_id, stop)
 
-    def _strike(self, actor: Connection, detail: str, now: float) -> None:
-        if actor.strike(now):
+    def _strike(self, actor: Connection, detail: str, now: float) -> bool:
+        """Count a violation; whether the actor was evicted for it."""
+        evicted = actor.strike(now)
+        if evicted:
             self._hub.counters["num_evictions_for_strikes"] += 1
             self._evict(actor, f"three strikes, the last: {detail}", now)
+        return evicted
 
     def evict_without_key(self, names: Collection[str], now: float) -> None:
         """End the connections of actors that no allowed key may call so."""
