@@ -1,7 +1,7 @@
 """streamrl: asynchronous off-policy reinforcement learning for language models.
 
-The public face: `train` and `load_run`, and what a user's own task implements. Everything else is imported from its own
-module.
+The public face: `train`, `resume` and `load_run`, and what a user's own task implements. Everything else is imported
+from its own module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from streamrl.messages import Group, Member
 from streamrl.version import __version__
 
 if TYPE_CHECKING:
-    from streamrl.api import Metrics, Run, load_run, train
+    from streamrl.api import Metrics, Run, load_run, resume, train
 
 __all__ = [
     "ChatMessage",
@@ -29,13 +29,14 @@ __all__ = [
     "Task",
     "__version__",
     "load_run",
+    "resume",
     "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Names of `streamrl.api` are imported on first use: a task file needs neither hydra nor the launcher."""
-    if name in ("Metrics", "Run", "load_run", "train"):
+    if name in ("Metrics", "Run", "load_run", "resume", "train"):
         from streamrl import api
 
         return getattr(api, name)

@@ -6,17 +6,14 @@ the end. Every child holds the read end of a pipe from this process, so none out
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,17 +26,18 @@ from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
 from streamrl.config.rules import sampling_note
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError, ControlError, StreamrlError
+from streamrl.errors import ControlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
 from streamrl.messages.printable import printable_lines
 from streamrl.metrics.run_record import read_object
 from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import NOTICE, child_environment, program
-from streamrl.report.live.view import LiveView
+from streamrl.parent_watch import program
 from streamrl.report.pages import write_pages
-from streamrl.run_dirs import RUNS, choose_run_dir, note_start
-from streamrl.supervise.actors import EXIT_CONFIG, ActorPool
+from streamrl.run_dirs import choose_run_dir, name_or_path, note_start
+from streamrl.supervise.actors import ActorPool
+from streamrl.supervise.caller import Caller
+from streamrl.supervise.check import check_settings
 from streamrl.supervise.child import Child, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
 from streamrl.supervise.stopped import StoppedProcesses
@@ -86,9 +84,10 @@ class Launcher:
     """One run: a learner (one process, or several ranks under torchrun) and `launch.num_actors` actors."""
 
     def __init__(
-        self, config: Config, overrides: Sequence[str], run_dir: Path, placement: Placement | None = None
+        self, config: Config, overrides: Sequence[str], run_dir: Path, placement: Placement | None = None,
+        caller: Caller | None = None,
     ) -> None:
-        self.config, self.run_dir = config, run_dir
+        self.config, self.run_dir, self._caller = config, run_dir, caller or Caller()
         self._placement = placement or Placement()
         self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
         self._learner: Child | None = None
@@ -107,8 +106,7 @@ class Launcher:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         note_start(self.run_dir, ["streamrl", "launch", *self._overrides])
         done = threading.Event()
-        view = LiveView(self.run_dir)
-        viewer = threading.Thread(target=view.run, args=(done,), daemon=True)
+        viewer = threading.Thread(target=self._caller.show, args=(self.run_dir, done), daemon=True)
         with Interrupts() as interrupts, self._control():
             self._learner = self._start_learner()
             viewer.start()
@@ -119,12 +117,12 @@ class Launcher:
                 done.set()
                 viewer.join(timeout=5)
         if interrupts.count:
-            print(f"\nStopped. Resume with:\n  {self._resume()}", flush=True)
+            self._caller.say(f"\nStopped. Resume with:\n  {self._resume()}")
             return EXIT_INTERRUPTED
         if code != 0:
-            print(f"\n{printable_lines(self._why_it_failed(code))}", file=sys.stderr)
+            self._caller.say(f"\n{printable_lines(self._why_it_failed(code))}", error=True)
             if (self.run_dir / "LATEST").exists():
-                print(f"Go on from its newest checkpoint with:\n  {self._resume()}", file=sys.stderr)
+                self._caller.say(f"Go on from its newest checkpoint with:\n  {self._resume()}", error=True)
         return code
 
     @contextmanager
@@ -155,9 +153,8 @@ class Launcher:
         return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
 
     def _resume(self) -> str:
-        """The command that continues this run: by its name, where `streamrl resume` looks for it."""
-        is_known = (RUNS / self.run_dir.name).resolve() == self.run_dir.resolve()
-        return shlex.join(["streamrl", "resume", self.run_dir.name if is_known else str(self.run_dir)])
+        """What continues this run."""
+        return self._caller.resume_words(name_or_path(self.run_dir))
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
@@ -169,6 +166,8 @@ class Launcher:
                     return code
                 continue
             self._requests.serve()
+            if not interrupts.count and not self._caller.wants_more():
+                interrupts.count = 1
             now = time.monotonic()
             self._restarts.killed += self._stopped.end(self._learner, self._actors.children, now)
             if interrupts.count and not stopping:
@@ -186,7 +185,7 @@ class Launcher:
                 if self.config.launch.standby_learner and self.config.launch.num_learner_ranks == 1:
                     self._standby.poll(now)
                 if self._actors.hopeless:
-                    print("No actor can be kept alive: the run is stopped.", file=sys.stderr)
+                    self._caller.say("No actor can be kept alive: the run is stopped.", error=True)
                     self._learner.process.send_signal(signal.SIGTERM)
                     self._learner.process.wait()
                     return EXIT_NO_ACTORS
@@ -203,7 +202,7 @@ class Launcher:
             *program("streamrl.supervise.torchrun"), f"--nproc_per_node={ranks}", "--standalone", "--no-python",
         ] if ranks > 1 else []
         if not first:
-            print("starting the learner", flush=True)
+            self._caller.say("starting the learner")
         where = self._placement
         if where.learner_share is not None:
             overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
@@ -221,7 +220,7 @@ class Launcher:
         if not cause or not self._restarts.allowed():
             return False
         where = self._restarts.newest() or "the beginning: there is no checkpoint yet"
-        print(f"\n{printable_lines(cause)}\nThe learner is started again, from {where}.", file=sys.stderr, flush=True)
+        self._caller.say(f"\n{printable_lines(cause)}\nThe learner is started again, from {where}.", error=True)
         assert self._learner is not None
         self._learner.close_pipe()
         self._restarts.killed = ""
@@ -260,7 +259,7 @@ class Launcher:
         self._actors.scale(num, time.monotonic())
         done = f"starting {num} actor{'s' * (num > 1)}; more join" if num else "launch.num_actors=0: start actors"
         key = " actors.key=FILE" if self.config.hub.keys else ""
-        print(f"{done} with  streamrl actor connect={self._endpoint}{key}", flush=True)
+        self._caller.say(f"{done} with  streamrl actor connect={self._endpoint}{key}")
 
     # --- requests of other commands -----------------------------------------------------------------------------
 
@@ -320,75 +319,38 @@ class Launcher:
                 pass
 
 
-def check_engine(config: Config) -> None:
-    """Raise ConfigError if the actors started here lack their engine's package."""
-    if config.launch.num_actors and config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "actors.engine=vllm: vLLM is not installed here. Run `make vllm` (docs/vllm.md), take "
-            "actors.engine=native, or launch.num_actors=0 and start the actors on a machine that has it."
-        )
-
-
-def check_settings(config: Config, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for what would end the learner or the actors in their first seconds; no directory is made yet.
-
-    The learner's preflight runs in a process of its own: neither torch nor the user's task belongs into the supervisor.
-    """
-    check_engine(config)
-    print("checking the settings", flush=True)
-    told: list[str] = []
-    with subprocess.Popen(
-        [*program("learner"), "--check", *overrides], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", env=child_environment(),
-    ) as check:
-        reader = threading.Thread(target=_pass_on, args=(check.stderr, told), daemon=True)
-        reader.start()
-        answer = check.stdout.read().strip() if check.stdout is not None else ""
-        code = check.wait()
-        reader.join(timeout=1.0)  # a process that the task started may hold the pipe
-    if code == EXIT_CONFIG and answer:
-        raise ConfigError(answer)
-    if code != 0:
-        raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
-
-
-def _pass_on(lines: Iterable[str], kept: list[str]) -> None:
-    """Print what the check says while it runs; keep the rest."""
-    for line in lines:
-        kept.append(line)
-        if line.startswith(NOTICE):
-            print(line.removeprefix(NOTICE), end="", flush=True)
-
-
 def eval_notes(config: Config) -> list[str]:
     """A line for each evaluation set that samples otherwise than training. Raises ConfigError for a wrong set."""
     notes = [(one.name, sampling_note(one.config)) for one in eval_sets(config)]
     return [f"evaluation{f' on {name}' if name else ''} {note}" for name, note in notes if note]
 
 
-def launch_run(overrides: Sequence[str]) -> tuple[Path, int]:
-    """Do the run of these `key=value` overrides, print its summary; returns its directory and exit status.
+def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[Path, int]:
+    """Do the run of these `key=value` overrides, tell its summary; returns its directory and exit status.
 
     Raises:
         ConfigError: an impossible setting, or a run directory that is taken.
     """
-    config = load_config(overrides, notify=print)
+    caller = caller or Caller()
+    words = [*overrides, *caller.inputs(None)]
+    config = load_config(words, notify=caller.say)
     if config.run.dir is not None or config.checkpoint.resume:
         choose_run_dir(config)  # refused before anything that takes time; no directory is made
     for line in eval_notes(config):
-        print(line, flush=True)
+        caller.say(line)
     placement = placement_of(config, visible_gpus(os.environ))
-    check_settings(config, overrides)
+    check_settings(config, words, caller)
     run_dir = choose_run_dir(config)
-    print(f"run directory: {run_dir}", flush=True)
+    caller.say(f"run directory: {run_dir}")
     if placement.learner or any(placement.actors):
-        print(placement, flush=True)
-    code = Launcher(config, overrides, run_dir, placement).run()
+        caller.say(placement)
+    words = [*overrides, *caller.inputs(run_dir)]
+    code = Launcher(config, words, run_dir, placement, caller).run()
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
-        print("\n" + Summary.load(summary).table(), end="")
+        caller.say("\n" + Summary.load(summary).table(), end="")
     write_pages(run_dir, run_dir.parent if config.run.dir is None else None, ended_well=code == 0)
     for name, path in (("model", run_dir / "model"), ("report", report)):
         if path.exists():
-            print(f"{name:<15} {path}", flush=True)
+            caller.say(f"{name:<15} {path}")
     return run_dir, code

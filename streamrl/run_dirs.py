@@ -19,6 +19,12 @@ RUNS = Path("runs")
 """Where commands look for a run by its name."""
 
 
+def name_or_path(run_dir: Path) -> str:
+    """What to call a run on the command line and in Python: its name, if it is found by that."""
+    is_known = (RUNS / run_dir.name).resolve() == run_dir.resolve()
+    return run_dir.name if is_known else str(run_dir)
+
+
 def choose_run_dir(config: Config) -> Path:
     """The directory of this run: `run.dir`, the newest of this name to resume, or a new one with the next number.
 

@@ -12,13 +12,14 @@ from typing import Any
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
-from streamrl.metrics.run_record import read_run
+from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.summary import Summary
+from streamrl.report.card import run_html, run_text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """A finished, stopped or running run, read from its directory.
+    """A finished, stopped or running run, read from its directory. Fields of its summary are its own, too.
 
     Attributes:
         evaluations: one object for each, with `step`, `version`, `score`, `reward` and the rest of `eval/*`.
@@ -32,10 +33,28 @@ class Run:
     evaluations: list[dict[str, float]]
     summary: Summary | None
     model_path: Path | None
+    record: RunRecord
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Summary.__slots__ or name in ("table", "headline"):
+            if self.summary is None:
+                raise AttributeError(f"the run has no {name!r} yet: it is {self.record.state}, without a summary")
+            return getattr(self.summary, name)
+        raise AttributeError(f"a run has no {name!r}")
+
+    def __repr__(self) -> str:
+        return run_text(self.record, self.directory)
+
+    def _repr_html_(self) -> str:
+        return run_html(self.record, self.directory)
 
 
 class Metrics(dict[str, list[Any]]):
     """Key -> one value for each line of `metrics.jsonl`, None where the line lacks the key; `step` has no gap."""
+
+    def __repr__(self) -> str:
+        keys = ", ".join(list(self)[:6])
+        return f"<{len(self)} metrics of {len(self.get('step', ()))} steps: {keys}{', ...' if len(self) > 6 else ''}>"
 
     def frame(self) -> Any:
         """A pandas DataFrame with a column for each key. Raises StreamrlError: pandas is not installed."""
@@ -59,11 +78,11 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     config = from_plain({key: value for key, value in values.items() if key != "versions"})
     metrics = Metrics({key: [row.get(key) for row in record.rows] for key in record.keys()})
     model = root / "model"
-    evaluated = [row for row in record.rows if any(key.startswith("eval/") for key in row)]
-    return Run(root, config, metrics, [_evaluation(row) for row in evaluated], record.summary,
-               model if model.is_dir() else None)
+    evaluations = [found for row in record.rows if (found := evaluation_of(row)) is not None]
+    return Run(root, config, metrics, evaluations, record.summary, model if model.is_dir() else None, record)
 
 
-def _evaluation(row: Mapping[str, Any]) -> dict[str, float]:
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, float] | None:
+    """The evaluation that a line of metrics holds; None without one."""
     named = {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
-    return {"step": row["step"], **named}
+    return {"step": row["step"], **named} if named else None

@@ -18,6 +18,7 @@ ALIASES: dict[str, str] = {
     "warmup_ratio": "policy.scheduler.warmup_ratio", "warmup_steps": "policy.scheduler.warmup_ratio",
     # sizes
     "max_steps": "trainer.num_steps", "num_train_steps": "trainer.num_steps", "steps": "trainer.num_steps",
+    "num_steps": "trainer.num_steps",
     "epochs": "trainer.num_epochs", "num_train_epochs": "trainer.num_epochs",
     "total_epochs": "trainer.num_epochs", "batch_size": "rollout.num_prompts_per_step",
     "train_batch_size": "rollout.num_prompts_per_step", "per_device_train_batch_size": "rollout.num_prompts_per_step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list
     if own_dir is not None and Path(path).resolve().parent == Path(os.path.abspath(own_dir)).resolve():
         replaced |= {"run.dir", "checkpoint.resume"}
     return [
-        f"{key}={_literal(value)}" for key, value in _leaves(values)
+        f"{key}={literal(value)}" for key, value in _leaves(values)
         if key not in replaced and not key.startswith(tuple(f"{one}." for one in replaced))
     ]
 
@@ -46,27 +47,27 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A value in the grammar of overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_literal, value)) + "]"
+        return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str):
-        quoted = value.replace("\\'", "\\\\'").replace("'", "\\'")
-        return f"'{quoted}'"
+        return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + "\\'" * len(end[2]), value, flags=re.DOTALL) + "'"
     return str(value)
 
 
 def key_given_twice(text: str) -> str | None:
     """The first key that stands twice in one mapping of a value, as `{a: 1, a: 2}`: the parser would drop one."""
     mappings: list[set[str] | None] = []  # around the place: the keys of a mapping so far, None for a list
-    word, is_key, quote = "", False, ""
+    word, is_key, quote, escaped = "", False, "", False
     for character in text:
         if quote:
-            quote = "" if character == quote else quote
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
         elif character in "'\"":
             quote = character
         elif character in "{[":

@@ -17,7 +17,7 @@ from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.text import compact, duration, with_error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Summary:
     """The end of a run. Counts are of the whole run, resumed parts included; None means never measured."""
 
@@ -101,6 +101,9 @@ class Summary:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is not a summary of this release.")
         known = {name: data.pop(name) for name in REQUIRED if name in data}
         return cls(**known, extra=data)
+
+    def __repr__(self) -> str:
+        return self.table().rstrip()
 
     def table(self) -> str:
         """The headline as lines for the terminal."""

@@ -23,7 +23,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("actors", "learner"),
     ("streamrl.supervise",),
     ("streamrl.launch", "streamrl.slurm"),
-    ("streamrl.api", "streamrl.sweep", "streamrl.verbs"),
+    ("streamrl.sweep", "streamrl.verbs"),
+    ("streamrl.api",),
     ("streamrl.cli", "streamrl"),
 )
 """Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""

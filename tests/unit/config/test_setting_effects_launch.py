@@ -12,8 +12,9 @@ import pytest
 
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
-from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, check_engine, launch_run
+from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, launch_run
 from streamrl.supervise.actors import NUM_SAME_DEATHS
+from streamrl.supervise.check import check_engine
 from streamrl.supervise.child import SPINS, Child
 from streamrl.transport.control import ask
 from tests.unit.config.setting_harness import config_of

@@ -1,0 +1,54 @@
+"""The check of a run's settings before its directory is made, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import threading
+from collections.abc import Iterable, Sequence
+
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError, StreamrlError
+from streamrl.parent_watch import NOTICE, child_environment, program
+from streamrl.supervise.actors import EXIT_CONFIG
+from streamrl.supervise.caller import Caller
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError if the actors started here lack their engine's package."""
+    if config.launch.num_actors and config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actors.engine=vllm: vLLM is not installed here. Run `make vllm` (docs/vllm.md), take "
+            "actors.engine=native, or launch.num_actors=0 and start the actors on a machine that has it."
+        )
+
+
+def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> None:
+    """Raise ConfigError for what would end the learner or the actors in their first seconds; no directory is made yet.
+
+    The learner's preflight runs in a process of its own: neither torch nor the user's task belongs into the supervisor.
+    """
+    check_engine(config)
+    caller.say("checking the settings")
+    told: list[str] = []
+    with subprocess.Popen(
+        [*program("learner"), "--check", *overrides], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace", env=child_environment(),
+    ) as check:
+        reader = threading.Thread(target=_pass_on, args=(check.stderr, told, caller), daemon=True)
+        reader.start()
+        answer = check.stdout.read().strip() if check.stdout is not None else ""
+        code = check.wait()
+        reader.join(timeout=1.0)  # a process that the task started may hold the pipe
+    if code == EXIT_CONFIG and answer:
+        raise ConfigError(answer)
+    if code != 0:
+        raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
+
+
+def _pass_on(lines: Iterable[str], kept: list[str], caller: Caller) -> None:
+    """Tell what the check says while it runs; keep it all."""
+    for line in lines:
+        kept.append(line)
+        if line.startswith(NOTICE):
+            caller.say(line.removeprefix(NOTICE), end="")
