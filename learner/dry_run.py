@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
+from envs.task_file import describe
 from learner.data.packing import MicroBatch, pack
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import Trajectory
@@ -51,10 +52,13 @@ def run_dry(config: Config) -> None:
             value = _one_step(config, loss)
         except ConfigError:
             raise
-        except (ValueError, TypeError) as error:
+        except Exception as error:
+            is_own = any(":" in name for name in (config.advantage.estimator, loss.surrogate, loss.correction))
+            if not is_own and not isinstance(error, ValueError | TypeError):
+                raise
             raise ConfigError(
                 f"advantage.estimator={config.advantage.estimator!r} with loss.surrogate={loss.surrogate!r} cannot "
-                f"train with these settings: {error}"
+                f"train with these settings: {describe(error) if is_own else error}"
             ) from error
         if not np.isfinite(value):
             raise ConfigError(
@@ -79,11 +83,18 @@ def _one_step(config: Config, loss: LossConfig) -> float:
     )
     rows, total = _answers(), 0.0
     objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))
+    objective.watch(range(len(rows)))
     for batch in pack(rows, 1000, bootstrap=objective.has_critic):
         objective.observe(batch, _scored(batch, of_actions=find_estimator(config.advantage.estimator).of_actions))
         objective.close_observation()
         logprobs = torch.full((int(batch.mask.sum()),), -1.1, requires_grad=True)
         total += float(objective.loss(batch, logprobs, torch.ones_like(logprobs)).detach())
+    found = [value for place, row in enumerate(rows) for value in objective.watched(place, row.num_tokens)[1]]
+    if not np.isfinite(found).all():
+        raise ConfigError(
+            f"advantage.estimator={config.advantage.estimator} made advantages of {found} out of ordinary numbers: "
+            "they must be finite, at least where `mask` is True."
+        )
     objective.finish()
     return total
 

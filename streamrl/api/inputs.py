@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -43,7 +44,7 @@ class Inputs:
             folder.mkdir(parents=True, exist_ok=True)
         for name, text in self._files.values():
             (folder / name).write_text(text, encoding="utf-8")
-        return [*self._words, *(f"{key}={literal(str(folder / name))}" for key, (name, _) in self._files.items())]
+        return [*self._words, *(f"{key}={_path(folder / name)}" for key, (name, _) in self._files.items())]
 
     def _add_reward(self, reward: Reward) -> None:
         if isinstance(reward, str | PathLike):
@@ -70,6 +71,11 @@ class Inputs:
         for split, records in parts.items():
             where = "data" if records is data else f"data[{split!r}]"
             self._files[SPLITS[split]] = (f"{split}.jsonl", json_lines(records, where))
+
+
+def _path(path: Path) -> str:
+    """A path as a person would type it, if that can be read."""
+    return str(path) if re.fullmatch(r"[\w./-]*/[\w./-]+", str(path)) else literal(str(path))
 
 
 def json_lines(records: Any, where: str) -> str:

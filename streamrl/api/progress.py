@@ -69,7 +69,7 @@ class PythonCaller(Caller):
         return self.raised is None
 
     def _tell(self, row: Mapping[str, Any]) -> None:
-        if self._on_step is not None and "reward/mean" in row:
+        if self._on_step is not None and "time/step_s" in row:
             self._on_step(row)
         if self._on_evaluation is not None and (found := evaluation_of(row)) is not None:
             self._on_evaluation(found)

@@ -21,15 +21,18 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from torch import Tensor
+
 from streamrl.algorithms.checks import require
 from streamrl.algorithms.estimators.groups import group_advantages, reinforce_pp_advantages
 from streamrl.algorithms.estimators.retrace import retrace_q, retrace_v
 from streamrl.algorithms.estimators.returns import clipped_is, gae, n_step, td_lambda
 from streamrl.algorithms.estimators.vtrace import vtrace, vtrace_critic_free, vtrace_segments
+from streamrl.algorithms.returned import checked_advantages, checked_losses
 from streamrl.algorithms.staleness.control import clip_from_budget
 from streamrl.algorithms.surrogates import clipped, weighted
 from streamrl.algorithms.surrogates.corrections import CORRECTION_PRESETS
-from streamrl.algorithms.types import ClipBounds, CorrectionSpec
+from streamrl.algorithms.types import ClipBounds, CorrectionSpec, Returns, SegmentReturns, TokenLoss
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 
@@ -100,7 +103,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Surrogate(Entry):
-    """A loss per token, `function(**inputs, **knobs) -> TokenLoss`.
+    """A loss per token, `function(**inputs, **knobs)`: a `TokenLoss`, or the losses [B, T] alone.
 
     The knobs `cap` and `dual_clip` are the settings of these names.
 
@@ -121,6 +124,9 @@ class Surrogate(Entry):
     max_clip: float | None = None
     whole_row: bool = False
     fit: Callable[..., ClipBounds] | None = None
+
+    def __call__(self, given: Mapping[str, Any], /, **knobs: Any) -> TokenLoss:
+        return checked_losses(Entry.__call__(self, given, **knobs), given["policy_logprobs"], self.function)
 
     @property
     def takes_anchor(self) -> bool:
@@ -177,6 +183,10 @@ class Estimator(Entry):
     weighs: bool = False
     scales_scores: bool = False
     whitens: bool = False
+
+    def __call__(self, given: Mapping[str, Any], /, **knobs: Any) -> Tensor | Returns | SegmentReturns:
+        found, like = Entry.__call__(self, given, **knobs), given["scores" if self.of_rows else "mask"]
+        return checked_advantages(found, like.shape, self.function, needs_targets=self.needs_critic)
 
     @property
     def of_rows(self) -> bool:
