@@ -37,7 +37,7 @@ class PythonCaller(Caller):
         self._inputs, self._staging, self._quiet = inputs, staging, quiet
         self._on_step, self._on_evaluation = on_step, on_evaluation
         self._metrics: Tail | None = None
-        self._seen: set[int] = set()  # a resume writes the file anew, with the lines that it keeps
+        self._seen: set[int] = set()  # a resume writes the file again, with the lines that it keeps
 
     def inputs(self, run_dir: Path | None) -> Sequence[str]:
         if run_dir is not None:
