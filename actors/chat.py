@@ -22,14 +22,15 @@ from collections.abc import Sequence
 
 from actors.engines.base import GenerateRequest
 from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
+from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import Config
 from streamrl.environment import ChatMessage
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import ConfigError, StreamrlError, one_sentence
 
 
 async def answer(config: Config, policy: LocalPolicy, messages: Sequence[ChatMessage], seed: int) -> str:
-    """The model's next turn, drawn as in training."""
-    sampling = config.rollout.train.sampling
+    """The model's next turn, drawn as in evaluations."""
+    sampling = eval_sampling(config)
     request = GenerateRequest(
         prompt_ids=policy.renderer.render(messages), sampling=sampling_message(sampling),
         max_new_tokens=sampling.max_new_tokens, seed=seed, stop=tuple(sampling.stop),
@@ -41,9 +42,10 @@ async def run(source: str, words: Sequence[str]) -> int:
     config = local_config(source, words)
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
     policy = await open_policy(config)
-    limits = config.rollout.train.sampling
-    words_now = f"at most {limits.max_new_tokens} new tokens, temperature {limits.temperature:g}; /new, /quit"
-    print(words_now, file=sys.stderr)
+    limits = eval_sampling(config)
+    how = "greedy (temperature 0)" if limits.temperature == 0.0 else f"temperature {limits.temperature:g}"
+    print(f"at most {limits.max_new_tokens} new tokens, {how} as in evaluations (rollout.test.sampling); /new, /quit",
+          file=sys.stderr)
     messages: list[ChatMessage] = []
     try:
         while (line := await asyncio.to_thread(_read)) is not None and line != "/quit":
@@ -91,8 +93,8 @@ def main(words: Sequence[str]) -> int:
     try:
         source, *rest = with_version(words)
         return asyncio.run(run(source, rest))
-    except StreamrlError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (StreamrlError, OSError) as error:  # as a run directory that is read-only
+        print(f"error: {one_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

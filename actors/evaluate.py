@@ -39,7 +39,7 @@ from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import Config
 from streamrl.environment import HasSetUp, Record, Task
-from streamrl.errors import ConfigError, StreamrlError, TaskError
+from streamrl.errors import ConfigError, StreamrlError, TaskError, one_sentence
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids
 from streamrl.metrics.eval_scores import average, estimates
@@ -244,8 +244,8 @@ def main(words: Sequence[str]) -> int:
         return 0 if {"-h", "--help"} & set(words) else 2
     try:
         return asyncio.run(run(words[0], words[1:]))
-    except StreamrlError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (StreamrlError, OSError) as error:  # as a run directory that is read-only
+        print(f"error: {one_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the answers so far are in evals/", file=sys.stderr)

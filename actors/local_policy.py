@@ -21,10 +21,11 @@ from actors.runtime import engine_spec, make_renderer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import Sampling, VersionRef
+from streamrl.weights.adapter import merged
 from streamrl.weights.assets import unpack_assets
-from streamrl.weights.saved import read_version, saved_versions
+from streamrl.weights.saved import SavedAdapter, read_version, saved_adapter, saved_versions, weights_digest
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -61,10 +62,45 @@ class LocalModel:
 
     def tensors(self, files: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The weights by their names in the model; CheckpointError for a damaged checkpoint."""
-        if self.version is not None:
-            return {name: tensor.to(dtype) for name, tensor in read_version(self.folder, self.version)}
-        model = AutoModelForCausalLM.from_pretrained(files, dtype=dtype, local_files_only=True, trust_remote_code=False)
-        return {name: tensor.detach() for name, tensor in model.named_parameters()}
+        if self.version is None:
+            return _weights_of(files, dtype)
+        saved = dict(read_version(self.folder, self.version))
+        if (adapter := saved_adapter(self.folder, self.version)) is not None:
+            saved = dict(merged(self._base(adapter), saved, adapter.scale))
+        return {name: tensor.to(dtype) for name, tensor in saved.items()}
+
+    def _base(self, adapter: SavedAdapter) -> dict[str, torch.Tensor]:
+        """What the factors are added to, in float32: the sum is rounded once. ConfigError: it is not there any more."""
+        if adapter.quantized != "none":
+            raise ConfigError(
+                f"{self.folder}@{self.version} is an adapter over weights in {adapter.quantized}, which only a learner "
+                f"reads: let the run finish and give {self.folder}, whose exported model is whole."
+            )
+        if not adapter.base.is_dir() or weights_digest(adapter.base) != adapter.base_digest:
+            raise ConfigError(
+                f"{self.folder}@{self.version} is an adapter of the weights in {adapter.base} (digest "
+                f"{adapter.base_digest[:8]}), which are not there or are others now: put them back, or give a finished "
+                "run without @, whose exported model is whole."
+            )
+        return _weights_of(adapter.base, torch.float32)
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """Raises ConfigError where a library stumbles over a file of the model: any of them may raise anything."""
+    try:
+        yield
+    except StreamrlError:
+        raise
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ConfigError(f"the model {source} cannot be loaded, restore its files or take another: {why}") from error
+
+
+def _weights_of(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Those of a Hugging Face checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 def run_of(source: str) -> Path | None:
@@ -130,7 +166,7 @@ async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
     """Build the engine and give it the weights of policy.model_path; may take a minute."""
     model = find_model(config.policy.model_path or "")
     disable_progress_bar()
-    with model.files() as files:
+    with model.files() as files, _readable(config.policy.model_path or ""):
         tokenizer = load_tokenizer(files)
         spec = engine_spec(config, files, tokenizer)
         engine = build_engine(config.actors.engine, spec)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
-from streamrl.errors import StreamrlError
+from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent
 from streamrl.process_memory import uncollected
@@ -56,6 +56,11 @@ def main() -> int:
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        log.error("%s", one_sentence(error))  # as a run directory that is read-only, or a full disk
+        return 1
 
 
 def prepare_allocator() -> None:

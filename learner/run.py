@@ -25,7 +25,7 @@ from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.group.beats import RankBeats
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
-from learner.hub_client.settings import steps_between_checkpoints
+from learner.hub_client.settings import steps_between_checkpoints, steps_in_outboxes
 from learner.mesh import Ranks
 from learner.model.critic import Critic, CriticResult
 from learner.model.gradients import BatchResult
@@ -47,7 +47,7 @@ from learner.stop_flag import StopFlag
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config, PublishWhen
-from streamrl.errors import CheckpointError, TaskError
+from streamrl.errors import TaskError
 from streamrl.messages import BatchShare, Lineage, PlanRow, VersionRef
 from streamrl.metrics.meter import Meter
 from streamrl.weights.shm.transport import ShmPublisher
@@ -110,7 +110,7 @@ class Run:
         self.process_use = ProcessUse(self.ranks.device)
         limit = self.config.learner.num_max_skipped_steps
         self.quarantine = Quarantine(self.run_dir, self.ranks.rank, limit=limit)
-        self.save_retries = SaveRetries(self.config.checkpoint.num_max_failures)
+        self.save_retries = SaveRetries(self.config.checkpoint.grace_s)
         self.eval_sets = self.eval_sets or eval_sets(self.config)
         self.audit = Audit(self.policy, self.ranks, self.config, self.with_wire_precision)
 
@@ -332,33 +332,35 @@ class Run:
 
     def save_if_due(self) -> None:
         every = steps_between_checkpoints(self.config)
-        if (every and self.step % every == 0) or self.save_retries.due(self.step):
+        if self.save_retries.due(self._now) if self.save_retries.pending else every and self.step % every == 0:
             self.save()
+
+    def _now(self) -> float:
+        return self.ranks.from_rank_zero(time.monotonic())  # what follows from it is decided alike on all ranks
 
     def save(self, *, last: bool = False) -> None:
         """Model, optimizer, RNG and the ledger in one checkpoint; a collective call. Then, and only then, DURABLE.
 
-        It may return while the checkpoint is being written: `saving.settle` waits for that. One that cannot be written
-        is tried again after later steps. Raises CheckpointError: this is the `last` attempt, or too many have failed.
+        It may return while that is being written (`saving.settle` waits). One that fails is tried again after later
+        steps, at once if it is the `last` or outboxes are full. Raises CheckpointError after checkpoint.grace_s.
         """
         if self.version == self.saving.version:
             return
-        durable = self.saving.durable
-        try:
-            self._save()
-            if last:
-                self.saving.settle()
-        except CheckpointError as error:
-            self.save_retries.failed(self.step, error, last=last)
-        else:
-            self.save_retries.begun(succeeded=self.saving.durable > durable)
+        num_unsaved = self.step - max(0, self.saving.durable) // self.steps_per_batch
+        waits = last or num_unsaved >= steps_in_outboxes(self.config)
+        self.save_retries.write(lambda: self._save(last), self._now, waits=waits)
 
-    def _save(self) -> None:
+    def _save(self, last: bool) -> bool:
+        """Whether a checkpoint came to its end."""
+        durable = self.saving.durable
         with self.timed("checkpoint"):
             moving = self.reference if self.config.reference.sync_every_steps else None
             beside = [network for network in (self.critic, self.proximal, moving) if network is not None]
             also = (pair for one in beside for pair in one.tensors())
             self.saving.save(self.version, training_tensors(self.policy, self.optimizer, also), self._remembered())
+            if last:
+                self.saving.settle()
+        return self.saving.durable > durable
 
     def _remembered(self) -> dict[str, Any]:
         """What a resumed run must know beside the tensors."""

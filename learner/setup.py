@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ from streamrl.config.schema import Config, SkipZeroAdvantage
 from streamrl.config.schema_system import BesideTraining
 from streamrl.environment import DrivesGeneration, Task
 from streamrl.messages import Base
+from streamrl.metrics.files import read_object, write_atomic
 from streamrl.process_memory import keep_freed_memory
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir
@@ -214,7 +216,7 @@ def leaves_out(config: Config, staleness: StalenessControl) -> LeaveOut:
 
 
 def fit_to_records(config: Config, task: Task) -> list[EvalSet]:
-    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of an evaluation.
+    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of evaluations.
 
     Returns:
         the evaluation sets, none asked for more prompts than it has.
@@ -227,9 +229,14 @@ def fit_to_records(config: Config, task: Task) -> list[EvalSet]:
         config.trainer.num_steps = max(1, math.ceil(epochs * num_train / config.rollout.num_prompts_per_step))
         log.info("trainer.num_epochs=%g over %d records: %d steps of %d prompts", epochs, num_train,
                  config.trainer.num_steps, config.rollout.num_prompts_per_step)
-    sets = checked_eval_sets(config)  # first: a set of other records is not cut to the number of the run's own
-    config.eval.num_samples = min(config.eval.num_samples, task.num_records("test"))  # no prompt twice
-    return sets
+    return [one if one.name else _cut_to(one, task.num_records("test")) for one in checked_eval_sets(config)]
+
+
+def _cut_to(one: EvalSet, num_records: int) -> EvalSet:
+    """The run's own set without a prompt twice; the config keeps the number that was asked for, for later readers."""
+    asked = one.config.eval
+    return replace(one, config=replace(one.config, eval=replace(
+        asked, num_samples=min(asked.num_samples, num_records))))
 
 
 def _make_publishing(
@@ -288,7 +295,7 @@ def _restored_controls(config: Config, past: ResumeState) -> tuple[LossWeights, 
 
 def _finish_rank_zero(run: Run, past: ResumeState) -> None:
     assets = run.run_dir / "assets.msgpack"
-    assets.write_bytes(pack_assets(run.model_dir))
+    write_atomic(assets, pack_assets(run.model_dir))
     run.publishing.assets_path = str(assets)
     run.hub.wait_until_up()
     dtype = compute_dtype(run.config.policy.dtype, run.ranks.device)
@@ -321,10 +328,9 @@ def _announce(run: Run) -> None:
 
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
     """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
-    note = run_dir / "hub.json"
-    if not (resume and bind.endswith(":0") and note.exists()):
+    before = str(read_object(run_dir / "hub.json").get("connect", ""))
+    if not (resume and bind.endswith(":0") and before):
         return bind
-    before = str(json.loads(note.read_text())["connect"])
     # The predecessor may have run on another machine: what stands for every interface stays so, with its port.
     return bind[:-1] + before.rpartition(":")[2] if is_wildcard(bind) else before
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import ConfigError, StreamrlError, one_sentence
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.version import __version__
 
@@ -105,8 +105,8 @@ def main() -> int:
     except BrokenPipeError:  # the reader has all it wants, as in `streamrl settings | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except StreamrlError as error:
-        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+    except (StreamrlError, OSError) as error:  # as a directory that is read-only, or a full disk
+        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while settings are checked; a run that has started handles it by itself
         return 130
@@ -236,21 +236,17 @@ def report(run_dirs: list[str]) -> int:
     if not run_dirs:
         print("name at least one run directory", file=sys.stderr)
         return 2
-    try:
-        if len(run_dirs) == 1:
-            run_dir = Path(run_dirs[0])
-            is_folder = run_dir.is_dir() and not (run_dir / "metrics.jsonl").exists() and any(run_dir.iterdir())
-            print(write_index(run_dir, reports=True) if is_folder else write_report(run_dir))
-            if not is_folder and (run_dir.parent / "index.html").exists():
-                write_index(run_dir.parent)
-            return 0
-        out = Path(run_dirs[0]).parent / "comparison.html"
-        print(write_comparison(run_dirs, out, Objective()))  # ranked by their last evaluation
-        print(out)
+    if len(run_dirs) == 1:
+        run_dir = Path(run_dirs[0])
+        is_folder = run_dir.is_dir() and not (run_dir / "metrics.jsonl").exists() and any(run_dir.iterdir())
+        print(write_index(run_dir, reports=True) if is_folder else write_report(run_dir))
+        if not is_folder and (run_dir.parent / "index.html").exists():
+            write_index(run_dir.parent)
         return 0
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    out = Path(run_dirs[0]).parent / "comparison.html"
+    print(write_comparison(run_dirs, out, Objective()))  # ranked by their last evaluation
+    print(out)
+    return 0
 
 
 def verb(name: str) -> Callable[[list[str]], int]:

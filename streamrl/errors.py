@@ -20,6 +20,7 @@
     ├── CheckpointError          a checkpoint is damaged or belongs to another run
     ├── RunLockedError           another learner owns the run directory, or this one was fenced by a newer
     ├── ControlError             a command for a running run cannot be carried out
+    │   └── RunNotFoundError         no run has this name, or is in this directory
     └── RunFailedError           a launched run ended with a failure; `.exit_code` is its status
 
 Peers' mistakes are `WireError`s: they are counted and never end the process that found them.
@@ -104,9 +105,20 @@ class ControlError(StreamrlError):
     """A command for a running run was refused, or its process could not be reached."""
 
 
+class RunNotFoundError(ControlError, FileNotFoundError):
+    """No run has this name, or is in this directory."""
+
+
 class RunFailedError(StreamrlError):
     """A launched run ended with a failure; `exit_code` is its status."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def one_sentence(error: Exception) -> str:
+    """The error in words; what the operating system refuses with the file that it refuses."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename} cannot be read or written: {error.strerror}"
+    return str(error)

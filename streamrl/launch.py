@@ -29,19 +29,18 @@ from streamrl.config.schema import Config
 from streamrl.errors import ControlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
 from streamrl.messages.printable import printable_lines
-from streamrl.metrics.run_record import read_object
-from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import program
 from streamrl.report.pages import write_pages
-from streamrl.run_dirs import choose_run_dir, name_or_path, note_start
+from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
 from streamrl.supervise.actors import ActorPool
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_settings
 from streamrl.supervise.child import Child, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
 from streamrl.supervise.stopped import StoppedProcesses
-from streamrl.transport.control import ControlServer, ask, is_running, note, remove_stale
+from streamrl.transport.control import ControlServer, ask, is_running, note
 from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
@@ -51,8 +50,6 @@ STOP_ACTORS_S = 8.0
 EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
 RESUME = "checkpoint.resume="
-LAUNCH_NOTE = "launch.json"
-"""In the run directory while `streamrl launch` runs: where `streamrl scale` asks."""
 MAX_ACTORS = 4096
 
 
@@ -102,8 +99,14 @@ class Launcher:
         self._old_summary = self._written_at("summary.json")
 
     def run(self) -> int:
-        """Run until the learner ends; returns its exit status, or 130 after Ctrl-C."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        """Run until the learner ends; returns its exit status, or 130 after Ctrl-C.
+
+        Raises RunLockedError: another process has this run; nothing of it was changed.
+        """
+        with launch_lock(self.run_dir):
+            return self._run()
+
+    def _run(self) -> int:
         note_start(self.run_dir, ["streamrl", "launch", *self._overrides])
         done = threading.Event()
         viewer = threading.Thread(target=self._caller.show, args=(self.run_dir, done), daemon=True)
@@ -129,7 +132,6 @@ class Launcher:
     def _control(self) -> Iterator[None]:
         """Inside, other commands reach this process by the note in the run directory."""
         path, context = self.run_dir / LAUNCH_NOTE, zmq.Context()
-        remove_stale(read_object(path))
         self._requests = ControlServer(context, self._answer)
         write_atomic(path, json.dumps(note(self._requests.endpoint)))
         try:
@@ -144,9 +146,9 @@ class Launcher:
         assert self._learner is not None
         log_path = self._learner.log_path
         if self._written_at("summary.json") != self._old_summary:
-            ended = Summary.load(self.run_dir / "summary.json")
-            if ended.failed:
-                return f"The run failed after {ended.steps} steps (log: {log_path}):\n{ended.failed}"
+            ended = read_object(self.run_dir / "summary.json")
+            if ended.get("failed"):
+                return f"The run failed after {ended.get('steps')} steps (log: {log_path}):\n{ended['failed']}"
         if self._written_at("hub.json") != self._old_hub and (cause := self._restarts.what_ended_it()):
             return f"The run ended with status {code} (log: {log_path}):\n{cause}"
         killed = f" (killed by {signal.Signals(-code).name}: out of memory?)" if code == -signal.SIGKILL else ""
@@ -268,7 +270,9 @@ class Launcher:
         now = time.monotonic()
         if request["verb"] == "status":
             assert self._learner is not None
-            return {"processes": self._actors.sentences(now), "learner": self._learner.sentence(now)}
+            will_keep = 0 if self._began else self.config.launch.num_actors
+            return {"processes": self._actors.sentences(now), "learner": self._learner.sentence(now),
+                    "will_keep": will_keep}
         if request["verb"] != "scale":
             raise ControlError(f"this launcher does not know {request['verb']!r}: it is of another release")
         num, most = request.get("num_actors"), len(self._placement.actors) or MAX_ACTORS

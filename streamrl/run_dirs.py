@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError
-from streamrl.metrics.run_record import read_object
-from streamrl.metrics.sinks import write_atomic
+from streamrl.errors import ConfigError, RunLockedError, RunNotFoundError, one_sentence
+from streamrl.metrics.files import write_atomic
+from streamrl.metrics.run_record import FAILURE, starts_of
 from streamrl.version import __version__
 
 RUNS = Path("runs")
 """Where commands look for a run by its name."""
+LAUNCH_NOTE = "launch.json"
+"""In the run directory while `streamrl launch` runs: where `streamrl scale` asks."""
+MARKS = ("EPOCH", "run.json", LAUNCH_NOTE, "metrics.jsonl", FAILURE)
+"""Files that only a run directory has."""
+MAX_NAMED = 8
+LEARNER_ENDS_S = 15.0
 
 
 def name_or_path(run_dir: Path) -> str:
@@ -53,11 +64,67 @@ def choose_run_dir(config: Config) -> Path:
             break
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(f"run.root={run.root}: choose another one: {one_sentence(error)}") from error
     return numbered_run_dir(config, newest)
 
 
 def numbered_run_dir(config: Config, number: int) -> Path:
     return Path(config.run.root) / f"{config.run.name}-{number:03d}"
+
+
+def find_run_dir(word: str | os.PathLike[str], root: Path = RUNS) -> Path:
+    """The directory that is named, or the run of this name in `runs/`. Raises RunNotFoundError if neither is a run."""
+    for path in (Path(word), root / word):
+        if any((path / mark).exists() for mark in MARKS):
+            return path
+    here = sorted(path.parent.name for path in root.glob("*/run.json"))
+    known = f"{root}/ has {', '.join(here[-MAX_NAMED:])}" if here else f"{root}/ has no runs"
+    raise RunNotFoundError(
+        f"no such run: {os.fspath(word)!r} is no run directory; name one, such as runs/quickstart-001. {known}."
+    )
+
+
+@contextmanager
+def launch_lock(run_dir: Path) -> Iterator[None]:
+    """Inside, this process alone launches the run in this directory, which is made; no learner has it either.
+
+    Raises:
+        RunLockedError: another process has the run.
+        ConfigError: the directory cannot be made or written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / "LAUNCH_LOCK", "ab", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir}: choose another one: {one_sentence(error)}") from error
+    with lock:
+        deadline = time.monotonic() + LEARNER_ENDS_S
+        while not (free := _is_free(lock, fcntl.LOCK_EX)) or has_learner(run_dir):
+            if not free or time.monotonic() > deadline:
+                raise RunLockedError(
+                    f"{run_dir} belongs to a run that goes on: see streamrl status {run_dir}; stop it first, or choose "
+                    "another run.dir"
+                )
+            time.sleep(0.1)  # the learner of a launcher that was killed saves and ends
+        yield
+
+
+def has_learner(run_dir: Path) -> bool:
+    """Whether a learner holds the run's lock."""
+    try:
+        with open(run_dir / "LOCK", "rb") as lock:
+            return not _is_free(lock, fcntl.LOCK_SH)
+    except OSError:
+        return False
+
+
+def _is_free(lock: IO[bytes], how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def note_start(run_dir: Path, command: Sequence[str]) -> None:
@@ -67,7 +134,7 @@ def note_start(run_dir: Path, command: Sequence[str]) -> None:
         "command": shlex.join(command), "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "version": __version__, "commit": _commit(),
     }
-    starts = [*read_object(path).get("starts", ()), started]
+    starts = [*starts_of(run_dir), started]
     write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
 
 

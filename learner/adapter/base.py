@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from learner.adapter.lora import base_parameters, scale_of
 from learner.mesh import Ranks
@@ -18,10 +17,8 @@ from streamrl.config.schema import Config, LoraConfig
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Base
 from streamrl.weights.adapter import BASE_REF
+from streamrl.weights.saved import weights_digest
 from streamrl.weights.shm.transport import ShmPublisher
-
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +43,9 @@ def describe_adapter(config: LoraConfig, model_dir: Path, ranks: Ranks) -> Adapt
     if config.rank is None:
         return None
     return AdapterOf(
-        config.rank, config.alpha, str(model_dir), weights_digest(model_dir) if ranks.rank == 0 else "",
+        config.rank, config.alpha, str(model_dir.resolve()), weights_digest(model_dir) if ranks.rank == 0 else "",
         tuple(sorted(config.target_modules)), tuple(sorted(config.exclude)), config.base_quantization.name,
     )
-
-
-def weights_digest(model_dir: Path) -> str:
-    """xxh3-128 over a model's files of weights, in the order of their names."""
-    state = xxhash.xxh3_128()
-    for path in sorted(path for pattern in _WEIGHT_FILES for path in model_dir.glob(pattern)):
-        with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                state.update(piece)
-    return state.hexdigest()
 
 
 def check_resumed(saved: Mapping[str, Any] | None, now: AdapterOf | None, ranks: Ranks) -> None:

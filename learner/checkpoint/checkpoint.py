@@ -31,7 +31,8 @@ from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
 from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.checkpoint.transfer import collect, distribute
 from learner.mesh import Ranks
-from streamrl.errors import CheckpointError, RunLockedError
+from streamrl.errors import CheckpointError, RunLockedError, one_sentence
+from streamrl.metrics.files import text_of
 
 log = logging.getLogger("streamrl.checkpoint")
 FORMAT = 1
@@ -224,8 +225,7 @@ def _newest_good(run_dir: Path) -> Checkpoint | None:
 
 def _candidates(run_dir: Path) -> list[Path]:
     """LATEST, then older ones, newest first; then those above LATEST, whose saving was cut short after the rename."""
-    versions, pointer = _versions(run_dir), run_dir / "LATEST"
-    named = pointer.read_bytes().decode("ascii", "replace").strip() if pointer.exists() else ""
+    versions, named = _versions(run_dir), text_of(run_dir / "LATEST").strip()
     latest = next((v for v, path in versions.items() if path.name == named), None)
     if latest is None and named:
         log.warning("LATEST names %r, which is not there: trying the newest checkpoint", named)
@@ -239,9 +239,13 @@ def _versions(run_dir: Path) -> dict[int, Path]:
 
 def _open(path: Path, *, check_files: bool) -> Checkpoint:
     body = _read_manifest(path / "manifest.json")
-    for name, entry in body["files"].items() if check_files else ():
-        _check_file(path / name, entry)
-    blobs = {name.removesuffix(".bin"): (path / name).read_bytes() for name in body["files"] if name.endswith(".bin")}
+    try:
+        for name, entry in body["files"].items() if check_files else ():
+            _check_file(path / name, entry)
+        blobs = {name.removesuffix(".bin"): (path / name).read_bytes()
+                 for name in body["files"] if name.endswith(".bin")}
+    except OSError as error:
+        raise CheckpointError(one_sentence(error)) from error
     return Checkpoint(path, body["version"], body["world"], body["extra"], blobs)
 
 

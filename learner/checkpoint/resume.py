@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from learner.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from learner.checkpoint.run_lock import write_durably
 from learner.mesh import Ranks
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 from streamrl.messages import Lineage
+from streamrl.metrics.files import text_of
 
 log = logging.getLogger("streamrl.learner")
 
@@ -38,12 +41,15 @@ class ResumeState:
 
 def find_resume_state(config: Config, run_dir: Path, ranks: Ranks) -> ResumeState:
     """What to go on from; collective. Raises CheckpointError if there are checkpoints and none of them is good."""
-    name = run_dir / "run_id"
-    if ranks.rank == 0 and not name.exists():
-        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
-        name.write_text(f"{safe}-{secrets.token_hex(4)}")
-    run_id = ranks.bytes_from_rank_zero(name.read_bytes() if ranks.rank == 0 else b"").decode().strip()
     found = find_checkpoint(run_dir, ranks) if config.checkpoint.resume else None
+    name, own = run_dir / "run_id", ""
+    if ranks.rank == 0:
+        own = text_of(name).strip()
+        if not re.fullmatch(r"[\w.-]+", own):  # a new run, or a file that was damaged
+            safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.run.name.lower())[:48]
+            own = found.extra["run_id"] if found is not None else f"{safe}-{secrets.token_hex(4)}"
+            write_durably(name, own.encode())
+    run_id = ranks.bytes_from_rank_zero(own.encode()).decode()
     if found is None:
         if config.checkpoint.resume:
             log.warning("no checkpoint in %s yet: starting from version 0", run_dir)

@@ -1,46 +1,76 @@
-"""When a checkpoint that could not be written is tried again, and when that has failed too often."""
+"""When a checkpoint that could not be written is tried again, and when that has failed for too long."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 from streamrl.errors import CheckpointError
 
 log = logging.getLogger("streamrl.learner")
 
+LONGEST_WAIT_S = 30.0
+
 
 class SaveRetries:
-    """Failed attempts in a row; the next one follows after 1, 2, 4 ... steps.
+    """Failed attempts in a row; the next one is due after 1, 2, 4 ... seconds. `now` is the same on all ranks.
 
     Args:
-        limit: failures in a row that end the run.
+        grace_s: seconds since the first failure after which another one ends the run.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._num_failed = 0
-        self._next_step: int | None = None
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._since: float | None = None
+        self._wait_s = 1.0
+        self._next_at: float | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint that failed is to be tried again after this step."""
-        return self._next_step is not None and step >= self._next_step
+    @property
+    def pending(self) -> bool:
+        """Whether the newest attempt has failed."""
+        return self._next_at is not None
 
-    def failed(self, step: int, error: CheckpointError, *, last: bool) -> None:
-        """Raises the error if no step follows that could bring another attempt, or too many have failed."""
-        self._num_failed += 1
-        if last or self._num_failed >= self._limit:
-            times = f"; so did {self._num_failed - 1} before it" if self._num_failed > 1 else ""
+    def due(self, now: Callable[[], float]) -> bool:
+        """Whether a checkpoint that failed is to be tried again."""
+        return self._next_at is not None and now() >= self._next_at
+
+    def write(self, write: Callable[[], bool], now: Callable[[], float], *, waits: bool) -> None:
+        """Call `write`, which tells whether a checkpoint came to its end; if that `waits`, until it does not fail.
+
+        Raises CheckpointError as `failed`.
+        """
+        while True:
+            try:
+                succeeded = write()
+            except CheckpointError as error:
+                wait_s = self.failed(error, now())
+                if not waits:
+                    return
+                time.sleep(wait_s)
+            else:
+                self.begun(succeeded=succeeded)
+                return
+
+    def failed(self, error: CheckpointError, now: float) -> float:
+        """Seconds until the next attempt. Raises the error if it has been failing for `grace_s`."""
+        self._since = now if self._since is None else self._since
+        left_s = self._since + self._grace_s - now
+        if left_s <= 0.0:
             raise CheckpointError(
-                f"{error}{times}: the run ends; remove what fills the disk, then resume from its newest checkpoint"
+                f"{error}; none could be written for {now - self._since:.0f} s (checkpoint.grace_s={self._grace_s:g}): "
+                "the run ends; remove what fills the disk, then resume from its newest checkpoint"
             ) from error
-        wait = 1 << (self._num_failed - 1)
-        self._next_step = step + wait
-        log.error("%s. Training goes on: attempt %d of %d (checkpoint.num_max_failures) follows after step %d", error,
-                  self._num_failed + 1, self._limit, self._next_step)
+        wait_s = min(self._wait_s, left_s)
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._next_at = now + wait_s
+        log.error("%s. It is tried again in %.0f s, and the run ends if that goes on for %.0f s more "
+                  "(checkpoint.grace_s)", error, wait_s, left_s)
+        return wait_s
 
     def begun(self, *, succeeded: bool) -> None:
         """An attempt is under way or done, and so is an earlier one if that `succeeded`."""
-        self._next_step = None
-        if succeeded and self._num_failed:
+        self._next_at = None
+        if succeeded and self._since is not None:
             log.warning("checkpoints can be written again")
-            self._num_failed = 0
+            self._since, self._wait_s = None, 1.0

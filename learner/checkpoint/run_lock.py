@@ -87,7 +87,7 @@ def sync_directory(path: Path) -> None:
 def _read_epoch(run_dir: Path) -> int:
     try:
         return int((run_dir / "EPOCH").read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError):  # of a damaged file: the checkpoints know the newest epoch, too
         return 0
 
 

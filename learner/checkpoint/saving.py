@@ -34,8 +34,8 @@ class Saving:
         self._options = {"num_keep": num_keep, "lock": lock}
         self.version = version
         """Of the newest checkpoint, also while it is being written."""
-        self.durable = -1
-        """The newest that this process has written, to its end."""
+        self.durable = version
+        """The newest that is written to its end, or was restored."""
         self._unsaved: int | None = None
 
     def save(self, version: int, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any]) -> None:

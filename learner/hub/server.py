@@ -15,7 +15,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -33,9 +32,8 @@ from learner.hub.status import write_hub_json, write_status
 from learner.hub.weight_server import WeightServer
 from streamrl.config.addresses import is_wildcard
 from streamrl.messages import InstallSource
-from streamrl.metrics.run_record import read_object
 from streamrl.transport.authentication import Authenticator
-from streamrl.transport.control import ControlServer, remove_stale
+from streamrl.transport.control import ControlServer
 from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.peers import PeerLimit
 from streamrl.transport.rank_keys import RankKeys
@@ -107,7 +105,6 @@ class HubServer:
         self._alone_since: float | None = None
         self._warn_at = 0.0
         connect = f"tcp://{host}:{self.endpoint.rpartition(':')[2]}" if is_wildcard(self.endpoint) else self.endpoint
-        remove_stale(read_object(Path(settings.run_dir) / "hub.json"))
         self._control = ControlServer(self._zmq, ControlHandler(self.context).answer)
         ranks = bound_endpoint(self._rank_socket)
         write_hub_json(settings, connect, weights.endpoint, ranks, self._control.endpoint)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from learner.hub.context import HubContext
 from learner.hub.settings import HubSettings
-from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.files import write_atomic
 from streamrl.transport.control import note
 
 

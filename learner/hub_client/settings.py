@@ -84,9 +84,13 @@ def steps_between_checkpoints(config: schema.Config) -> int:
 
     A full outbox stops generation and only a checkpoint empties it.
     """
+    return min(config.checkpoint.every_steps, steps_in_outboxes(config))
+
+
+def steps_in_outboxes(config: schema.Config) -> int:
+    """Steps after a checkpoint for which even a single actor's outbox has room."""
     in_flight = largest_eta(config) + 3
-    fit = max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
-    return min(config.checkpoint.every_steps, fit)
+    return max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
 
 
 def response_limit(config: schema.Config) -> int:

@@ -8,8 +8,8 @@ members are thinned where the front is most crowded (Deb et al. 2002, NSGA-II).
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms import crowding_distance, domination_count, hypervolume
+from streamrl.metrics.files import read_object, write_atomic
+
+log = logging.getLogger("streamrl.learner")
 
 
 class ParetoArchive:
@@ -36,7 +39,15 @@ class ParetoArchive:
         self._reference = dict(reference)
         self.members: list[dict[str, float]] = []
         if path.exists():
-            self.members = json.loads(path.read_text())["members"]
+            self.members = self._read()
+
+    def _read(self) -> list[dict[str, float]]:
+        found = read_object(self._path).get("members")
+        needed = {"version", *self._signs}
+        if isinstance(found, list) and all(isinstance(one, dict) and needed <= one.keys() for one in found):
+            return found
+        log.warning("%s is damaged or of other components: the front begins again", self._path)
+        return []
 
     def add(self, version: int, scores: Mapping[str, float]) -> dict[str, float]:
         """Add an evaluation that has every component, drop what it beats, write the file; metrics of the archive."""
@@ -49,9 +60,7 @@ class ParetoArchive:
         while len(members) > self._size:
             members.pop(int(crowding_distance(self._points(members)).argmin()))
         self.members = sorted(members, key=lambda member: member["version"])
-        draft = self._path.with_suffix(".tmp")
-        draft.write_text(json.dumps({"members": self.members}, indent=1) + "\n")
-        os.replace(draft, self._path)
+        write_atomic(self._path, json.dumps({"members": self.members}, indent=1) + "\n")
         return self._metrics()
 
     def _metrics(self) -> dict[str, float]:

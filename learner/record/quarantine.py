@@ -11,6 +11,7 @@ import msgspec
 from learner.model.gradients import BatchResult
 from streamrl.errors import StreamrlError
 from streamrl.messages import BatchShare
+from streamrl.metrics.files import append_lines, write_atomic
 
 log = logging.getLogger("streamrl.learner")
 
@@ -53,8 +54,8 @@ class Quarantine:
         """Write this rank's share of a batch beside those that are there, and why; a full disk costs the file only."""
         try:
             path = self._write(share)
-            with (self._folder / CAUSES).open("a", encoding="utf-8") as causes:
-                causes.write(json.dumps({"file": path.name if path else None, "cause": cause}) + "\n")
+            line = json.dumps({"file": path.name if path else None, "cause": cause})
+            append_lines(self._folder / CAUSES, line.encode() + b"\n")
         except OSError as error:
             log.error("a batch is set aside: %s; it could not be kept in %s: %s", cause, self._folder, error)
             return
@@ -67,6 +68,5 @@ class Quarantine:
             return None
         # The version stays where a batch was skipped, so that it names no file alone; nor does a resumed run overwrite.
         path = self._folder / f"batch-{num:03d}-version-{share.version}-rank-{self._rank}.msgpack"
-        with path.open("xb") as file:
-            file.write(msgspec.msgpack.encode(share))
+        write_atomic(path, msgspec.msgpack.encode(share))
         return path

@@ -22,11 +22,12 @@ from streamrl.config.rules import largest_max_lag, tracker_names
 from streamrl.config.schema import Config, EvalConfig, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.eval_scores import Estimate, estimates
+from streamrl.metrics.files import append_lines, if_it_can_be_written, write_atomic
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
-from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun, if_it_can_be_written
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
 from streamrl.metrics.summary import Summary, summarize
 from streamrl.metrics.trackers.registry import open_trackers
 from streamrl.report.report import write_report
@@ -59,7 +60,7 @@ class Recorder:
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
         self._newest: list[Sample] = []
-        (run_dir / "config.yaml").write_text(to_yaml(config))
+        write_atomic(run_dir / "config.yaml", to_yaml(config))
         self._hub_counts = HubCounts(counters)
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
@@ -97,8 +98,8 @@ class Recorder:
         version = of_set("eval/version", result.dataset)
         if self._waiting.get(version, -1.0) < result.version:  # two may have ended since the last row
             self._waiting.update(eval_keys(result, found, settings.num_responses))
-        with if_it_can_be_written(EVALUATIONS), (self._run_dir / EVALUATIONS).open("ab") as file:
-            file.write(msgspec.json.encode({
+        with if_it_can_be_written(EVALUATIONS):
+            append_lines(self._run_dir / EVALUATIONS, msgspec.json.encode({
                 "dataset": result.dataset, "version": result.version, "score": result.score,
                 "estimates": {name: [one.value, one.stderr, one.num_prompts] for name, one in found.items()},
                 "scores": result.prompt_scores, "named": result.scores, "sampled_by": result.versions,

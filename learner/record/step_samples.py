@@ -22,7 +22,6 @@ from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
-from streamrl.metrics.sinks import if_it_can_be_written
 
 log = logging.getLogger("streamrl.learner")
 
@@ -60,8 +59,6 @@ class SampleWriter:
             return
         self._waiting.put(None)
         self._thread.join()
-        with if_it_can_be_written("the end of the samples"):
-            self._file.close()
         if self._num_lost:
             log.warning("%d samples were left out: the learner was faster than their writer", self._num_lost)
 
@@ -69,8 +66,6 @@ class SampleWriter:
         tokenizer: Any = None
         failed = False
         while (drafts := self._waiting.get()) is not None:
-            if failed:
-                continue
             try:
                 tokenizer = tokenizer or AutoTokenizer.from_pretrained(
                     self._model_dir, local_files_only=True, trust_remote_code=False
@@ -78,9 +73,11 @@ class SampleWriter:
                 samples = [one.decoded(tokenizer, self._num_detailed_tokens) for one in drafts]
                 self._file.append(samples)
             except Exception:  # a full disk, or a tokenizer that cannot decode: never worth a training run
+                if not failed:
+                    log.warning("samples cannot be written; training goes on without them.", exc_info=True)
                 failed = True
-                log.warning("samples cannot be written; training goes on without them.", exc_info=True)
                 continue
+            failed = False
             for sample in samples:
                 self._written.put(sample)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +11,12 @@ from typing import Any
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError
+from streamrl.extension import did_you_mean
+from streamrl.metrics.files import read_object_of
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.summary import Summary
 from streamrl.report.card import run_html, run_text
+from streamrl.run_dirs import find_run_dir
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,7 +52,10 @@ class Run:
 
 
 class Metrics(dict[str, list[Any]]):
-    """Key -> one value for each line of `metrics.jsonl`, None where the line lacks the key; `step` has no gap."""
+    """Key -> one value for each step, None where it did not write the key; `step` has no gap."""
+
+    def __missing__(self, key: str) -> list[Any]:
+        raise KeyError(f"this run has no metric {key!r}.{did_you_mean(key, self)}")
 
     def __repr__(self) -> str:
         keys = ", ".join(list(self)[:6])
@@ -66,17 +71,21 @@ class Metrics(dict[str, list[Any]]):
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:
-    """Read a run directory.
+    """Read a run by its directory, or by its name in `runs/`. Damaged lines of its files are left out and logged.
 
     Raises:
-        FileNotFoundError: it holds no run, or one that never began a step.
+        RunNotFoundError: there is none, or one that never began a step; a FileNotFoundError, too.
+        CheckpointError: its config.json is missing or damaged.
         ConfigError: the run was configured by a release with other settings.
     """
-    root = Path(directory)
+    root = find_run_dir(directory)
     record = read_run(root)
-    values = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    values = read_object_of(root / "config.json")
     config = from_plain({key: value for key, value in values.items() if key != "versions"})
-    metrics = Metrics({key: [row.get(key) for row in record.rows] for key in record.keys()})
+    steps: dict[int, dict[str, Any]] = {}
+    for row in record.rows:  # the last step has two: what came after it, as its evaluation, is a row of its own
+        steps.setdefault(row["step"], {}).update(row)
+    metrics = Metrics({key: [row.get(key) for row in steps.values()] for key in record.keys()})
     model = root / "model"
     evaluations = [found for row in record.rows if (found := evaluation_of(row)) is not None]
     return Run(root, config, metrics, evaluations, record.summary, model if model.is_dir() else None, record)

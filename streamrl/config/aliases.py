@@ -53,6 +53,7 @@ ALIASES: dict[str, str] = {
     "seed": "run.seed", "output_dir": "run.dir", "out_dir": "run.dir", "save_dir": "run.dir", "run_name": "run.name",
     "experiment_name": "run.name", "device": "run.device", "resume": "checkpoint.resume",
     "resume_from_checkpoint": "checkpoint.resume", "save_steps": "checkpoint.every_steps",
+    "num_max_failures": "checkpoint.grace_s",
     "save_freq": "checkpoint.every_steps", "eval_steps": "eval.every_steps", "eval_batch_size": "eval.num_samples",
     "num_workers": "launch.num_actors", "num_actors": "launch.num_actors", "num_gpus": "launch.num_learner_ranks",
     "nproc_per_node": "launch.num_learner_ranks", "engine": "actors.engine", "use_vllm": "actors.engine",

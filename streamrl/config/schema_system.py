@@ -177,8 +177,8 @@ class CheckpointConfig:
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = ranged(2, gt=0)
     """Checkpoints that are kept."""
-    num_max_failures: int = ranged(5, gt=0)
-    """Attempts in a row to write a checkpoint, 1, 2, 4 ... steps apart, that may fail before the run ends."""
+    grace_s: float = ranged(300.0, ge=0)
+    """Seconds for which checkpoints may fail, as on a full disk, before the run ends; tried again after 1, 2, 4 ..."""
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
     directory; `policy.model_path` may name it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import CheckpointError
+from streamrl.errors import CheckpointError, RunNotFoundError
+from streamrl.metrics.eval_scores import step_of, steps_per_batch
+from streamrl.metrics.files import read_lines, read_object, text_of
+from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import Summary
 
 RUNNING_S = 20.0
@@ -32,6 +35,7 @@ class RunRecord:
         status: the hub's last `status.json`.
         notes: the text of `notes.md`, which people write.
         failure: why it failed.
+        damaged: what could not be read of the files above, as `metrics.jsonl:7 (why)`.
     """
 
     name: str
@@ -45,6 +49,7 @@ class RunRecord:
     status: Mapping[str, Any] = field(default_factory=dict)
     notes: str = ""
     failure: str = ""
+    damaged: Sequence[str] = ()
     _columns: dict[str, tuple[list[int], list[Any]]] = field(default_factory=dict, repr=False, compare=False)
 
     def keys(self) -> list[str]:
@@ -52,16 +57,17 @@ class RunRecord:
         return list(self._by_key())
 
     def series(self, key: str) -> tuple[list[int], list[Any]]:
-        """Steps and values of the lines that hold `key`; the lists are the record's own."""
+        """Steps and values of the lines that hold `key`, evaluations at the steps that they measure; the lists are the
+        record's own."""
         return self._by_key().get(key, ([], []))
 
     def _by_key(self) -> dict[str, tuple[list[int], list[Any]]]:
         """The rows as columns, made once: a report reads some hundred of them."""
+        per_batch = steps_per_batch(self.rows)
         for row in self.rows if not self._columns else ():
-            step = row["step"]
             for key, value in row.items():
                 steps, values = self._columns.setdefault(key, ([], []))
-                steps.append(step)
+                steps.append(step_of(row, key, per_batch))
                 values.append(value)
         return self._columns
 
@@ -91,33 +97,33 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
     Args:
         max_rows: read only the lines with an evaluation and about so many others, spread over the run.
     Raises:
-        FileNotFoundError: there is no `metrics.jsonl`, and no failure is known.
-        CheckpointError: a line before the last is damaged.
+        RunNotFoundError: there is no `metrics.jsonl`, and no failure is known.
     """
     root = Path(run_dir)
     path = root / "metrics.jsonl"
     if not is_run(root):
-        raise FileNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
-    summary, status = root / "summary.json", read_object(root / "status.json")
+        raise RunNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
+    damaged: list[str] = []
+    status, summary = read_object(root / "status.json"), None
+    if (root / "summary.json").exists():
+        try:
+            summary = Summary.load(root / "summary.json")
+        except CheckpointError as error:
+            damaged.append(str(error))
     return RunRecord(
         name=root.resolve().name,
-        rows=_rows(path, max_rows),
-        summary=Summary.load(summary) if summary.exists() else None,
-        config_text=_text(root / "config.yaml"),
+        rows=read_metrics(path, damaged) if max_rows is None else read_some_metrics(path, max_rows, damaged),
+        summary=summary,
+        config_text=text_of(root / "config.yaml"),
         overrides=_overrides(root),
         state=run_state(root, status),
         config=read_object(root / "config.json"),
-        starts=read_object(root / "run.json").get("starts", ()),
+        starts=starts_of(root),
         status=status,
-        notes=_text(root / "notes.md").strip(),
-        failure=_text(root / FAILURE).strip() or str(read_object(summary).get("failed", "")),
+        notes=text_of(root / "notes.md").strip(),
+        failure=text_of(root / FAILURE).strip() or str(summary.failed if summary else ""),
+        damaged=damaged,
     )
-
-
-def _rows(path: Path, max_rows: int | None) -> list[dict[str, Any]]:
-    if not path.exists():  # of a run that failed before its first step
-        return []
-    return read_metrics(path) if max_rows is None else read_some_metrics(path, max_rows)
 
 
 def run_state(root: Path, status: Mapping[str, Any]) -> str:
@@ -125,8 +131,8 @@ def run_state(root: Path, status: Mapping[str, Any]) -> str:
     summary, metrics = root / "summary.json", root / "metrics.jsonl"
     if (root / FAILURE).exists():
         return "failed"
-    if summary.exists() and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
-        ended = read_object(summary)
+    ended = read_object(summary)
+    if ended and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
         stopped = str(ended.get("stopped", ""))
         if ended.get("failed"):
             return "failed"
@@ -139,64 +145,42 @@ def run_state(root: Path, status: Mapping[str, Any]) -> str:
     return "killed"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if the file is missing or was cut short by a crash."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def read_metrics(path: str | os.PathLike[str], damaged: list[str] | None = None) -> list[dict[str, Any]]:
+    """The good lines of a `metrics.jsonl`; the others are named in the log, and added to `damaged`."""
+    return [row for _, row in read_lines(Path(path), parse_row, damaged)]
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, histogram bins as integers. A last line without its end is left out."""
-    rows = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                break
-            try:
-                rows.append(parse_row(line))
-            except ValueError as error:
-                raise CheckpointError(f"{path} line {number} is not a metrics object ({error}).") from error
-    return rows
-
-
-def read_some_metrics(path: Path, max_rows: int) -> list[dict[str, Any]]:
-    """The first and last line, those with an evaluation, and about `max_rows` others; damaged lines are left out."""
-    rows, size = [], path.stat().st_size
+def read_some_metrics(path: Path, max_rows: int, damaged: list[str]) -> list[dict[str, Any]]:
+    """The first and last line, those with an evaluation, and about `max_rows` others; else as `read_metrics`."""
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    size = path.stat().st_size if path.is_file() else 0
     offset, next_due, newest = 0, 0.0, b""
-    with path.open("rb") as lines:
-        for line in lines:
-            newest = line if line.endswith(b"\n") else newest
-            if offset >= next_due or b'"eval/score"' in line:
-                rows.append(line)
-                next_due = max(next_due, offset + size / max_rows)
-            offset += len(line)
-    found = {}
-    for line in [*rows, newest]:
-        try:
-            row = parse_row(line.decode("utf-8", errors="replace"))
-            found[row["step"], "eval/score" in row] = row
-        except ValueError:
-            continue
+
+    def keep(line: bytes) -> None:
+        row = parse_row(line)
+        found[row["step"], "eval/score" in row] = row
+
+    def look(line: bytes) -> None:
+        nonlocal offset, next_due, newest
+        at, offset, newest = offset, offset + len(line), line
+        if at >= next_due or b'"eval/score"' in line:
+            next_due = max(next_due, at + size / max_rows)
+            keep(line)
+
+    for _ in read_lines(path, look, damaged):
+        pass
+    with suppress(ValueError):
+        keep(newest)
     return sorted(found.values(), key=lambda row: row["step"])
 
 
-def parse_row(line: str) -> dict[str, Any]:
-    """One line of `metrics.jsonl`. Raises ValueError: not a JSON object with a `step`."""
-    row = json.loads(line)
-    if not isinstance(row, dict) or "step" not in row:
-        raise ValueError("no object with a step")
-    return {key: {int(k): n for k, n in value.items()} if isinstance(value, dict) else value
-            for key, value in row.items()}
+def starts_of(root: Path) -> list[dict[str, Any]]:
+    """What `run.json` says of each start, the newest last."""
+    starts = read_object(root / "run.json").get("starts", ())
+    return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
 
 
 def _overrides(root: Path) -> list[str]:
     """Command-line overrides of the run: a YAML list of plain strings, which needs no YAML reader."""
-    lines = _text(root / "overrides.yaml").splitlines()
+    lines = text_of(root / "overrides.yaml").splitlines()
     return [line[2:].strip().strip("'\"") for line in lines if line.startswith("- ")]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -6,13 +6,13 @@ The learner writes them (`learner.record.samples`); everything that shows them r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from streamrl.errors import CheckpointError
+from streamrl.metrics.files import append_lines, read_lines, write_atomic
 
 FILE_NAME = "samples.jsonl"
 TRAINED = "trained"
@@ -97,16 +97,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Sample)
 
 
-def read_samples(run_dir: str | os.PathLike[str]) -> list[Sample]:
+def read_samples(run_dir: str | os.PathLike[str], damaged: list[str] | None = None) -> list[Sample]:
     """The samples of a finished, killed or running run in the order in which they were written; [] without the file.
 
-    A last line without its end, as a crash leaves it, is left out.
-
-    Raises:
-        CheckpointError: a line before the last is damaged.
+    Damaged lines are left out, named in the log, and added to `damaged`.
     """
-    path = Path(run_dir) / FILE_NAME
-    return [sample for _, sample in _lines(path)] if path.exists() else []
+    return [sample for _, sample in read_lines(Path(run_dir) / FILE_NAME, _DECODER.decode, damaged)]
 
 
 class SampleFile:
@@ -117,37 +113,33 @@ class SampleFile:
 
     Args:
         resume_step: the step that the checkpoint holds, 0 without one. Samples of what will be done again are dropped;
-            None keeps all.
-    Raises:
-        CheckpointError: a line of the file before the last is damaged.
+            None keeps all. Damaged lines are dropped, too.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, max_bytes: int, resume_step: int | None = None) -> None:
         self.path, self._max_bytes = Path(run_dir) / FILE_NAME, max_bytes
         self._stride = 1
         if self.path.exists():
-            kept = list(_lines(self.path))
+            kept = self._lines()
             if resume_step is not None:  # without a checkpoint version 0 is evaluated again
                 kept = [(line, one) for line, one in kept if one.step <= resume_step and resume_step > 0]
-            self._rewrite([line for line, _ in kept])
-        self._file = self.path.open("ab")
+            write_atomic(self.path, b"".join(line for line, _ in kept))
 
     def append(self, samples: Iterable[Sample]) -> None:
         """Write these, and make room if the file is full."""
-        self._file.write(b"".join(_ENCODER.encode(one) + b"\n" for one in samples if self._due(one)))
-        self._file.flush()
+        append_lines(self.path, b"".join(_ENCODER.encode(one) + b"\n" for one in samples if self._due(one)))
         while self.path.stat().st_size > self._max_bytes and self._thin():
             pass
 
-    def close(self) -> None:
-        self._file.close()
+    def _lines(self) -> list[tuple[bytes, Sample]]:
+        return list(read_lines(self.path, _DECODER.decode))
 
     def _due(self, sample: Sample) -> bool:
         return sample.kind == "eval" or (sample.step - 1) % self._stride == 0
 
     def _thin(self) -> bool:
         """Halve what takes most of the file; False if nothing could leave it."""
-        lines = list(_lines(self.path))
+        lines = self._lines()
         size = {kind: sum(len(line) for line, one in lines if one.kind == kind) for kind in ("train", "eval")}
         if size["train"] >= size["eval"]:
             self._stride *= 2
@@ -158,23 +150,5 @@ class SampleFile:
             kept = [line for line, one in lines if one.kind == "train" or one.step in left]
         if len(kept) == len(lines):
             return False
-        self._file.close()
-        self._rewrite(kept)
-        self._file = self.path.open("ab")
+        write_atomic(self.path, b"".join(kept))
         return True
-
-    def _rewrite(self, lines: Sequence[bytes]) -> None:
-        beside = self.path.with_name(f".{FILE_NAME}.{os.getpid()}")
-        beside.write_bytes(b"".join(lines))
-        os.replace(beside, self.path)
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, Sample]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return  # cut short by a crash, or still being written
-            try:
-                yield line, _DECODER.decode(line)
-            except msgspec.MsgspecError as error:
-                raise CheckpointError(f"{path} line {number} is not a sample ({error}): was it edited?") from error

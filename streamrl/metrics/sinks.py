@@ -7,12 +7,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from streamrl.metrics.files import append_lines, read_lines, write_atomic
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.text import compact, time_left
 
@@ -103,30 +103,38 @@ class FanOut(Sink):
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl` with one object per step, flushed line by line in case of a kill, and `config.json` beside it.
+    """`metrics.jsonl` with one object per step, on disk line by line in case of a kill, and `config.json` beside it.
 
     Args:
         path: the file; its directory is made.
-        resume_step: the step that the checkpoint holds. Lines of later steps, which will be done again, and a last line
-            cut short by a crash are dropped. None keeps every whole line.
+        resume_step: the step that the checkpoint holds. Lines of later steps, which will be done again, and damaged
+            ones are dropped. None keeps every whole line.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            _keep_lines(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+            kept = [line for line, row in read_lines(self.path, parse_row)
+                    if resume_step is None or row["step"] <= resume_step]
+            write_atomic(self.path, b"".join(kept))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         write_atomic(self.path.with_name("config.json"), json.dumps(config, indent=2, default=str) + "\n")
 
     def log_metrics(self, step: int, metrics: Row) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        append_lines(self.path, json.dumps({"step": step, **metrics}).encode() + b"\n")
 
-    def close(self) -> None:
-        self._file.close()
+
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """One line of `metrics.jsonl`, histogram bins as integers. Raises ValueError: no JSON object with a `step`."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("no object with a step")
+    if any(not isinstance(value, int | float | dict) for value in row.values()):
+        raise ValueError("no number")
+    return {key: {int(k): n for k, n in value.items()} if isinstance(value, dict) else value
+            for key, value in row.items()}
 
 
 class ConsoleSink(Sink):
@@ -180,33 +188,3 @@ def plain_line(row: Row, total_steps: int | None = None, left_s: float | None = 
     if left_s:
         parts.append(time_left(left_s))
     return "  ".join(parts)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write `text` beside `path` and move it there, so that a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def if_it_can_be_written(what: str) -> Iterator[None]:
-    """A record of the run, no part of it: that it cannot be written, as on a full disk, is told and ends nothing."""
-    try:
-        yield
-    except OSError as error:
-        log.error("%s was not written, the run goes on: %s", what, error)
-
-
-def _keep_lines(path: Path, resume_step: int | None) -> None:
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break  # cut short by a crash
-        if resume_step is None or json.loads(line)["step"] <= resume_step:
-            kept.append(line)
-    write_atomic(path, "".join(kept))

@@ -12,8 +12,8 @@ from typing import Any
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
-from streamrl.metrics.eval_scores import score_errors
-from streamrl.metrics.sinks import write_atomic
+from streamrl.metrics.eval_scores import score_errors, step_of, steps_per_batch
+from streamrl.metrics.files import read_object_of, write_atomic
 from streamrl.metrics.text import compact, duration, with_error
 
 
@@ -90,12 +90,9 @@ class Summary:
         """Read what `write` wrote; unknown keys become `extra`.
 
         Raises:
-            CheckpointError: the file is not JSON or lacks a field.
+            CheckpointError: the file cannot be read, is not JSON or lacks a field.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not JSON ({error}): was it edited or cut short?") from error
+        data = read_object_of(Path(path))
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name != "extra" and f.name not in data]
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is not a summary of this release.")
@@ -212,9 +209,9 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines that hold `key`."""
-    have = [row for row in rows if key in row]
-    return [row["step"] for row in have], [row[key] for row in have]
+    """Steps and values of the lines that hold `key`, evaluations at the steps that they measure."""
+    have, per_batch = [row for row in rows if key in row], steps_per_batch(rows)
+    return [step_of(row, key, per_batch) for row in have], [row[key] for row in have]
 
 
 def last(rows: Sequence[Mapping[str, Any]], key: str, default: float) -> float:

@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from streamrl.metrics.diagnosis import learner_idle
+from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
-from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.text import compact, duration, markdown_table, with_error
 from streamrl.report import headline
 from streamrl.report.charts.curve import Curve, noisy

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from streamrl.metrics import eval_scores
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
+from streamrl.metrics.files import in_short
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import Summary, last, warnings_of
 from streamrl.metrics.text import compact, duration, with_error
@@ -114,6 +115,8 @@ def messages(record: RunRecord) -> str:
                                "failed. The end of logs/learner.log may say why."))
     if record.failure:
         out.append(("warning", f"The run failed: {record.failure}"))
+    if record.damaged:
+        out.append(("warning", f"Left out, because damaged: {in_short(record.damaged)}."))
     summary = record.summary
     if summary and summary.stopped.startswith("pruned"):
         out.append(("", f"A search stopped this run, because others did better: {summary.stopped}."))

@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from streamrl.errors import RunNotFoundError
+from streamrl.metrics.files import if_it_can_be_written, in_short, text_of, write_atomic
 from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
-from streamrl.metrics.sinks import write_atomic
 from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
@@ -51,29 +52,37 @@ def write_index(root: str | os.PathLike[str], *, reports: bool = False) -> Path:
     Args:
         reports: also write the report of each run that has none, or changed since.
     Raises:
-        FileNotFoundError: no run is in the folder.
+        RunNotFoundError: no run is in the folder.
     """
     root = Path(root)
-    runs = [Listed(path, read_run(path, max_rows=MAX_ROWS)) for path in find_runs(root)]
+    runs = [Listed(path, _record(path)) for path in find_runs(root)]
     if not runs:
-        raise FileNotFoundError(f"{root} holds no run: name a run directory, or a folder of them such as runs/.")
+        raise RunNotFoundError(f"{root} holds no run: name a run directory, or a folder of them such as runs/.")
     groups: dict[Path, list[Listed]] = {}
     for run in sorted(runs, key=lambda run: (run.began, run.path.name)):
         groups.setdefault(run.path.parent, []).append(run)
         if reports and _outdated(run.path):
-            write_report(run.path)
+            with if_it_can_be_written(f"the report of {run.path}"):
+                write_report(run.path)
     for group in groups.values():
         paths = [None, *(run.path for run in group), None]
         for before, run_dir, after in zip(paths, paths[1:], paths[2:], strict=False):
-            if run_dir is not None and (run_dir / "report.html").exists():
+            if run_dir is not None:
                 set_trail(run_dir / "report.html", trail_of(root, run_dir, before, after))
     for folder in groups:
-        if (folder / "comparison.html").exists():
-            up = f'<a href="{_href(folder, root / "index.html")}">all runs</a>'
-            set_trail(folder / "comparison.html", f"<span></span><span>{up}</span><span></span>")
+        up = f'<a href="{_href(folder, root / "index.html")}">all runs</a>'
+        set_trail(folder / "comparison.html", f"<span></span><span>{up}</span><span></span>")
     out = root / "index.html"
     write_atomic(out, index_page(root, groups))
     return out
+
+
+def _record(path: Path) -> RunRecord:
+    """A run that cannot be read is listed with the reason."""
+    try:
+        return read_run(path, max_rows=MAX_ROWS)
+    except Exception as error:  # one strange directory must not hide all the others
+        return RunRecord(path.name, [], None, "", [], state="unreadable", damaged=[str(error)])
 
 
 def index_page(root: Path, groups: Mapping[Path, Sequence[Listed]]) -> str:
@@ -106,14 +115,15 @@ def trail_of(root: Path, run: Path, before: Path | None, after: Path | None) -> 
 
 
 def set_trail(report: Path, trail: str) -> None:
-    """Put the links into a page that is already written; one of an older release, without a place for them, stays."""
-    text = report.read_text(encoding="utf-8")
+    """Put the links into a page, if it is there; one of an older release, without a place for them, stays."""
+    text = text_of(report)
     begin, end = text.find(TRAIL_BEGIN), text.find(TRAIL_END)
     if begin < 0 or end < begin or text[begin + len(TRAIL_BEGIN) : end] == trail:
         return
-    stat = report.stat()
-    write_atomic(report, text[: begin + len(TRAIL_BEGIN)] + trail + text[end:])
-    os.utime(report, (stat.st_atime, stat.st_mtime))  # still as old as what it tells
+    with if_it_can_be_written(str(report)):
+        stat = report.stat()
+        write_atomic(report, text[: begin + len(TRAIL_BEGIN)] + trail + text[end:])
+        os.utime(report, (stat.st_atime, stat.st_mtime))  # still as old as what it tells
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -139,7 +149,9 @@ def _row(root: Path, run: Listed) -> list[str]:
     if state != "finished":
         name += f'<span class="badge {state}">{"ended early" if state == "killed" else state}</span>'
     about = " · ".join(part for part in (headline.task(record), headline.model(record)) if part)
-    lines = "".join(f'<div class="small-print">{escape(line)}</div>' for line in (about, record.notes[:160]) if line)
+    damaged = f"left out, because damaged: {in_short(record.damaged)}" if record.damaged else ""
+    lines = "".join(f'<div class="small-print">{escape(line)}</div>' for line in (about, record.notes[:160], damaged)
+                    if line)
     scores = record.series("eval/score")[1]
     curve = scores if len(scores) > 2 else record.series("reward/mean")[1]
     wall_s = last(rows, "run/wall_s", 0.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from html import escape
+from dataclasses import replace
 from pathlib import Path
 
-from streamrl.errors import CheckpointError
+from streamrl.metrics.files import write_atomic
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.samples import read_samples
-from streamrl.metrics.sinks import write_atomic
 from streamrl.report import headline
 from streamrl.report.page import axis_data, page, section, toolbar
 from streamrl.report.run_charts import chart_sections
@@ -20,14 +19,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into the run directory; works for finished, running and killed runs.
 
     Raises:
-        FileNotFoundError: the run has no `metrics.jsonl`.
+        RunNotFoundError: the run has no `metrics.jsonl`.
     """
-    record, out = read_run(run_dir), Path(run_dir) / "report.html"
-    try:
-        said = samples_html(read_samples(run_dir))
-    except CheckpointError as error:  # a damaged file of samples does not hide the rest
-        said = f'<div class="message warning">{escape(str(error))}</div>'
-    write_atomic(out, report_page(record, said))
+    record, damaged = read_run(run_dir), list[str]()
+    said, out = samples_html(read_samples(run_dir, damaged)), Path(run_dir) / "report.html"
+    write_atomic(out, report_page(replace(record, damaged=[*record.damaged, *damaged]), said))
     return out
 
 

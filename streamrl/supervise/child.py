@@ -12,6 +12,7 @@ from pathlib import Path
 
 from streamrl.config.schema import Config
 from streamrl.messages.printable import printable_lines
+from streamrl.metrics.files import text_of
 from streamrl.parent_watch import child_environment
 from streamrl.processes import is_stopped, processor_s
 
@@ -93,7 +94,7 @@ class Child:
 
     def _lines(self) -> list[str]:
         """Of its log, without empty ones; a task may print anything."""
-        text = self.log_path.read_text(errors="replace")
+        text = text_of(self.log_path)
         return [printable_lines(line) for line in text.splitlines() if line.strip()]
 
     def close_pipe(self) -> None:

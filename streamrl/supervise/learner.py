@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamrl.metrics.run_record import read_object
+from streamrl.metrics.files import read_object, text_of
 from streamrl.supervise.child import Child
 from streamrl.transport.control import is_running
 
@@ -92,8 +92,7 @@ class LearnerRestarts:
 
     def newest(self) -> str:
         """The name of the newest checkpoint; "" before the first."""
-        latest = self._run_dir / "LATEST"
-        return latest.read_text(errors="replace").strip() if latest.exists() else ""
+        return text_of(self._run_dir / "LATEST").strip()
 
     def what_ended_it(self) -> str:
         """What the hub wrote about the process group; "" if it has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,10 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 
+from streamrl.errors import CheckpointError
+from streamrl.metrics.files import read_object, text_of
 from streamrl.metrics.ranking import Objective, pruned_at
-from streamrl.metrics.run_record import FAILURE, parse_row
+from streamrl.metrics.run_record import FAILURE
+from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import child_environment, program
+from streamrl.report.live.logs import Tail
 from streamrl.report.report import write_report
 
 
@@ -51,10 +54,10 @@ def _rounded(word: str) -> str:
 
 def is_done(run_dir: Path) -> bool:
     """Whether this run needs no more work: it did all of its steps, or it was pruned."""
-    path = run_dir / "summary.json"
-    if not path.exists():
+    try:
+        summary = Summary.load(run_dir / "summary.json")
+    except CheckpointError:  # none, or one that tells nothing
         return False
-    summary = Summary.load(path)
     return not summary.failed and (not summary.stopped or summary.stopped.startswith("pruned"))
 
 
@@ -82,8 +85,7 @@ class JobProcess:
         self._errors = None if quiet else Thread(target=self._pass_on_errors, name="errors of a run", daemon=True)
         if self._errors is not None:
             self._errors.start()
-        self._metrics = job.run_dir / "metrics.jsonl"
-        self._read_to = 0
+        self._metrics = Tail(job.run_dir / "metrics.jsonl")
         self._pruned_at: int | None = None
 
     def _pass_on_errors(self) -> None:
@@ -101,13 +103,11 @@ class JobProcess:
 
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:
         """(step, value) of the lines that metrics.jsonl got since the last call."""
-        with suppress(FileNotFoundError), self._metrics.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(self._read_to if size >= self._read_to else 0)  # a resumed run has dropped lines
-            lines = file.read().split(b"\n")
-            self._read_to = file.tell() - len(lines[-1])
-            return objective.intermediate(parse_row(line.decode()) for line in lines[:-1])
-        return []
+        rows = []
+        for line in self._metrics.lines():
+            with suppress(ValueError):  # a damaged line; the ranking at the end names it
+                rows.append(parse_row(line))
+        return objective.intermediate(rows)
 
     def prune(self, step: int) -> None:
         """Stop the run, because others did better at `step`."""
@@ -134,14 +134,14 @@ class JobProcess:
     def mark_pruned(self) -> None:
         """Write into its summary that it was pruned, and when."""
         path = self.job.run_dir / "summary.json"
-        if self._pruned_at is not None and path.exists():
-            replace(Summary.load(path), stopped=pruned_at(self._pruned_at)).write(path)
-            write_report(self.job.run_dir)
+        with suppress(CheckpointError):  # there is none
+            if self._pruned_at is not None:
+                replace(Summary.load(path), stopped=pruned_at(self._pruned_at)).write(path)
+                write_report(self.job.run_dir)
 
     def mark_failed(self, code: int) -> str:
         """Write into its directory why it failed, and return it in one line."""
-        summary = self.job.run_dir / "summary.json"
-        cause = Summary.load(summary).failed if summary.exists() else ""
+        cause = str(read_object(self.job.run_dir / "summary.json").get("failed", ""))
         reason = cause or _last_line(self.log_path) or _last_line(self.job.run_dir / "logs" / "learner.log")
         text = f"status {code}{': ' if reason else ''}{reason}"
         (self.job.run_dir / FAILURE).write_text(text + "\n")
@@ -149,8 +149,7 @@ class JobProcess:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for line in text_of(path).splitlines() if line.strip()]
     if lines[-2:-1] and lines[-2].startswith("Go on from its newest checkpoint"):  # how to resume is no reason
         lines = lines[:-2]
     return lines[-1] if lines else ""

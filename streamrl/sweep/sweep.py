@@ -17,9 +17,9 @@ from streamrl.config.sweep_words import SweepWords, parse_sweep
 from streamrl.errors import ConfigError
 from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
+from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
-from streamrl.metrics.sinks import write_atomic
 from streamrl.report.compare import write_comparison
 from streamrl.report.pages import write_pages
 from streamrl.sweep.pool import Pool

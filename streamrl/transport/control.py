@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from streamrl.errors import ControlError
 log = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "streamrl-control-"
+OWNER = "owner.json"
+"""In such a folder: whose it is."""
 MAX_REQUEST_BYTES = 1 << 16
 MAX_AT_ONCE = 16
 
@@ -34,7 +37,9 @@ class ControlServer:
     """Answers requests when its owner's loop calls `serve`, which never waits."""
 
     def __init__(self, context: zmq.Context, answer: Answerer) -> None:
+        remove_dead_folders()
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # mode 0700
+        (self._folder / OWNER).write_text(json.dumps(note("")))
         self.endpoint = f"ipc://{self._folder}/control"
         self._answer = answer
         self.socket = context.socket(zmq.ROUTER)
@@ -72,11 +77,13 @@ def note(endpoint: str) -> dict[str, Any]:
     return {"control": endpoint, "pid": os.getpid(), "host": socket.gethostname()}
 
 
-def remove_stale(noted: Mapping[str, Any]) -> None:
-    """Remove the folder that a predecessor, killed without a chance to do so, has left."""
-    folder = Path(str(noted.get("control", "")).removeprefix("ipc://")).parent
-    if folder.name.startswith(FOLDER_PREFIX) and not is_running(noted):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_dead_folders() -> None:
+    """Remove the folders of this user's processes on this machine that were killed without a chance to do so."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError, ValueError):  # of another user, just begun or just gone
+            owner = json.loads((folder / OWNER).read_text())
+            if folder.stat().st_uid == os.getuid() and not is_running(owner):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_running(noted: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.errors import ControlError
-from streamrl.metrics.run_record import read_object
+from streamrl.metrics.files import read_object
 from streamrl.transport.control import ask
 from streamrl.verbs.runs import find_run
 from streamrl.verbs.words import arguments, taken

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
-from pathlib import Path
 
 from streamrl.errors import ControlError
-from streamrl.metrics.run_record import read_object
+from streamrl.metrics.run_record import starts_of
 from streamrl.parent_watch import program
+from streamrl.run_dirs import has_learner
 from streamrl.verbs.runs import NamedRun, find_run
 
 USAGE = """streamrl resume RUN [key=value ...]    go on with a run from its newest good checkpoint
@@ -39,13 +38,13 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
 
     Raises ControlError: it runs, it has reached its last step, or nothing says how it was started.
     """
-    if run.has_launcher or run.has_hub or _is_locked(run.path):
+    if run.has_launcher or run.has_hub or has_learner(run.path):
         raise ControlError(f"{run.name} is running: see streamrl status {run.path}")
-    starts = read_object(run.path / "run.json").get("starts", ())
-    if not starts:
+    words = next((shlex.split(str(one.get("command", ""))) for one in reversed(starts_of(run.path))), [])
+    if len(words) < 2:
         raise ControlError(f"{run.path}/run.json does not say how the run was started: repeat that command with "
                            f"run.dir={run.path} checkpoint.resume=true")
-    _, verb, *before = shlex.split(starts[-1]["command"])
+    _, verb, *before = words
     changed = {word.partition("=")[0].lstrip("+~") for word in changes} | set(SET_HERE)
     kept = [word for word in before if word.partition("=")[0].lstrip("+~") not in changed]
     ended = str(run.status.get("state", "")) == "finished"
@@ -55,15 +54,3 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
             f"streamrl resume {run.path} trainer.num_steps=N"
         )
     return [verb, *kept, *changes, f"run.dir={run.path}", "checkpoint.resume=true"]
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a learner holds the run's lock."""
-    try:
-        with open(path / "LOCK", "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False

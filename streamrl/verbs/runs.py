@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ControlError
-from streamrl.launch import LAUNCH_NOTE
-from streamrl.metrics.run_record import FAILURE, read_object, run_state
-from streamrl.run_dirs import RUNS
+from streamrl.metrics.files import read_object, text_of
+from streamrl.metrics.run_record import FAILURE, run_state
+from streamrl.run_dirs import LAUNCH_NOTE, RUNS, find_run_dir
 from streamrl.transport.control import is_running
-
-MARKS = ("EPOCH", "run.json", LAUNCH_NOTE)
-"""Files that only a run directory has."""
-MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +44,21 @@ class NamedRun:
 
     def how_it_ended(self) -> str:
         """In words, with the command that goes on."""
-        if not (self.path / "EPOCH").exists():
+        if not any((self.path / mark).exists() for mark in ("EPOCH", "metrics.jsonl")):
             return f"its learner never started; see {self.path}/logs/learner.log"
-        state = run_state(self.path, self.status)
-        version, total = self.status.get("version", 0), self.status.get("total_steps", 0)
-        reached = f"{state} at version {version} ({total} steps were asked for)"
-        summary = read_object(self.path / "summary.json")
+        state, summary = run_state(self.path, self.status), read_object(self.path / "summary.json")
+        reached = f"{state} after {summary.get('steps', 'an unknown number of')} steps"
+        if "version" in self.status:
+            total = self.status.get("total_steps", 0)
+            reached = f"{state} at version {self.status['version']} ({total} steps were asked for)"
         why = str(summary.get("failed", "") or self.status.get("cause", "") or summary.get("stopped", ""))
         if (self.path / FAILURE).exists():
-            why = (self.path / FAILURE).read_text(errors="replace").strip()
+            why = text_of(self.path / FAILURE).strip()
         reached += f": {why}" if why and state != "finished" else ""
         return reached if state == "finished" else f"{reached}. Go on with: streamrl resume {self.path}"
 
 
 def find_run(word: str, root: Path = RUNS) -> NamedRun:
-    """The run of a directory, or of a name in `runs/`. Raises ControlError if there is none."""
-    for path in (Path(word), root / word):
-        if any((path / mark).exists() for mark in MARKS):
-            notes = (read_object(path / name) for name in ("hub.json", LAUNCH_NOTE, "status.json"))
-            return NamedRun(path, *notes)
-    here = sorted(path.parent.name for path in root.glob("*/run.json"))
-    known = f"{root}/ has {', '.join(here[-MAX_NAMED:])}" if here else f"{root}/ has no runs"
-    raise ControlError(f"no such run: {word!r} is no run directory; name one, such as runs/quickstart-001. {known}.")
+    """The run of a directory, or of a name in `runs/`. Raises RunNotFoundError if there is none."""
+    path = find_run_dir(word, root)
+    return NamedRun(path, *(read_object(path / name) for name in ("hub.json", LAUNCH_NOTE, "status.json")))

@@ -55,7 +55,9 @@ def _of_launcher(run: NamedRun, known: set[str]) -> list[tuple[str, str]]:
     except ControlError as error:
         return [("launcher", f"does not answer: {error}")]
     actors = answer["processes"]
-    mine = f"keeps {len(actors)} actor{'s' * (len(actors) != 1)} alive (process {run.launcher['pid']})"
+    num = answer.get("will_keep") or len(actors)
+    verb = "will keep" if answer.get("will_keep") else "keeps"
+    mine = f"{verb} {num} actor{'s' * (num != 1)} alive (process {run.launcher['pid']})"
     learner = [] if any(name.startswith("learner") for name in known) else [("learner", answer["learner"])]
     return [*learner, ("launcher", mine), *((name, what) for name, what in actors if name not in known)]
 

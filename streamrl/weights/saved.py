@@ -1,7 +1,8 @@
 """The weights in a run's checkpoints, for readers that are no learner: one version, each tensor whole.
 
 A checkpoint is `ckpt-<version>/`: a manifest with the digest of every file, and a safetensors file of each rank whose
-header says where in the whole tensor each block begins (`learner.checkpoint` writes them).
+header says where in the whole tensor each block begins (`learner.checkpoint` writes them). That of a run that trains
+an adapter holds its factors alone; the manifest says to which base they belong.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -20,7 +22,19 @@ from streamrl.errors import CheckpointError
 
 PREFIX = "model/model."
 """Before the name of a parameter of the policy's model."""
+_FACTOR = ".default.weight"
+"""The end of a factor's name in a checkpoint, where peft has put the adapter's."""
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _PIECE = 1 << 22
+
+
+class SavedAdapter(NamedTuple):
+    """What the manifest says of an adapter: the folder of its base, its scale, and how the base was quantized."""
+
+    base: Path
+    base_digest: str
+    scale: float
+    quantized: str
 
 
 def saved_versions(run_dir: Path | str) -> list[int]:
@@ -29,8 +43,29 @@ def saved_versions(run_dir: Path | str) -> list[int]:
     return sorted(int(name) for name in found if name.isdigit())
 
 
+def saved_adapter(run_dir: Path | str, version: int) -> SavedAdapter | None:
+    """The adapter that a checkpoint holds; None if it holds every weight. Raises CheckpointError as `read_version`."""
+    try:
+        one = _manifest(Path(run_dir) / f"ckpt-{version:08d}").get("extra", {}).get("adapter")
+        return one and SavedAdapter(
+            Path(one["base"]), one["base_digest"], one["alpha"] / one["rank"], one.get("base_quantization", "none")
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the manifest of version {version} in {run_dir} cannot be read: {error!r}") from error
+
+
+def weights_digest(model_dir: Path) -> str:
+    """xxh3-128 over a model's files of weights, in the order of their names."""
+    state = xxhash.xxh3_128()
+    for path in sorted(path for pattern in _WEIGHT_FILES for path in model_dir.glob(pattern)):
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                state.update(piece)
+    return state.hexdigest()
+
+
 def read_version(run_dir: Path | str, version: int) -> Iterator[tuple[str, Tensor]]:
-    """(parameter, tensor) of a saved version of the policy, under the names of its model.
+    """(parameter, tensor) of a saved version of the policy, under the names of its model; of an adapter its factors.
 
     Raises:
         CheckpointError: no such checkpoint, or a file of it is damaged.
@@ -47,7 +82,9 @@ def read_version(run_dir: Path | str, version: int) -> Iterator[tuple[str, Tenso
     if not blocks:
         raise CheckpointError(f"{folder} holds no weights of a policy: take a checkpoint of this release.")
     for key, parts in blocks.items():
-        yield key.removeprefix(PREFIX), _joined(key, wholes[key], [(files[n].get_tensor(key), at) for n, at in parts])
+        name = key.removeprefix(PREFIX)
+        name = name.removesuffix(_FACTOR) + ".weight" if name.endswith(_FACTOR) else name
+        yield name, _joined(key, wholes[key], [(files[n].get_tensor(key), at) for n, at in parts])
 
 
 def _joined(key: str, whole: list[int], parts: list[tuple[Tensor, list[int]]]) -> Tensor:
@@ -64,12 +101,18 @@ def _joined(key: str, whole: list[int], parts: list[tuple[Tensor, list[int]]]) -
     return out
 
 
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        body = json.loads((folder / "manifest.json").read_bytes())["body"]
+        assert isinstance(body["files"], dict)
+        return body
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise CheckpointError(f"{folder} is no whole checkpoint, take another version: {error}") from error
+
+
 def _checked_files(folder: Path) -> list[Path]:
     """The files of all ranks, their digests compared with the manifest's."""
-    try:
-        entries = json.loads((folder / "manifest.json").read_bytes())["body"]["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} is no whole checkpoint, take another version: {error}") from error
+    entries = _manifest(folder)["files"]
     paths = [folder / name for name in sorted(entries) if name.endswith(".safetensors")]
     for path in paths:
         if not path.is_file() or _digest(path) != entries[path.name]["xxh3_128"]:

@@ -197,7 +197,6 @@ MENDS: dict[str, str] = {
     "failed while it was loaded": "mend the line that it names; the file is plain Python",
     "is not a pure function of its seed": "another version of reasoning_gym made this run: install the same one",
     "refused the options": "correct `env.options`; the dataset's own message follows",
-    "is not a sample (": "the file was edited or cut: remove that line",
     "field … is empty": "fill it in, or leave the record out",
     ", not an object: …": "every record is an object: `{\"prompt\": ..., \"answer\": ...}`",
     "not JSON (…)": "mend the line that it names",
@@ -258,7 +257,6 @@ MENDS: dict[str, str] = {
     "names no `architectures`": "use a checkpoint that was saved with transformers",
     "has no such engine argument": "take the name that it suggests",
     # run directories and checkpoints
-    "is not a metrics object": "the file was edited or cut: remove that line",
     "it is not a summary of this release": "read it with the release that wrote it",
     "was it edited or cut short": "`streamrl report` works without it",
     "a newer learner owns": "only one learner may own a run: stop the other one, or resume with it",

@@ -87,6 +87,26 @@ def test_a_frame_needs_pandas_and_gets_every_key(run_dir, monkeypatch):
     assert metrics.frame() == ("frame", dict(metrics))
 
 
+def test_a_run_is_named_as_for_every_command_and_each_step_is_one_row(run_dir, monkeypatch):
+    (run_dir.parent / "runs").mkdir()
+    run_dir.rename(run_dir.parent / "runs" / "quickstart-002")
+    monkeypatch.chdir(run_dir.parent)
+    with open("runs/quickstart-002/metrics.jsonl", "a") as file:  # what a run writes after its last step
+        file.write('{"step": 10, "eval/score": 0.75, "run/wall_s": 21.0}\n')
+
+    run = streamrl.load_run("quickstart-002")
+
+    assert run.metrics["step"] == list(range(1, 11)) and run.metrics["eval/score"][-1] == 0.75
+    assert run.metrics["reward/mean"][-1] == 1.0, "both rows of the step are one"
+    assert [one["score"] for one in run.evaluations] == [0.05, 0.5, 0.75], "no evaluation is lost"
+    with pytest.raises(KeyError, match="no metric 'reward/meen'.* Did you mean reward/mean"):
+        run.metrics["reward/meen"]
+    with pytest.raises(FileNotFoundError, match="'quickstart-003' is no run directory"):
+        streamrl.load_run("quickstart-003")
+    with pytest.raises(StreamrlError, match="'quickstart-003' is no run directory"):
+        streamrl.load_run("quickstart-003")
+
+
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         streamrl.trian  # noqa: B018

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from streamrl.metrics.sample_tables import COLUMNS, rows_of
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import Row, Sink, TrackedRun
+from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
 
 _RUN_ID = "streamrl.run_id"
 _MAX_PARAMS, _MAX_CHARS = 100, 500

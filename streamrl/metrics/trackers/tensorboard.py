@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from streamrl.metrics.sample_tables import markdown_of
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import Row, Sink, TrackedRun
+from streamrl.metrics.trackers.sample_tables import markdown_of
 
 
 def open_tensorboard(run: TrackedRun) -> Sink:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.metrics.sample_tables import COLUMNS, rows_of
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import Row, Sink, TrackedRun, dense_histogram
+from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
 
 
 def open_wandb(run: TrackedRun) -> Sink:

@@ -37,7 +37,7 @@ class Tail:
                     self._offset, self._inode = 0, stat.st_ino
                 file.seek(self._offset)
                 fresh = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not to be read
             return []
         whole = fresh[: fresh.rfind(b"\n") + 1]
         self._offset += len(whole)

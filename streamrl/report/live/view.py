@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from streamrl.metrics.run_record import RunRecord, parse_row, read_object
-from streamrl.metrics.sinks import plain_line
+from streamrl.metrics.files import read_object
+from streamrl.metrics.run_record import RunRecord
+from streamrl.metrics.sinks import parse_row, plain_line
 from streamrl.metrics.text import duration
 from streamrl.report import headline
 from streamrl.report.live.logs import LogReader, Tail
@@ -72,7 +73,10 @@ class LiveView:
         self.state.now = self._clock()
         fresh = []
         for line in self._metrics.lines():
-            row = parse_row(line)
+            try:
+                row = parse_row(line)
+            except ValueError:  # damaged; readers of the whole file name it
+                continue
             if self._shown.get(row["step"]) != hash(line):  # a resume rewrites the file: skip its old lines
                 self._shown[row["step"]] = hash(line)
                 self.state.update(row)

@@ -152,7 +152,7 @@ def test_a_version_that_is_not_there_names_those_that_are(trained):
 
 
 def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path):
-    greedy = "rollout.train.sampling.temperature=1e-6"
+    greedy = "rollout.test.sampling.temperature=0"
 
     async def says(version: int) -> str:
         config = local_config(f"{trained}@{version}", [greedy])
@@ -166,6 +166,9 @@ def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path)
     assert older != newer
     said = streamrl("chat", str(trained), "--version", "4", greedy, cwd=tmp_path, stdin="abc\n/new\nabc\n/new\nabc\n")
     assert (said.returncode, said.stdout.rstrip("\n")) == (0, newer), said.stderr
+    assert "greedy (temperature 0) as in evaluations (rollout.test.sampling)" in said.stderr
+    said = streamrl("chat", f"{trained}@4", "rollout.test.sampling.temperature=0.5", cwd=tmp_path, stdin="")
+    assert "temperature 0.5 as in evaluations" in said.stderr
     result = answers_of(f"{trained}@4", tmp_path)[2]
     assert result["model"] == f"{trained}@4" and result["num_prompts"] == 3
 

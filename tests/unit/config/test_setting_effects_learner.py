@@ -271,9 +271,10 @@ def test_name_root_and_dir_choose_the_run_directory(tmp_path):
 )
 def test_epochs_give_the_steps_that_their_batches_make_and_no_held_out_prompt_comes_twice(words, num_steps):
     config = config_of("trainer.num_steps=200", "rollout.num_prompts_per_step=16", "eval.num_samples=500", *words)
-    fit_to_records(config, load_task("string.reverse", options={"num_train": 100, "num_test": 30}))
+    (own,) = fit_to_records(config, load_task("string.reverse", options={"num_train": 100, "num_test": 30}))
 
-    assert (config.trainer.num_steps, config.eval.num_samples) == (num_steps, 30)
+    assert (config.trainer.num_steps, own.config.eval.num_samples) == (num_steps, 30)
+    assert config.eval.num_samples == 500, "what config.yaml says: a later reader may have more records"
 
 
 def test_a_set_of_other_records_is_not_cut_to_the_number_of_the_runs_own(tmp_path):

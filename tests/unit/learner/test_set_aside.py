@@ -182,27 +182,73 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_its_own_and_leaves_n
 
 
 def test_a_checkpoint_that_failed_is_tried_again_at_growing_distances():
-    retries, tried = SaveRetries(4), []
-    for step in range(20):
-        if retries.due(step) or step == 2:
-            tried.append(step)
+    retries, tried = SaveRetries(20), []
+    for second in range(20):
+        if retries.due(lambda: second) or second == 2:  # noqa: B023
+            tried.append(second)
             if len(tried) < 4:
-                retries.failed(step, CheckpointError("disk full"), last=False)
+                retries.failed(CheckpointError("disk full"), second)
             else:
                 retries.begun(succeeded=True)
 
     assert tried == [2, 3, 5, 9]
 
 
-@pytest.mark.shows("checkpoint.num_max_failures")
-@pytest.mark.parametrize("limit", [1, 3])
-def test_checkpoints_that_go_on_failing_end_the_run_and_so_does_the_last_one(tmp_path, limit):
-    config = config_of(f"checkpoint.num_max_failures={limit}")
-    retries = SaveRetries(config.checkpoint.num_max_failures)
-    for step in range(limit - 1):
-        retries.failed(step, CheckpointError("disk full"), last=False)
+@pytest.mark.shows("checkpoint.grace_s")
+@pytest.mark.parametrize("step_s", [0.05, 1.0, 45.0])
+def test_checkpoints_may_fail_for_seconds_however_short_a_step_is(step_s):
+    retries, now, num = SaveRetries(config_of("checkpoint.grace_s=60").checkpoint.grace_s), 0.0, 0
 
-    with pytest.raises(CheckpointError, match="disk full.*the run ends"):
-        retries.failed(limit, CheckpointError("disk full"), last=False)
-    with pytest.raises(CheckpointError, match="disk full.*the run ends"):
-        SaveRetries(9).failed(0, CheckpointError("disk full"), last=True)
+    with pytest.raises(CheckpointError, match="disk full; none could be written for .*grace_s=60.*the run ends"):
+        while now < 1000.0:
+            if num == 0 or retries.due(lambda: now):  # noqa: B023
+                retries.failed(CheckpointError("disk full"), now)
+                num += 1
+            now += step_s
+
+    assert 60.0 <= now < 60.0 + 2 * step_s, "neither before nor long after"
+    assert num < 9, "a large checkpoint is not tried at every step"
+
+
+def test_the_grace_begins_again_with_a_checkpoint_that_is_written():
+    retries = SaveRetries(10.0)
+    for failed_at in (0.0, 9.0, 100.0, 109.0):
+        retries.failed(CheckpointError("disk full"), failed_at)
+        if failed_at == 9.0:
+            retries.begun(succeeded=False)
+            assert not retries.pending
+            retries.begun(succeeded=True)
+    with pytest.raises(CheckpointError, match="the run ends"):
+        SaveRetries(0.0).failed(CheckpointError("disk full"), 5.0)
+
+
+class FullFor:
+    """Stands in for `Saving`: fails so often, then writes."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures, self.version, self.durable = num_failures, -1, -1
+
+    def save(self, version: int, tensors: object, extra: object) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise CheckpointError("disk full")
+        self.version = self.durable = version
+
+    def settle(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("prompts", "last", "waits"), [(16, False, False), (16, True, True), (512, False, True)])
+def test_only_the_last_checkpoint_and_one_that_actors_need_for_room_are_waited_for(
+    tmp_path, monkeypatch, prompts, last, waits
+):
+    run = run_of(tmp_path, FakeHub(), f"rollout.num_prompts_per_step={prompts}", "learner.max_tokens_per_device=4096")
+    run.saving, run.version, clock = FullFor(3), 7, [0.0]
+    monkeypatch.setattr("learner.run.training_tensors", lambda *_: ())
+    monkeypatch.setattr("learner.checkpoint.retries.time.sleep", lambda s: clock.append(clock.pop() + s))
+    monkeypatch.setattr("learner.run.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(Run, "_remembered", lambda self: {})
+
+    run.save(last=last)
+
+    assert (run.saving.durable == 7, clock) == ((True, [1.0 + 2.0 + 4.0]) if waits else (False, [0.0]))

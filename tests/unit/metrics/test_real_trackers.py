@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.metrics.sample_tables import COLUMNS, markdown_of, rows_of
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import FanOut, TrackedRun
 from streamrl.metrics.trackers.registry import open_trackers
+from streamrl.metrics.trackers.sample_tables import COLUMNS, markdown_of, rows_of
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -42,7 +42,6 @@ def run_dir(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     file = SampleFile(tmp_path, max_bytes=1 << 20)
     file.append(SAMPLES)
-    file.close()
     return tmp_path
 
 

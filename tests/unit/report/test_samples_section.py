@@ -108,4 +108,4 @@ def test_a_damaged_file_of_samples_hides_nothing_else(make_run):
 
     text = write_report(root).read_text(encoding="utf-8")
 
-    assert "samples.jsonl line 1" in text and "Evaluation score" in text
+    assert "samples.jsonl:1" in text and "Evaluation score" in text

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import zmq
 
 from streamrl.errors import ControlError
-from streamrl.transport.control import ControlServer, ask, is_running, note, remove_stale
+from streamrl.transport.control import FOLDER_PREFIX, ControlServer, ask, note
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,10 +94,29 @@ def test_a_process_that_is_gone_elsewhere_or_older_is_an_error_that_says_so(serv
         ask({**note("ipc:///nowhere/control"), "pid": 2**22 + 1}, "the hub", verb="status")
 
 
-def test_the_folder_of_a_killed_predecessor_goes_and_that_of_a_living_one_stays(server):
-    remove_stale(note(server.endpoint))
-    assert folder(server).exists() and is_running(note(server.endpoint))
+KILLED = """
+import sys, zmq
+from streamrl.transport.control import ControlServer
 
-    remove_stale({**note(server.endpoint), "pid": 2**22 + 1})
-    assert not folder(server).exists()
-    remove_stale({})
+print(ControlServer(zmq.Context(), dict).endpoint, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_next_start_sweeps_the_folders_of_dead_processes_and_no_others(server):
+    """Whatever run they were of: after kill -9 of a launcher its directory may never be named again."""
+    children = [subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                for _ in range(2)]
+    dead, living = (Path(child.stdout.readline().decode().strip().removeprefix("ipc://")).parent for child in children)
+    children[0].kill()
+    children[0].wait(30)
+    foreign = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # no note: of an older release, or just begun
+
+    context = zmq.Context()
+    ControlServer(context, answer).close()
+    context.term()
+
+    assert not dead.exists() and living.exists() and folder(server).exists() and foreign.exists()
+    foreign.rmdir()
+    children[1].communicate(timeout=30)
+
