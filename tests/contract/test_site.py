@@ -52,7 +52,8 @@ def nav_leaves(entries: list) -> list:
 
 def test_a_page_has_the_name_of_its_heading_in_the_navigation_and_in_links():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert [leaf for leaf in nav_leaves(nav) if not isinstance(leaf, str)] == [], "a title that the heading repeats"
+    titles = [leaf for leaf in nav_leaves(nav) if not isinstance(leaf, str)]
+    assert titles == [{"Home": "index.md"}], "the heading of a page is its title"
 
     wrong = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
@@ -62,6 +63,12 @@ def test_a_page_has_the_name_of_its_heading_in_the_navigation_and_in_links():
             if path.is_relative_to(ROOT / "docs") and heading.lower() != " ".join(name.lower().split()):
                 wrong.append(f"{page.relative_to(ROOT)}: [{name}]({target}) has the heading {heading!r}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_of_examples_has_the_table_of_the_folder():
+    table = [line for line in (ROOT / "examples" / "README.md").read_text().splitlines() if line.startswith("|")]
+    rows = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", "\n".join(table))
+    assert rows.count("\n") >= 7 and rows in (ROOT / "docs" / "examples.md").read_text()
 
 
 def test_every_metric_that_a_page_names_is_measured():
