@@ -186,7 +186,7 @@ def _call_in_thread(where: str, method: str, function: Callable[[Any], Any], arg
         raise _raised(where, method, failure[0]) from failure[0]
     if not outcome:
         raise TaskError(
-            f"{where}: {method} ran for more than env.step_timeout_s={limit_s:g}: mend what it waits for, or raise the "
+            f"{where}: {method} ran for more than env.step_timeout_s={limit_s:g}: fix what it waits for, or raise the "
             "limit."
         )
     if alarms:

@@ -51,10 +51,10 @@ class Mesh:
 
     @classmethod
     def of(cls, world: int, *, replicate: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-        """All other processes shard. Raises ConfigError unless the other axes divide the world size."""
+        """All other processes shard. Raises ValueError unless the other axes divide the world size."""
         rest = replicate * context * tensor
         if world % rest:
-            raise ConfigError(
+            raise ValueError(
                 f"{world} learner processes cannot form a mesh of replicate={replicate}, context={context}, "
                 f"tensor={tensor}: their number must be a multiple of {rest}."
             )

@@ -76,7 +76,7 @@ exit $code
 while :; do
   {command} &
   wait_for_it
-  case $code in 0|2|3|4|5|130|143) exit $code ;; esac  # finished, or nothing that a new start would mend
+  case $code in 0|2|3|4|5|130|143) exit $code ;; esac  # finished, or nothing that a new start would fix
   sleep 5
 done
 """, number="_%a")

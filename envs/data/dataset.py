@@ -104,7 +104,7 @@ def _open(path: str, shape: RecordShape, on_bad: OnBadRecord, setting: str) -> _
             digests[index] = xxhash.xxh3_64_intdigest(msgspec.json.encode(prompt))
             continue
         if on_bad is OnBadRecord.error:
-            raise TaskError(f"{prompt} Mend this record, or set data.on_bad_record=skip.")
+            raise TaskError(f"{prompt} Fix this record, or set data.on_bad_record=skip.")
         good[index] = False
         errors.append(str(prompt))
     if errors:

@@ -55,7 +55,7 @@ class HungCalls:
         elif now - self._hung_at > LAST_CHANCE_S and not self.fatal:
             self.fatal = (
                 f"every call {self._of} hangs, the run stops: {num_hung} were given up after {self._limit} and none "
-                "has returned; mend what they wait for, or raise that limit"
+                "has returned; fix what they wait for, or raise that limit"
             )
             self._notify(self.fatal)
 

@@ -7,7 +7,8 @@ ALIASES: dict[str, str] = {
     "model": "policy.model_path", "model_name": "policy.model_path", "model_name_or_path": "policy.model_path",
     "base_model": "policy.model_path", "ref_model": "reference.model_path", "torch_dtype": "policy.dtype",
     "lora_rank": "policy.lora.rank", "lora_r": "policy.lora.rank", "use_peft": "policy.lora.rank",
-    "peft_config": "policy.lora.rank", "lora": "policy.lora.rank", "lora_alpha": "policy.lora.alpha",
+    "peft_config": "policy.lora.rank", "peft": "policy.lora.rank", "lora": "policy.lora.rank",
+    "qlora": "policy.lora.base_quantization", "lora_alpha": "policy.lora.alpha",
     "lora_target_modules": "policy.lora.target_modules", "target_modules": "policy.lora.target_modules",
     "exclude_modules": "policy.lora.exclude",
     # optimizer
@@ -113,8 +114,7 @@ FULL_NAMES: dict[str, str] = {
 """Names whose last part alone would say something else."""
 
 NOT_HERE: dict[str, str] = {
-    "lora": "LoRA is not in this release: all weights are trained", "peft": "LoRA is not in this release",
-    "qlora": "LoRA is not in this release", "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
+    "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
     "accelerate": "ranks are started by torchrun: launch.num_learner_ranks",
 }
 """What people look for and will not find, and what there is."""

@@ -166,7 +166,7 @@ class CriticConfig:
     model_path: str | None = None
     """Checkpoint that a critic model starts from; null is the policy's own."""
     num_steps: int = 1
-    """Critic updates per policy update."""
+    """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns."""
     clip: float | None = None

@@ -198,7 +198,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("meter/num_nonfinite", "values", "sum", "Values refused by the meter because they were not finite."),
     ) + section(
         ("system/gpu_reserved_bytes", "bytes", "max", "Reserved GPU memory of a rank."),
-        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory of a rank."),
+        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory of a rank since its start."),
         needs="gpu",
     ),
 }

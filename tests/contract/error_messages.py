@@ -1,6 +1,6 @@
 """Every error text of the code, from its source: `python -m tests.contract.error_messages > docs/errors.md`.
 
-A text names what is wrong, what was got, and what to do. Where it cannot say what to do, `MENDS` does, for the page.
+A text names what is wrong, what was got, and what to do. Where it cannot say what to do, `REMEDIES` does, for the page.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """Heading of the page -> beginnings of the paths whose errors stand under it; the first that fits."""
 
 WHAT_TO_DO = re.compile(
-    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower|mend"
+    r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower|fix"
     r"|make it|must|name it|name one|name another|name the|name them|needs? at least|needs a|pip install|put|quote"
     r"|raise|reinstall|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take"
     r"|there are|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
@@ -65,9 +65,9 @@ class ErrorText:
         return next(title for title, begins in SECTIONS.items() if self.path.startswith(begins))
 
     @property
-    def mend(self) -> str:
+    def remedy(self) -> str:
         """What to do, where the text does not say it."""
-        return next((mend for piece, mend in MENDS.items() if piece in self.text), "")
+        return next((remedy for piece, remedy in REMEDIES.items() if piece in self.text), "")
 
 
 @cache
@@ -127,8 +127,8 @@ def page() -> str:
     ]
     for title in SECTIONS:
         parts += [f"\n## {title}\n", "| message | what to do |", "|---|---|"]
-        texts = sorted({(one.text, one.mend) for one in error_texts() if one.section == title})
-        parts += [f"| {_code(text)} | {mend} |" for text, mend in texts]
+        texts = sorted({(one.text, one.remedy) for one in error_texts() if one.section == title})
+        parts += [f"| {_code(text)} | {remedy} |" for text, remedy in texts]
     parts += ["\n## Classes\n", "All of them stand in `streamrl.errors`.\n", "| class | meaning |", "|---|---|"]
     parts += [f"| `{one.__name__}` | {_meaning(one)} |" for one in error_classes()]
     return "\n".join(parts) + "\n"
@@ -151,7 +151,7 @@ def _code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-MENDS: dict[str, str] = {
+REMEDIES: dict[str, str] = {
     # commands for a run
     "it is of another release": "use the release that the run was started with",
     ", not …": "a smaller number",
@@ -165,7 +165,7 @@ MENDS: dict[str, str] = {
     "takes a number of seconds, from 0": "a number in that range",
     " is connected…": "take a name that `streamrl status RUN` lists",
     # settings
-    "cannot be read as settings": "mend the YAML; the place follows",
+    "cannot be read as settings": "fix the YAML; the place follows",
     "is not an option here": "leave the dashes out",
     "Unknown key": "take the name that it suggests; `streamrl settings WORD` searches for others",
     "there is no such settings file": "check the path; it is relative to the directory you are in",
@@ -194,19 +194,19 @@ MENDS: dict[str, str] = {
     "It lacks": "add the methods that it names",
     "it is built into Python": "name a class or function of yours",
     "could not be made with options": "correct `env.options`, or the constructor that raised",
-    "failed while it was loaded": "mend the line that it names; the file is plain Python",
+    "failed while it was loaded": "fix the line that it names; the file is plain Python",
     "is not a pure function of its seed": "another version of reasoning_gym made this run: install the same one",
     "refused the options": "correct `env.options`; the dataset's own message follows",
     "field … is empty": "fill it in, or leave the record out",
     ", not an object: …": "every record is an object: `{\"prompt\": ..., \"answer\": ...}`",
-    "not JSON (…)": "mend the line that it names",
+    "not JSON (…)": "fix the line that it names",
     "images and audio are not supported": "use records with text only",
     "a message has a role of": "send messages of that form",
     "chat.completions.create got": "leave the option out; make several calls for several answers",
     "a client serves the rollout that it was given to": "make all calls before the rollout returns",
     "an actor has generate, list_workers": "ask other services at their own addresses",
     "which JSON cannot carry": "convert it to text or numbers",
-    "holds text that is not JSON": "mend the field, or name another with `data.prompt_key`",
+    "holds text that is not JSON": "fix the field, or name another with `data.prompt_key`",
     "holds no records": "check that the file is the right one",
     "…: there is no such file (looked at …).": "check the path; it is relative to the directory you are in",
     "is not a readable": "write the file again; its library's own message follows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.contract.error_messages import MENDS, WHAT_TO_DO, error_classes, error_texts, page
+from tests.contract.error_messages import REMEDIES, WHAT_TO_DO, error_classes, error_texts, page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
 
@@ -19,12 +19,12 @@ def test_the_texts_of_the_code_are_found():
 
 
 def test_every_text_says_what_to_do_or_the_page_does():
-    silent = [f"{one.path}: {one.text}" for one in error_texts() if not WHAT_TO_DO.search(one.text) and not one.mend]
-    assert not silent, "say what to do in the message, or in MENDS (error_messages.py):\n" + "\n".join(silent)
+    silent = [f"{one.path}: {one.text}" for one in error_texts() if not WHAT_TO_DO.search(one.text) and not one.remedy]
+    assert not silent, "say what to do in the message, or in REMEDIES (error_messages.py):\n" + "\n".join(silent)
 
 
 def test_every_mend_belongs_to_a_text():
-    assert [piece for piece in MENDS if not any(piece in one.text for one in error_texts())] == []
+    assert [piece for piece in REMEDIES if not any(piece in one.text for one in error_texts())] == []
 
 
 def test_every_class_of_error_is_on_the_page():

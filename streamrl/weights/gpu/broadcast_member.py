@@ -201,8 +201,8 @@ class BroadcastMember:
                     break
             if self._closing:
                 return None
-            mended = self._guard is None and not self._no_room
-        if mended:
+            recovered = self._guard is None and not self._no_room
+        if recovered:
             self._say(broken=False)  # the stuck thread has returned
             return self._next()
         self._over(NotAvailable(self._no_room or f"epoch {self._epoch} was ended"))

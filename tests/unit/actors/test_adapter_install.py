@@ -124,8 +124,8 @@ def test_a_flipped_bit_of_base_or_adapter_is_found_and_reloaded(name):
 
         found = await installer.check()
         assert name in found.probe.failed
-        mended = await installer.check(reload=True)
-        assert mended.probe.failed == "" and hub.fetched == [BASE_REF, V1]
+        recovered = await installer.check(reload=True)
+        assert recovered.probe.failed == "" and hub.fetched == [BASE_REF, V1]
         await plain.close()
         await engine.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.aliases import ALIASES, COMMON, FULL_NAMES
+from streamrl.config.aliases import ALIASES, COMMON, FULL_NAMES, NOT_HERE
 from streamrl.config.load import from_plain, load_config, open_mappings, setting_names, settings, to_plain
 from streamrl.config.rules import max_lag
 from streamrl.config.schema import Config, SamplingConfig
@@ -237,6 +237,7 @@ def test_every_alias_leads_to_a_setting_and_is_none_itself():
     suggested = {name for name in [*ALIASES.values(), *FULL_NAMES.values()] if not name.startswith(open_mappings())}
     assert suggested <= names and set(COMMON) <= names
     assert not {*ALIASES, *FULL_NAMES} & set(setting_names())
+    assert [word for word in NOT_HERE if any(word in name for name in names) or word in ALIASES] == []  # it is here
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from learner.hub.handlers.ranks import share_batch
 from learner.mesh import Coordinates, Mesh, Ranks
 from learner.objective.objective import Objective
 from streamrl.config.schema import AdvantageConfig, LossConfig
-from streamrl.errors import ConfigError, ContentError
+from streamrl.errors import ContentError
 from tests.unit.hub.test_batches import held
 from tests.unit.learner.learner_factories import batch, plan_of
 
@@ -46,7 +46,7 @@ def test_every_place_is_taken_once_and_each_share_and_each_shard_has_one_first_r
 
 
 def test_axes_that_do_not_divide_the_number_of_processes_are_refused():
-    with pytest.raises(ConfigError, match="6 learner processes cannot form a mesh of replicate=1, context=2, tensor=2"):
+    with pytest.raises(ValueError, match="6 learner processes cannot form a mesh of replicate=1, context=2, tensor=2"):
         Mesh.of(6, context=2, tensor=2)
 
 
