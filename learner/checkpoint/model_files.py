@@ -4,7 +4,7 @@
     empty_model    the model without weights: parameters on the meta device, buffers computed
     materialize    room for this rank's shards, on its device
     ModelFiles     fills them from safetensors, row by row
-    spread         fills them from a model that rank 0 holds, where the files name tensors otherwise than the model does
+    spread         fills them from a model that rank 0 holds, where the files name tensors differently from the model
                    (of most mixtures of experts: transformers fuses them while it loads)
 """
 

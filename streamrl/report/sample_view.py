@@ -193,7 +193,7 @@ def _colored(sample: Sample) -> Text:
 
 
 def ratio_style(ratio: float | None) -> str:
-    """Green where the policy has come to like the token since it was sampled, red where it likes it less."""
+    """Green where the token has become more likely since it was sampled, red where less likely."""
     if ratio is None or not math.isfinite(ratio):
         return ""
     distance = abs(math.log(max(ratio, 1e-6)))

@@ -46,6 +46,11 @@ STANDARD_TERMS = {
     r"whole_batch|batch_facts": "batch_stats",
     r"(?:one|three|half a|\d+) (?!in )[a-z]+ an? (?:step|row|token|line|rank|bucket|answer|version|name|figure)": "per",
     r"serves? on": "keep serving",
+    r"mend(?:s|ed|ing)?": "fix",
+    r"otherwise than": "differently from, unlike",
+    r"may not lose": "must not lose",
+    r"also if": "even if",
+    r"come to like": "become more likely",
     r"behaviours?|colours?|neighbours?|centred?|learnt|towards": "American spelling",
     r"\w+(normalis|regularis|summaris|initialis|optimis|minimis|maximis|tokenis|serialis|organis|recognis)\w*": "-ize",
 }

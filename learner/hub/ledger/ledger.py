@@ -1,4 +1,4 @@
-"""The ledger: which actor generates which group, what arrived, what is trained, and what a crash may not lose.
+"""The ledger: which actor generates which group, what arrived, what is trained, and what a crash must not lose.
 
     work           grant -> accept -> cut_batch -> trained          READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
     time           tick: expired leases, silent actors, overdue groups
