@@ -324,7 +324,7 @@ class Launcher:
 
 
 def eval_notes(config: Config) -> list[str]:
-    """A line for each evaluation set that samples otherwise than training. Raises ConfigError for a wrong set."""
+    """A line for each evaluation set that samples differently from training. Raises ConfigError for a wrong set."""
     notes = [(one.name, sampling_note(one.config)) for one in eval_sets(config)]
     return [f"evaluation{f' on {name}' if name else ''} {note}" for name, note in notes if note]
 

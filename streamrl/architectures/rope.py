@@ -76,7 +76,7 @@ def _fix(module: Any, kind: str, layer_type: str | None, max_tokens: int | None)
         return  # as it was built
     if config.model_type in _CHANGES_SCALE:
         raise ValueError(
-            f"{config.model_type} changes how it scales rotary embeddings beyond {original} tokens, and transformers and "
+            f"{config.model_type} scales rotary embeddings differently beyond {original} tokens, and transformers and "
             f"vLLM differ in it; this run allows {max_tokens}: keep prompt and answer within {original}"
         )
     if kind != "longrope":

@@ -23,7 +23,7 @@ def test_every_text_says_what_to_do_or_the_page_does():
     assert not silent, "say what to do in the message, or in REMEDIES (error_messages.py):\n" + "\n".join(silent)
 
 
-def test_every_mend_belongs_to_a_text():
+def test_every_remedy_belongs_to_a_text():
     assert [piece for piece in REMEDIES if not any(piece in one.text for one in error_texts())] == []
 
 

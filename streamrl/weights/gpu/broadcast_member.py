@@ -33,7 +33,7 @@ from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manif
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.05
-_MEND_S = 1.0
+_RECOVER_S = 1.0
 NUM_DOCUMENTS = 2
 """The one that serves, kept for a rollback, and the one that comes."""
 MAX_ABANDONED = 1
@@ -196,7 +196,7 @@ class BroadcastMember:
                     break
                 if self._invitations:
                     return self._invitations[min(self._invitations)]
-                self._changed.wait(_MEND_S if self._state.broken else None)
+                self._changed.wait(_RECOVER_S if self._state.broken else None)
                 if self._state.broken and not self.broken:
                     break
             if self._closing:
