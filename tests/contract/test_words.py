@@ -47,7 +47,6 @@ STANDARD_TERMS = {
     r"(?:one|three|half a|\d+) (?!in )[a-z]+ an? (?:step|row|token|line|rank|bucket|answer|version|name|figure)": "per",
     r"serves? on": "keep serving",
     r"mend(?:s|ed|ing)?": "fix",
-    r"otherwise than": "differently from, unlike",
     r"may not lose": "must not lose",
     r"also if": "even if",
     r"come to like": "become more likely",
