@@ -159,7 +159,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("time/forward_backward_s", "s", "max", "Forward and backward passes of the policy."),
         ("time/optimizer_s", "s", "max", "Gradient clipping and the optimizer step."),
         ("time/critic_s", "s", "max", "Update of the critic."),
-        ("time/publish_s", "s", "max", "Wait for the new version: writing it, or copying it to be written during training."),
+        ("time/publish_s", "s", "max", "Wait for the new version: writing it, or copying it to be written later."),
         ("time/checkpoint_s", "s", "max", "The part of saving that blocked the loop."),
         ("time/eval_s", "s", "max", "Evaluation that blocked the loop."),
         ("time/install_s", "s", "mean", "An actor's time from announcement to live weights."),
