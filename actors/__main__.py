@@ -17,7 +17,6 @@ import zmq
 
 from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
-from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
 from streamrl.process_memory import uncollected
@@ -45,6 +44,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
             build_runtime,
             default_actor_id,
             has_processes,
+            local_settings,
             max_leases,
             pick_device,
             weight_source,
@@ -55,7 +55,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
         from streamrl.transport.session import ActorSession
         from streamrl.weights.gpu.cuda_memory import device_id
 
-        local = from_plain({"policy": {"tiny": {"enabled": True}}}, overrides)
+        local = local_settings(overrides)
         engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
     key = read_actor_key(local.actors.key) if local.actors.key else None
     source, device_weights = weight_source(local, zmq.Context(), key=key)

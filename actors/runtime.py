@@ -29,9 +29,10 @@ from actors.load import LoadMeter
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
+from envs.named_code import check_allowed, refuse_references
 from envs.registry import task_of
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
-from streamrl.config.load import from_plain
+from streamrl.config.load import from_plain, to_plain
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
 from streamrl.config.schema_task import History
@@ -172,6 +173,11 @@ def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
     return from_plain(json.loads(welcome.task), list(overrides)).actors.engine not in ("native", "scripted")
 
 
+def local_settings(overrides: Sequence[str]) -> Config:
+    """What this actor's own words say, over the defaults. Raises ConfigError."""
+    return from_plain({"policy": {"tiny": {"enabled": True}}}, list(overrides))
+
+
 def weight_source(
     local: Config, context: zmq.Context,
     make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
@@ -195,7 +201,10 @@ def build_runtime(
         source.pull_token, source.limits = latest.pull_token, latest.limits
 
     set_welcome(welcome)
-    config = from_plain(json.loads(welcome.task), list(overrides))
+    told = json.loads(welcome.task)
+    refuse_references(told)
+    config = from_plain(told, list(overrides))
+    check_allowed(to_plain(config), to_plain(local_settings(overrides)))  # before anything is imported by its name
     source.relay = config.actors.relay
     source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
     task = task_of(config)

@@ -11,7 +11,7 @@ def main() -> None:
     print("ready", flush=True)
     for _ in sys.stdin:
         time.sleep(float(os.environ["SLEEP_S"]))
-        print("1.0", flush=True)
+        print('{"value": 1.0}', flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from envs.adapters.gem import gem_task
 from envs.data_task import TaskSettings, task_from_data
-from envs.task_file import construct, task_from_file
+from envs.task_file import NO_TASK, PARTS, construct, task_from_file
 from envs.tasks.games import GAMES
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
@@ -109,4 +109,6 @@ def _factory(name: str) -> Callable[..., Any]:
         raise TaskError(f"{error} A file of your own can also be given with env.path.") from error
     if not callable(factory):
         raise TaskError(f"task {name!r} is a {type(factory).__name__}: name a class or a function that returns a task.")
+    if isinstance(factory, type) and (lacking := [part for part in PARTS if not hasattr(factory, part)]):
+        raise TaskError(f"task {name} is a class without {' and '.join(lacking)}, {NO_TASK}")
     return factory

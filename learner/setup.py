@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from envs.check import check_task
 from envs.data.sources import absolute
 from envs.data_task import DataTask
+from envs.named_code import words_for_actors
 from envs.registry import task_of
 from learner.adapter.base import check_resumed, describe_adapter, publish_base
 from learner.adapter.lora import adapter_parameters
@@ -54,6 +56,7 @@ from learner.run import Run
 from learner.stop_flag import StopFlag
 from streamrl.config.addresses import is_wildcard
 from streamrl.config.eval_sets import EvalSet
+from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag, lookahead, steps_per_batch
 from streamrl.config.schema import Config, SkipZeroAdvantage
 from streamrl.config.schema_system import BesideTraining
@@ -311,8 +314,9 @@ def _announce(run: Run) -> None:
     """Log where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness = run.config.rollout, run.config.staleness
-    key = " actors.key=FILE" if run.config.hub.keys else ""
-    log.info("hub listens at %s: start actors with  streamrl actor connect=%s%s", connect, connect, key)
+    key = ["actors.key=FILE"] if run.config.hub.keys else []
+    words = shlex.join([f"connect={connect}", *key, *words_for_actors(to_plain(run.config))])
+    log.info("hub listens at %s: start actors with  streamrl actor %s", connect, words)
     every = steps_between_checkpoints(run.config)
     if every != run.config.checkpoint.every_steps:
         log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "

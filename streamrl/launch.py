@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -21,9 +22,10 @@ from typing import Any
 
 import zmq
 
+from envs.named_code import words_for_actors
 from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets
-from streamrl.config.load import load_config
+from streamrl.config.load import load_config, to_plain
 from streamrl.config.rules import sampling_note
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
@@ -243,6 +245,7 @@ class Launcher:
             *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
             *([f"actors.gpu_memory_share={share:g}"] if share is not None else []),
             *([f"actors.device={self.config.actors.device}"] if self.config.actors.device != "auto" else []),
+            *words_for_actors(to_plain(self.config)),
         ], self.run_dir, {**self._openmp, **environment_for(where.actors[index] if where.actors else ())})
 
     def _written_at(self, name: str) -> int:
@@ -260,8 +263,9 @@ class Launcher:
         num = self.config.launch.num_actors
         self._actors.scale(num, time.monotonic())
         done = f"starting {num} actor{'s' * (num > 1)}; more join" if num else "launch.num_actors=0: start actors"
-        key = " actors.key=FILE" if self.config.hub.keys else ""
-        self._caller.say(f"{done} with  streamrl actor connect={self._endpoint}{key}")
+        key = ["actors.key=FILE"] if self.config.hub.keys else []
+        words = shlex.join([f"connect={self._endpoint}", *key, *words_for_actors(to_plain(self.config))])
+        self._caller.say(f"{done} with  streamrl actor {words}")
 
     # --- requests of other commands -----------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.config.load import load_config
+from envs.named_code import words_for_actors
+from streamrl.config.load import load_config, to_plain
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.parent_watch import program
 from streamrl.run_dirs import choose_run_dir, note_start
@@ -34,6 +35,7 @@ class Jobs:
         words: settings of the run.
         learner_options, actor_options: options for sbatch, e.g. "--gres=gpu:1 --time=8:00:00".
         setup: shell lines before the command of each job, such as the activation of an environment.
+        allowed: words that let the actors use the code that the settings name.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Jobs:
     learner_options: str = ""
     actor_options: str = ""
     setup: str = ""
+    allowed: tuple[str, ...] = ()
 
     def learner(self) -> str:
         """A learner that saves and stops when its time is over, and goes on where it was when it is started again."""
@@ -69,7 +72,7 @@ exit $code
         """Tasks that join, and join again wherever the learner is next, until it says that the run is over."""
         command = shlex.join([
             *program("streamrl.cli"), "join", str(self.run_dir), f"key={self.keys / 'actors' / KEY}.key",
-            "actors.give_up_after_s=60",
+            "actors.give_up_after_s=60", *self.allowed,
         ])
         array = f"--array=0-{self.num_actors - 1} --signal=B:USR1@30 --requeue"
         return self._script("actor", self.actor_options, array, f"""\
@@ -156,6 +159,7 @@ def _jobs(chosen: argparse.Namespace) -> Jobs:
         config.run.name, choose_run_dir(config).resolve(), keys,
         tuple(word for word in chosen.settings if not word.startswith(("run.dir=", "checkpoint.resume="))), num_actors,
         config.launch.num_learner_ranks, chosen.learner_options, chosen.actor_options, chosen.setup,
+        tuple(words_for_actors(to_plain(config))),
     )
 
 

@@ -20,7 +20,7 @@ from envs.rewards.extract import (
     last_number,
 )
 from envs.rewards.math_equality import HALF
-from envs.rewards.workers import WorkerPool, WorkerTimeout, num_workers
+from envs.rewards.workers import GraderError, WorkerPool, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 
@@ -29,7 +29,7 @@ Grader = Callable[[str, str], float]
 
 
 class MathGrader:
-    """math-verify in worker processes with a time limit of their own; a comparison that takes longer is worth 0."""
+    """math-verify in confined worker processes; a comparison that takes too long, or ends its process, is worth 0."""
 
     may_block = True
 
@@ -47,7 +47,7 @@ class MathGrader:
             return 1.0
         try:
             return float(self._pool.ask([gold, answer]))
-        except WorkerTimeout:
+        except GraderError:
             return 0.0
 
 

@@ -20,7 +20,7 @@ def matches(output: str, expected: str, *, any_order: bool = False) -> bool:
         return False
     if left == right or all(_same_numbers(a, b) for a, b in zip(left, right, strict=True)):
         return True
-    return any_order and all(set(a) == set(b) for a, b in zip(left, right, strict=True))
+    return any_order and all(sorted(a) == sorted(b) for a, b in zip(left, right, strict=True))
 
 
 def _lines(text: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Processes that answer one JSON line with another, each with a time limit and replaced when it is over."""
+"""Processes that grade answers of a model: a JSON line in, one out, see `envs.sandbox.confined.serve`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import threading
 import time
 from typing import Any
 
+from envs.sandbox.confined import PREPARE_S
 from streamrl.config.schema import RewardConfig
 from streamrl.errors import TaskError
 
 START_S = 60.0
+GRACE_S = 10.0
+"""How much longer than a grader may take its worker is waited for: the worker ends the grader, not itself."""
 MAX_WORKERS = 8
 """What reward.num_workers is at most where it is not set: many actors may share a machine."""
 
@@ -26,16 +29,16 @@ def num_workers(settings: RewardConfig) -> int:
     return settings.num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
 
 
-class WorkerTimeout(Exception):
-    """No answer within the limit; the worker was ended."""
+class GraderError(Exception):
+    """The grader raised on this answer, took longer than its limit, or ended its process; says which."""
 
 
 class WorkerPool:
     """At most `num_workers` processes of `python -m module limit_s`, started when needed. Threads may share it.
 
     Raises (from `ask`):
-        WorkerTimeout: the answer took longer than limit_s.
-        TaskError: the worker ended, or could not start; with its last words.
+        GraderError: this answer cannot be graded.
+        TaskError: it is not the answer's fault: the worker ended, could not start, or could not prepare the question.
     """
 
     def __init__(self, module: str, num_workers: int, limit_s: float) -> None:
@@ -45,12 +48,12 @@ class WorkerPool:
             self._places.put(None)
 
     def ask(self, question: Any) -> Any:
-        """The answer of the next free worker; questions and answers are JSON-serializable."""
+        """The value that the next free worker finds; questions and values are JSON-serializable."""
         worker = self._places.get()
         try:
             if worker is None:
                 worker = _Worker(self._module, self._limit_s)
-            return worker.ask(question, self._limit_s)
+            answer = worker.ask(question, PREPARE_S + self._limit_s + GRACE_S)
         except BaseException:
             if worker is not None:
                 worker.close()
@@ -58,6 +61,11 @@ class WorkerPool:
             raise
         finally:
             self._places.put(worker)
+        if "failed" in answer:
+            raise GraderError(answer["failed"])
+        if "broken" in answer:
+            raise TaskError(answer["broken"])
+        return answer["value"]
 
     def close(self) -> None:
         """End the workers that are idle; busy ones end with their answer, or with this process."""
@@ -70,7 +78,7 @@ class WorkerPool:
 class _Worker:
     def __init__(self, module: str, limit_s: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(int(limit_s) + 1)],
+            [sys.executable, "-P", "-m", module, str(limit_s)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the actor, not for them
@@ -103,7 +111,7 @@ class _Worker:
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise WorkerTimeout
+                raise TaskError(f"a reward's worker did not answer within {limit_s:g} s: look at this machine's load.")
             chunk = os.read(fd, 1 << 16)
             if not chunk:
                 raise self._ended()

@@ -2,24 +2,39 @@
 
 Every question is drawn when it is asked for; no list of them is ever built. A question belongs to the test split if its
 own hash says so and is drawn again otherwise, so the splits are disjoint even where the dataset has few questions.
+Scorers of the data sets run in a confined process (envs/tasks/reasoning_worker.py): some evaluate what they read.
 The package takes seconds to import, so only constructing a task (or asking for the names) imports it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
+from envs.rewards.extract import last_answer_tag
+from envs.rewards.workers import GraderError, WorkerPool
 from envs.task_file import describe, refuse_unknown
+from envs.tasks.countdown import score_countdown
 from streamrl.environment import Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
 from streamrl.extension import did_you_mean
 
+log = logging.getLogger("streamrl.actor")
+
 PREFIX = "reasoning_gym."
+SCORE_S = 5.0
+"""Longest time of one score; an answer that takes longer earns 0."""
+MAX_WORKERS = 4
+"""Processes of an actor that score; one is enough unless answers keep them busy."""
+OWN_SCORERS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {"countdown": score_countdown}
+"""In place of the package's scorer."""
 TEST_SHARE = 5
 """One question in this many belongs to the test split."""
 NUM_DRAWS = 200
@@ -29,19 +44,12 @@ STRIDE = 1_000_003
 OWN_OPTIONS = ("answer_format", "format_reward", "instruction", "num_test", "num_train", "seed")
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_number(completion: str) -> str | None:
     """The last number of the text without thousands separators, or None."""
     found = _NUMBER.findall(completion)
     return found[-1].replace(",", "") if found else None
-
-
-def tagged(completion: str) -> str | None:
-    """What stands inside the last <answer>...</answer>, or None."""
-    found = _TAG.findall(completion)
-    return found[-1].strip() if found else None
 
 
 def first_line(completion: str) -> str | None:
@@ -56,7 +64,7 @@ def whole_text(completion: str) -> str | None:
 
 ANSWER_FORMATS: dict[str, tuple[Callable[[str], str | None], str]] = {
     "number": (last_number, "Reply with the number only."),
-    "tag": (tagged, "Put the final answer between <answer> and </answer>."),
+    "tag": (last_answer_tag, "Put the final answer between <answer> and </answer>."),
     "line": (first_line, "Reply with the answer only, on one line."),
     "text": (whole_text, "Reply with the answer only."),
 }
@@ -66,7 +74,7 @@ ANSWER_FORMATS: dict[str, tuple[Callable[[str], str | None], str]] = {
 def dataset_names() -> list[str]:
     """The datasets of the installed package; none if it is not installed."""
     try:
-        return sorted(_package().DATASETS)
+        return sorted(package().DATASETS)
     except TaskError:
         return []
 
@@ -83,7 +91,8 @@ class ReasoningTask(SingleTurnTask):
         seed: another seed is another stream of records over the same two disjoint sets.
         options: fields of the dataset's own configuration, such as max_terms=2.
 
-    The score is the dataset's own, in [0, 1]; the reward is score + format part; both parts are named.
+    The score is the dataset's own, in [0, 1]; the reward is score + format part; both parts are named. An answer that
+    the scorer cannot read, or takes too long over, scores 0; the part `unscored` counts them.
     """
 
     def __init__(
@@ -100,8 +109,14 @@ class ReasoningTask(SingleTurnTask):
         self.format_reward = format_reward
         self.instruction = standard_instruction if instruction is None else instruction
         self._extract = extract
-        self._dataset = _make_dataset(dataset, options, seed)
+        self._dataset = make_dataset(dataset, options, seed)
         self._entry = lru_cache(maxsize=256)(self._dataset.__getitem__)
+        self._question = dataset, options, seed
+        self._own_scorer = OWN_SCORERS.get(dataset)
+        compares_texts = type(self._dataset).score_answer is package().ProceduralDataset.score_answer
+        self.may_block = self._own_scorer is None and not compares_texts
+        self._pool: WorkerPool | None = None
+        self._lock, self._warned = threading.Lock(), False
 
     def record(self, split: str, index: int) -> Record:
         for attempt in range(NUM_DRAWS):
@@ -116,25 +131,68 @@ class ReasoningTask(SingleTurnTask):
         )
 
     def reward(self, record: Record, completion: str) -> Step:
-        # A scorer may need metadata that JSON cannot carry, so the entry is drawn again instead of being sent along.
-        entry = self._entry(record["draw"])
-        if entry["question"] != record["question"]:
-            raise TaskError(f"{self.name} is not a pure function of its seed: question {record['draw']} changed.")
         answer = self._extract(completion)
-        score = 0.0 if answer is None else float(self._dataset.score_answer(answer, entry))
         form = 0.0 if answer is None else self.format_reward
-        return Step(reward=score + form, score=score, parts={"correct": score, "format": form})
+        score, unscored = 0.0, False
+        if answer is not None:
+            try:
+                score = self._score(record, answer)
+            except GraderError as error:
+                unscored = True
+                self._warn(error)
+        parts = {"correct": score, "format": form} | ({"unscored": float(unscored)} if self.may_block else {})
+        return Step(reward=score + form, score=score, parts=parts)
+
+    def _score(self, record: Record, answer: str) -> float:
+        # A scorer may need metadata that JSON cannot carry, so the entry is drawn again instead of being sent along.
+        if self.may_block:
+            return float(self._workers().ask([*self._question, record["draw"], record["question"], answer]))
+        entry = entry_of(self._entry, record["draw"], record["question"], self.name)
+        try:
+            return score_of(self._own_scorer or self._dataset.score_answer, answer, entry)
+        except Exception as error:
+            raise GraderError(f"{type(error).__name__}: {error}"[:200]) from error
+
+    def _workers(self) -> WorkerPool:
+        """Made at the first call: the learner asks for records and never scores."""
+        with self._lock:
+            if self._pool is None:
+                num = min(MAX_WORKERS, os.cpu_count() or 1)
+                self._pool = WorkerPool("envs.tasks.reasoning_worker", num, SCORE_S)
+            return self._pool
+
+    def _warn(self, error: GraderError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s could not score an answer, which earns 0 as all such answers do: %s", self.name, error)
 
     def target(self, record: Record) -> str:
         """The shortest right completion; for the tag format, the answer in its tag."""
-        return f"<answer>{record['answer']}</answer>" if self._extract is tagged else str(record["answer"])
+        return f"<answer>{record['answer']}</answer>" if self._extract is last_answer_tag else str(record["answer"])
 
 
 def _is_test(question: str) -> bool:
     return int.from_bytes(blake2b(question.encode(), digest_size=4).digest(), "big") % TEST_SHARE == 0
 
 
-def _package() -> Any:
+def entry_of(entries: Callable[[int], Any], draw: int, question: str, name: str) -> Any:
+    """The entry of a draw. Raises TaskError if it has another question now."""
+    entry = entries(draw)
+    if entry["question"] != question:
+        raise TaskError(f"{name} is not a pure function of its seed: question {draw} changed.")
+    return entry
+
+
+def score_of(scorer: Callable[[str, Any], Any], answer: str, entry: Any) -> float:
+    """The scorer's number. Raises ValueError if it is none from 0 to 1, and what the scorer raises."""
+    score = float(scorer(answer, entry))
+    if not 0.0 <= score <= 1.0:
+        raise ValueError(f"the score is {score}")
+    return score
+
+
+def package() -> Any:
+    """The module of the package that knows its data sets. Raises TaskError if it is not installed."""
     try:
         import reasoning_gym  # noqa: F401  (registers the datasets)
         from reasoning_gym import factory
@@ -149,14 +207,15 @@ def config_class(dataset: str) -> Any:
 
 
 def _classes(name: str) -> tuple[Any, Any]:
-    datasets = _package().DATASETS
+    datasets = package().DATASETS
     if name not in datasets:
         hint = did_you_mean(name, datasets)
         raise TaskError(f"reasoning_gym has no dataset {name!r}.{hint} It has {len(datasets)}: {', '.join(datasets)}.")
     return datasets[name]
 
 
-def _make_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+def make_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+    """A data set of the package. Raises TaskError: no such one, or an option that it refuses."""
     dataset_class, configuration = _classes(name)
     known = [f.name for f in fields(configuration) if f.name not in ("seed", "size")]
     refuse_unknown(options, [*known, *OWN_OPTIONS], PREFIX + name)

@@ -31,7 +31,7 @@ from yaml import YAMLError
 from streamrl.config.aliases import ALIASES, FULL_NAMES, NOT_HERE
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
-from streamrl.config.settings_file import as_words, is_file, key_given_twice
+from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
 from streamrl.config.wording import (
     refuse_file,
     refuse_removal,
@@ -90,10 +90,10 @@ def read_files(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for file in filter(is_file, words):
         try:
-            values = OmegaConf.to_container(OmegaConf.load(file))
+            values = OmegaConf.to_container(OmegaConf.create(checked_text(Path(file))))
         except FileNotFoundError as error:
             raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
-        except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"{file} cannot be read as settings: {' '.join(str(error).split())}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{file} holds no settings: write sections with keys, as `trainer: {{num_steps: 200}}`")

@@ -88,6 +88,8 @@ class ActorsConfig:
     """vLLM's own engine arguments under `actors.engine=vllm`, e.g. `actors.vllm.tensor_parallel_size=2`."""
     actor_id: str | None = None
     """Stable name of this actor; null makes one from the host and a random part."""
+    allow: list[str] = field(default_factory=list)
+    """Code and secrets of this machine that a hub may name: package.module:attribute, file, environment variable."""
     give_up_after_s: float = ranged(0.0, ge=0)
     """Exit after this long without a hub; 0 retries without limit."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from streamrl.errors import ConfigError
+
+MAX_CHARS, MAX_VALUES = 1_000_000, 100_000
+"""Of a settings file: an alias in YAML counts as what it stands for, so a few lines can mean billions of values."""
 REPLACES: Mapping[str, tuple[str, ...]] = {
     "policy.model_path": ("policy.tiny.enabled",), "policy.tiny.enabled": ("policy.model_path",),
     "env.name": ("env.path", "env.options", "data.path", "data.test_path", "reward.type", "reward.weights"),
@@ -21,6 +28,29 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
 def is_file(word: str) -> bool:
     """Whether a word of the command line names a settings file."""
     return "=" not in word and word.endswith((".yaml", ".yml"))
+
+
+def checked_text(file: Path) -> str:
+    """The file's text. Raises ConfigError for one that means too much, YAMLError for one that is no YAML."""
+    text = file.read_text(encoding="utf-8")
+    too_much = f"it has more than {MAX_CHARS} characters"
+    if len(text) <= MAX_CHARS:
+        root, too_much = yaml.compose(text, Loader=yaml.SafeLoader), f"its aliases mean more than {MAX_VALUES} values"
+        if root is None or _num_values(root, {}) <= MAX_VALUES:
+            return text
+    raise ConfigError(f"{too_much}: a settings file holds settings only, and each once")
+
+
+def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for, its aliases written out; infinite for one that contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        is_mapping = isinstance(node, yaml.MappingNode)
+        children = [one for pair in node.value for one in pair] if is_mapping else node.value
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list[str]:

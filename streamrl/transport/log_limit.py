@@ -22,7 +22,14 @@ class LogLimit:
 
     def warning(self, text: str, *args: object) -> None:
         """As `Logger.warning`, but not too often, and cut to `MAX_CHARS`."""
-        if not self._log.isEnabledFor(logging.WARNING):
+        self._write(logging.WARNING, text, args)
+
+    def info(self, text: str, *args: object) -> None:
+        """As `Logger.info`, within the same limit."""
+        self._write(logging.INFO, text, args)
+
+    def _write(self, level: int, text: str, args: tuple[object, ...]) -> None:
+        if not self._log.isEnabledFor(level):
             return
         now = self._clock()
         self._left = min(self._burst, self._left + (now - self._at) / self._interval_s)
@@ -34,4 +41,4 @@ class LogLimit:
         line = (text % args if args else text)[:MAX_CHARS]
         left_out = f" (and {self._num_left_out} more such lines before it)" if self._num_left_out else ""
         self._num_left_out = 0
-        self._log.warning("%s%s", line, left_out)
+        self._log.log(level, "%s%s", line, left_out)

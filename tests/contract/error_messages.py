@@ -166,6 +166,7 @@ REMEDIES: dict[str, str] = {
     " is connected…": "take a name that `streamrl status RUN` lists",
     # settings
     "cannot be read as settings": "fix the YAML; the place follows",
+    "a settings file holds settings only": "write out what is meant, in fewer values",
     "is not an option here": "leave the dashes out",
     "Unknown key": "take the name that it suggests; `streamrl settings WORD` searches for others",
     "there is no such settings file": "check the path; it is relative to the directory you are in",

@@ -41,6 +41,8 @@ ACK_FLUSH_S = 0.02
 MISSED_BEATS = 1.5
 """Heartbeats that an actor may be late before its connection is looked at."""
 REANNOUNCE_S = 10.0
+MAX_MOVES = 200
+"""Lines at once, and one more a second, on who comes and goes: any peer may do that at any rate."""
 LEASES_PER_MESSAGE = 64
 EXIT_CODES = {
     StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
@@ -55,6 +57,7 @@ class ActorHandler:
         self._decoder = Decoder(TO_HUB, hub.settings.limits.max_message_bytes)
         self._incarnations: dict[str, int] = {}
         self._told = LogLimit(log)
+        self._moves = LogLimit(log, burst=MAX_MOVES)
         self._ack_at = 0.0
         self._num_heartbeats = 0
 
@@ -130,7 +133,7 @@ class ActorHandler:
             case Installed():
                 self._installed(actor, message, now)
             case Drain():
-                log.info("%s is draining: %s", actor.actor_id, message.reason)
+                self._moves.info("%s is draining: %s", actor.actor_id, message.reason)
                 hub.ledger.drain(actor.actor_id, now)
             case Bye():
                 hub.ledger.bye(actor.actor_id, now)
@@ -140,7 +143,7 @@ class ActorHandler:
                 hub.trust.left(actor.actor_id)
                 self._send(actor.routing_id, Bye(message.last_seq, "bye"))
                 hub.connections.drop(actor.actor_id)
-                log.info("%s left: %s", actor.actor_id, message.note)
+                self._moves.info("%s left: %s", actor.actor_id, message.note)
 
     def _hello(self, routing_id: bytes, hello: Hello, now: float, key_name: str | None) -> None:
         settings, weights, ledger = self._hub.settings, self._hub.weights, self._hub.ledger
@@ -200,12 +203,12 @@ class ActorHandler:
             self._send(old.routing_id, _stop(StopReason.FENCED, "a newer process with this actor_id has taken over"))
         known = self._incarnations.get(hello.actor_id)
         if known is None and not hello.max_leases:
-            log.info("%s joined: a relay, which takes no leases", hello.actor_id)
+            self._moves.info("%s joined: a relay, which takes no leases", hello.actor_id)
         elif known is None:
-            log.info("actor %s joined (%s, at most %d leases)", hello.actor_id, hello.engine, hello.max_leases)
+            self._moves.info("actor %s joined (%s, at most %d leases)", hello.actor_id, hello.engine, hello.max_leases)
         elif known != hello.incarnation:
             self._hub.counters["num_actor_restarts"] += 1
-            log.info("actor %s was restarted and joined again", hello.actor_id)
+            self._moves.info("actor %s was restarted and joined again", hello.actor_id)
         if known != hello.incarnation and hello.run_id is None:
             self._hub.loads.joined(hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
@@ -292,8 +295,8 @@ class ActorHandler:
             if effect.kind == "revoke":
                 self._send(actor.routing_id, Leases((), effect.leases))
                 continue
-            log.warning("actor %s has been silent for %.1f s: its %d leases are reissued",
-                        actor.actor_id, now - actor.heard_at, len(effect.leases))
+            self._moves.warning("actor %s has been silent for %.1f s: its %d leases are reissued",
+                                actor.actor_id, now - actor.heard_at, len(effect.leases))
             self._evict(actor, "silent for too long", now)
         for actor in self._hub.connections.all():
             self._evict_if_dead(actor, now)
@@ -305,7 +308,7 @@ class ActorHandler:
             return
         actor.probed_at = now
         if self._hub.send.is_gone(actor.routing_id, self._beat_of_hub()):
-            log.warning("actor %s is gone, its connection is closed: its leases are reissued", actor.actor_id)
+            self._moves.warning("actor %s is gone, its connection is closed: its leases are reissued", actor.actor_id)
             self._evict(actor, "its connection is closed", now)
 
     def grant(self, now: float) -> None:

@@ -19,6 +19,7 @@ from actors.__main__ import work
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
 from actors.runtime import ActorRuntime, build_runtime, default_actor_id, engine_spec, pick_device, weight_source
+from envs.named_code import words_for_actors
 from learner.hub_client.settings import limits
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
@@ -49,7 +50,9 @@ def welcome(hub) -> Welcome:
 @contextmanager
 def runtime_of(hub: LiveHub, welcome: Welcome, *words: str, local: tuple[str, ...] = ()) -> Iterator[ActorRuntime]:
     """What an actor builds when the learner's settings are `words` and its own are `local`."""
-    told = msgspec.structs.replace(welcome, task=json.dumps(to_plain(config_of(*SIZES, *words))).encode())
+    settings = to_plain(config_of(*SIZES, *words))
+    told = msgspec.structs.replace(welcome, task=json.dumps(settings).encode())
+    local = (*local, *words_for_actors(settings))
     own = from_plain({"policy": {"tiny": {"enabled": True}}}, local)
     source, device_weights = weight_source(own, hub.context)
     runtime = build_runtime(told, local, source, device_weights)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from streamrl.config.load import load_config, read_files, to_plain, to_yaml
@@ -54,6 +56,35 @@ def test_a_word_replaces_what_the_file_says_otherwise(folder):
     assert not load_config(["my.yaml", "policy.model_path=somewhere"]).policy.tiny.enabled
     assert load_config(["my.yaml", "env.name=string.sort"]).env.options == {}
     assert load_config(["my.yaml", "experiment=smollm2"]).run.name == "smollm2"
+
+
+LAUGHS = "env:\n  options:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"    {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (LAUGHS, "aliases mean more than 100000 values"),
+        (LAUGHS.replace("[", "{k: [").replace("]", "]}"), "aliases mean more than 100000 values"),
+        ("env: {options: &a {b: *a}}\n", "aliases mean more than 100000 values"),
+        ("env: {options: {a: " + "[" * 5000 + "]" * 5000 + "}}\n", "recursion"),
+        ("# " + "x" * 1_000_001, "more than 1000000 characters"),
+    ],
+    ids=["lists", "mappings", "itself", "nested", "long"],
+)
+def test_a_file_that_means_more_than_any_settings_is_refused_at_once(folder, text, why):
+    (folder / "bad.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=why):
+        load_config(["bad.yaml"])
+
+
+def test_aliases_are_read(folder):
+    (folder / "twice.yaml").write_text("env: {options: {a: &a [1, 2], b: *a}}\n")
+    assert read_files(["twice.yaml"]) == ["env.options.a=[1,2]", "env.options.b=[1,2]"]
 
 
 @pytest.mark.parametrize(

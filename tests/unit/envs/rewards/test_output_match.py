@@ -1,6 +1,10 @@
 """From strict to lenient, and no further."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envs.rewards.output_match import matches
 
@@ -27,3 +31,12 @@ def test_outputs(output: str, expected: str, same: bool) -> None:
 def test_another_order_of_words_only_where_it_is_asked_for() -> None:
     assert matches("2 1\n3", "1 2\n3", any_order=True)
     assert not matches("2 1\n4", "1 2\n3", any_order=True)
+
+
+WORDS = st.lists(st.sampled_from(["1", "2", "a", "bc"]), min_size=1, max_size=5)
+
+
+@given(WORDS, WORDS)
+def test_in_any_order_a_line_has_the_same_words_equally_often(output: list[str], expected: list[str]) -> None:
+    same = Counter(output) == Counter(expected)
+    assert matches(" ".join(output), " ".join(expected), any_order=True) is same
