@@ -17,15 +17,15 @@ from envs.rewards.extract import (
     has_format,
     last_answer_tag,
     last_boxed,
+    last_hashes,
     last_number,
 )
-from envs.rewards.math_equality import HALF
 from envs.rewards.workers import GraderError, WorkerPool, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 
-Grader = Callable[[str, str], float]
-"""Gold and given answer to 1, HALF or 0."""
+Grader = Callable[[str, str], bool]
+"""Whether the second answer is the same as the first, the record's own."""
 
 
 class MathGrader:
@@ -38,17 +38,17 @@ class MathGrader:
         self._pool: WorkerPool | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, gold: str, answer: str) -> float:
+    def __call__(self, gold: str, answer: str) -> bool:
         with self._lock:
             if self._pool is None:
                 module, workers = "envs.rewards.math_worker", num_workers(self._settings)
                 self._pool = WorkerPool(module, workers, self._settings.timeout_s)
         if answer == gold:
-            return 1.0
+            return True
         try:
-            return float(self._pool.ask([gold, answer]))
+            return bool(self._pool.ask([gold, answer]))
         except GraderError:
-            return 0.0
+            return False
 
 
 class _FoundAnswer:
@@ -67,10 +67,10 @@ class _FoundAnswer:
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         gold, answer = final_answer(str(self._shape.required_answer(record))), self.find(completion)
-        grade = 0.0 if answer is None else self._grader(gold, answer)
+        right = float(answer is not None and self._grader(gold, answer))
         formatted = self.well_formed(completion)
-        parts = {"format_acc": float(formatted), "ans_acc": float(grade > HALF)}
-        return Step(reward=self._settings.correct * grade * formatted, score=float(grade > HALF), parts=parts)
+        parts = {"format_acc": float(formatted), "ans_acc": right}
+        return Step(reward=self._settings.correct * right * formatted, score=right, parts=parts)
 
 
 class Boxed(_FoundAnswer):
@@ -105,12 +105,14 @@ class ThinkAnswerTags(_FoundAnswer):
 
 
 class FreeMath(_FoundAnswer):
-    r"""The last \boxed{...}, else the last <answer>, else the last number; no form is asked for."""
+    r"""The last \boxed{...}, else the last <answer>, else what follows ####, else the last number; in any form."""
 
     system_prompt = Boxed.system_prompt
 
     def find(self, completion: str) -> str | None:
-        return first_found(completion, last_boxed, last_answer_tag, last_number)
+        if "\\boxed{" in completion:  # also one that was never closed: what stands before it is not the answer
+            return last_boxed(completion)
+        return first_found(completion, last_boxed, last_answer_tag, last_hashes, last_number)
 
     def well_formed(self, completion: str) -> bool:
         return not self._settings.format_tags or has_format(completion, self._settings.format_tags)
@@ -127,7 +129,7 @@ class Exact(_FoundAnswer):
 
 
 def exact(settings: RewardConfig, shape: RecordShape) -> Exact:
-    return Exact(settings, shape, lambda gold, answer: float(gold == answer))
+    return Exact(settings, shape, lambda gold, answer: gold == answer)
 
 
 def boxed(settings: RewardConfig, shape: RecordShape) -> Boxed:

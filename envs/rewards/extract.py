@@ -7,23 +7,38 @@ from collections.abc import Callable, Sequence
 
 ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPENED, _CLOSED = ANSWER_TAGS[2:]
-_BOXED = "\\boxed{"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_BRACE = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*?\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SIGN = r"(=|[-+*/^<>×·⋅−]|\\(?:times|cdot|div)(?![a-zA-Z]))"
+_AROUND_SIGN = re.compile(rf"(?:(?<=[\d)}}%])|(?<=(?<![A-Za-z])[A-Za-z]))(?:\s+{_SIGN}\s+|{_SIGN}\s*)(?=[\w({{\\.$])")
+_POINT = re.compile(r"[(\[]\s*[-−]?[\d.]+(?:\s*,\s*[-−]?[\d.]+)+\s*[)\]]")
+_GROUPED = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d+/\d)")
+_PLAIN = re.compile(
+    r"([-−+]?)(?:\\?\$|[€£])?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    r"((?:[eE][-+−]?\d{1,3})?(?:/\d+)?)((?:\\?%|°|[A-Za-z]{2,}(?:[²³]|\^[23])?)?)"
+)
 _FINAL = "####"
 _FENCE, _PYTHON_FENCE = "```", "```python"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{`, with balanced braces, stripped; None if there is none or it is not closed."""
-    start = text.rfind(_BOXED)
-    if start < 0:
+    r"""Content of the last `\boxed{`, with balanced braces, stripped; None if there is none or it is not closed.
+
+    A box in a box belongs to the outer one. Escaped braces are letters: `\boxed{\{1, 2\}}`.
+    """
+    opened: list[tuple[int, int]] = []  # of each open brace: where its box starts or -1, and where its content does
+    start, found = -1, None
+    for match in _BRACE.finditer(text):
+        if match[1] or match[0] == "{":
+            opened.append((match.start() if match[1] else -1, match.end()))
+        elif match[0] == "}" and opened:
+            box, begin = opened.pop()
+            if box >= 0:
+                start, found = box, text[begin : match.start()].strip()
+    if found is None or any(box > start for box, _ in opened):
         return None
-    depth, begin = 1, start + len(_BOXED)
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position].strip()
-    return None
+    twice = found.startswith("\\boxed") and found.endswith("}") and found.count("\\boxed") == 1
+    return last_boxed(found) if twice else found
 
 
 def last_answer_tag(text: str) -> str | None:
@@ -38,10 +53,44 @@ def last_answer_tag(text: str) -> str | None:
     return None
 
 
+def last_hashes(text: str) -> str | None:
+    """The rest of the line after the last `####`, as GSM8K ends an answer."""
+    rest = text.rpartition(_FINAL)[2].strip() if _FINAL in text else ""
+    return rest.splitlines()[0].strip() if rest else None
+
+
 def last_number(text: str) -> str | None:
-    """The last number in a text, without the commas between thousands."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    r"""The last number of a text, with all that it is a part of: `\frac{1}{2}`, `2x` and `3-5` are not a digit.
+
+    A number by itself has no commas between thousands, and no currency or unit; a percent sign stays.
+    """
+    ends = [match.end() for match in re.finditer(r"\d", text)]
+    if not ends:
+        return None
+    for match in _SPAN.finditer(text):
+        if match.start() < ends[-1] <= match.end():
+            return _number_alone(next(filter(None, match.groups())).strip())
+    text = _AROUND_SIGN.sub(lambda found: found[1] or found[2], text)
+    text = _GROUPED.sub(r"\\ ", _POINT.sub(lambda found: re.sub(r"\s", "", found[0]), text))
+    for token in reversed(re.split(r"(?<!\\)\s+", text)):
+        token = token.lstrip("*_`\"'").rstrip("*_`\"',;:!?.")
+        if not _POINT.fullmatch(token):
+            token = token.lstrip("([*_`").rstrip(")].,;:!?*_`")
+        if re.search(r"\d", token):
+            return _number_alone(token)
+    return None
+
+
+def _number_alone(token: str) -> str:
+    """A calculation's result without the calculation; a number without its commas, currency and unit."""
+    left, equals, right = token.rpartition("=")
+    if equals and (not re.search(r"[A-Za-z]", left) or re.fullmatch(r"[A-Za-z]\w*", left)):
+        token = right.strip()
+    found = _PLAIN.fullmatch(token)
+    if not found:
+        return token
+    unit = found[4] if found[4].endswith("%") else ""
+    return (found[1].strip("+") + found[2].replace(",", "") + found[3]).replace("−", "-") + unit
 
 
 def first_found(text: str, *finders: Callable[[str], str | None]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from envs.rewards.math_equality import grade
+from envs.rewards.mathematics.equality import grade
 from envs.sandbox.confined import serve
 
 

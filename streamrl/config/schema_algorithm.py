@@ -22,13 +22,13 @@ VetoStat = StrEnum("VetoStat", ["any", "mean"])
 @dataclass
 class FilterConfig:
     zero_std: bool = False
-    """Drop groups whose rewards are all equal: they carry no gradient; others are drawn in their place."""
+    """Drop groups whose rewards, before the overlong penalty, are all equal; others are drawn in their place."""
     min_std: float = 1e-6
     """Rewards that spread less than this count as equal under `filter.zero_std`."""
     truncated: bool = False
     """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
     accuracy_range: list[float] | None = None
-    """[low, high]: drop groups whose mean score is not strictly between; null is off."""
+    """[low, high]: drop groups whose mean score is not strictly between; a score is summed over turns; null is off."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ def dropped_by(counts: Counter[str], before: Counter[str] | None = None) -> tupl
 def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilter:
     """Drop groups whose rewards, or else all `scores` trained on, spread less than `min_std` (unbiased): no gradient.
 
-    A single member is kept.
+    Rewards are those of the task: the learner takes the overlong penalty off later. A single member is kept.
     """
 
     def judge(group: HeldGroup) -> str | None:
@@ -46,7 +46,8 @@ def zero_std(min_std: float = 1e-6, *, scores: Sequence[str] = ()) -> GroupFilte
 def accuracy_range(low: float = 0.01, high: float = 0.99) -> GroupFilter:
     """Drop groups whose mean accuracy is not strictly inside (low, high). DAPO, arXiv:2503.14476.
 
-    Accuracy is a member's score `ans_acc`, else `score`, else its reward.
+    Accuracy is a member's score `ans_acc`, else `score`, else its reward; each is the sum over the member's turns, as
+    evaluations report it.
     """
     if not low <= high:
         raise ValueError(f"low={low} and high={high} must satisfy low <= high")

@@ -1,0 +1,85 @@
+r"""Units, percent signs and currencies at a value: 5\text{ cm}^2, 18 dollars, \$5, 50\%, 90^\circ."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from envs.rewards.mathematics.text import CURRENCY, number
+
+PERCENT = "%"
+_NAMES = {
+    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+    "inch": "in inche", "foot": "ft feet", "yard": "yd", "mile": "mi", "mg": "milligram", "g": "gram gm",
+    "kg": "kilogram kilo", "pound": "lb £", "ounce": "oz", "ton": "tonne", "second": "s sec", "minute": "min",
+    "hour": "h hr", "day": "", "week": "", "month": "", "year": "yr", "l": "liter litre", "ml": "milliliter",
+    "degree": r"deg ^\circ °", "radian": "rad", "dollar": f"{CURRENCY} $ usd buck", "euro": "€", "cent": "¢",
+    "unit": "", "newton": "n", "joule": "j", "watt": "w", "volt": "v", "kelvin": "k", "hertz": "hz", "mile/hour": "mph",
+    "km/hour": "kmh kph",
+    PERCENT: r"\% percent pct percentage",
+}  # fmt: skip
+UNITS = {alias: name for name, aliases in _NAMES.items() for alias in (name, *aliases.split())}
+_POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_CHANGES = {"and", "or", "plus", "minus", "times", "half", "third", "quarter", "over", "dozen", "to", "x", "not"} | set(
+    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty".split()
+)
+"""Words after a number that make it another one: what they say is not read."""
+_WORD = r"(?:\\text\{[^{}\d]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|(?<=[ /])[msghlLNJWVK](?![A-Za-z]))"
+_SUFFIX = re.compile(
+    rf"\s*((?:\\?%|\^\s*\\circ\s*(?:\\text\{{\s*)?[CF]?\}}?|{_WORD})(?:\s*(?:/|\\cdot|\^\s*\{{?-?\d\}}?|{_WORD}))*)\.?$"
+)
+_PREFIX = re.compile(rf"^([+-]?)\s*([{CURRENCY}€£])\s*(?=[\d.])")
+
+
+class Quantity(NamedTuple):
+    """A value without its unit. An empty unit is none, or a noun: apples and eggs count alike."""
+
+    value: str
+    unit: str
+
+
+def quantity(text: str) -> Quantity:
+    """The value and unit of one item of an answer."""
+    unit = ""
+    if found := _PREFIX.match(text):
+        text, unit = found[1] + text[found.end() :], UNITS[found[2]]
+    found = _SUFFIX.search(text)
+    if not found or not text[: found.start()].strip():
+        return Quantity(text, unit)
+    value, suffix = text[: found.start()].strip(), found[1]
+    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", suffix).strip()
+    if plain == suffix and number(value) is None and suffix not in ("%", r"\%") and r"\circ" not in suffix:
+        return Quantity(text, unit)  # letters after an expression are factors of it
+    names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$]", plain.lower())
+    if _CHANGES & set(names) or (plain == suffix and not _stands_alone(text[found.start() :], names)):
+        return Quantity(text, unit)
+    scale = sum(_SCALES.get(name, 0) for name in names)
+    if scale:
+        value, names = f"{value} \\cdot 10^{{{scale}}}", [name for name in names if name not in _SCALES]
+    return Quantity(value, unit or _unit(names))
+
+
+def _stands_alone(suffix: str, names: list[str]) -> bool:
+    """Whether plain letters are words: a known unit, or a noun after a space; 4yx^2 is a product."""
+    nouns = [name for name in names if name[0].isalpha() and not _unit([name])]
+    return not nouns or (suffix[0] == " " and "^" not in suffix and min(map(len, nouns)) > 2)
+
+
+def _unit(names: list[str]) -> str:
+    """One spelling of known units and their powers; "" where a word is not known."""
+    found, power = [], ""
+    for name in names:
+        name = re.sub(r"[\s{}]", "", name)
+        if name in _POWERS and name in ("squared", "cubed"):
+            found.append(_POWERS[name])
+        elif name in _POWERS:
+            power = _POWERS[name]
+        elif name in ("/", "per") or name.startswith("^") and name != r"^\circ":
+            found.append("/" if name == "per" else name)
+        elif known := UNITS.get(name) or UNITS.get(name.removesuffix("s")) or (name in "cf" and name):
+            found.append(known + power)
+            power = ""
+        else:
+            return ""
+    return "".join(found)
