@@ -23,6 +23,7 @@ from streamrl.environment import (
     HasSetUp,
     HasTarget,
     InputText,
+    KnowsAnswer,
     Record,
     Step,
     Task,
@@ -36,6 +37,7 @@ NO_SIGNALS = (
     "Actors run plain environments in threads, where signal.alarm cannot work: turn that time limit off (math_verify: "
     "parsing_timeout=None and timeout_seconds=None); env.step_timeout_s limits every call."
 )
+KINDS = {int: "a number", float: "a number", bool: "a truth value", str: "a text", list: "a list", dict: "an object"}
 SLOW_S = 10.0
 """After so long a call that still runs is reported."""
 
@@ -85,6 +87,27 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
                     f"{where}: its own target {target!r} earns {best.reward}, less than the text {PROBE!r} with "
                     f"{probe.reward}: target and reward disagree."
                 )
+            if split == "train" and isinstance(task, KnowsAnswer) and not _paid(best, probe):
+                _tell_unpaid(where, task, record, probe, limits)
+
+
+def _paid(step: Step, probe: Step) -> bool:
+    """Whether an answer earns something, or more than an arbitrary text; also if the episode goes on after it."""
+    return step.reward > min(0.0, probe.reward) or (step.score or 0.0) > 0 or not step.done
+
+
+def _tell_unpaid(where: str, task: KnowsAnswer, record: Record, probe: Step, limits: _Limits) -> None:
+    """Notify if the record's own answer earns nothing in any form, after it earned nothing as `target` writes it."""
+    forms = task.answer_forms(record)
+    try:
+        if not forms or any(_paid(_play(where, task, record, form, limits), probe) for form in forms[1:]):
+            return
+    except TaskError:
+        return  # of a form that no reward has to know
+    answer = task.answer(record)
+    kind = KINDS.get(type(answer), f"a {type(answer).__name__}")
+    remedy = "look at how the reward compares it" if isinstance(answer, str) else "compare texts, or use str(answer)"
+    limits.notify(f"the right answer of the first record ({answer!r:.40}, {kind}) earns nothing: {remedy}")
 
 
 def _checked_record(where: str, task: Task, split: str) -> Record:

@@ -66,6 +66,10 @@ class DataTask:
     def env(self) -> Env:
         return self._make_env()
 
+    def answer(self, record: Record) -> Any:
+        """The record's own answer as it stands there; None if it has none."""
+        return self._shape.answer(record)
+
     def target(self, record: Record) -> str | None:
         """The record's answer in the form that the reward looks for; None if it has none."""
         answer = self._shape.answer(record)
@@ -73,6 +77,13 @@ class DataTask:
             return None
         write = getattr(self._reward, "target", None)
         return str(answer) if write is None else write(record, answer)
+
+    def answer_forms(self, record: Record) -> Sequence[str]:
+        """Completions of which one should be paid, that of `target` first; none where the reward reads no answer."""
+        target = self.target(record) if getattr(self._reward, "reads_answer", self._reward is not None) else None
+        if target is None or getattr(self._reward, "target", None) is not None:
+            return [] if target is None else [target]
+        return [target, f"\\boxed{{{target}}}", f"<think> </think><answer> {target} </answer>"]
 
 
 def task_from_data(settings: TaskSettings) -> DataTask:

@@ -95,8 +95,8 @@ def describe(error: BaseException) -> str:
     """The error with the innermost place where it happened, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    if isinstance(error, SyntaxError):
-        where = f" ({Path(error.filename or '?').name}, line {error.lineno})"
+    if isinstance(error, SyntaxError):  # its text holds the place, too
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
     return f"{type(error).__name__}: {error}{where}"
 
 

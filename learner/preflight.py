@@ -7,11 +7,9 @@ found without them.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import socket
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import ceil
@@ -22,6 +20,7 @@ from jinja2 import Environment, TemplateError
 
 from envs.check import check_task
 from envs.registry import task_of
+from learner.data.dialogues import task_dialogues
 from learner.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
@@ -73,7 +72,9 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     checked_eval_sets(config, notify=notify)
     if config.policy.tiny.enabled:
-        check_tiny_prompts(task, config.rollout.max_prompt_tokens)
+        check_tiny_prompts(
+            task, config.rollout.max_prompt_tokens, needs_target=config.policy.tiny.num_warm_start_steps > 0
+        )
     device = _device(config)
     _check_memory(config, device, notify)
     check_settings(config, device)
@@ -141,20 +142,17 @@ def check_settings(config: Config, device: torch.device) -> None:
         check_optimizer(optimizer, setting=f"{section}.optimizer")
 
 
-def check_tiny_prompts(task: Task, max_prompt_tokens: int) -> None:
-    """Raise ConfigError if most prompts are too long for a tiny model, which has a token for each character."""
-    reset = getattr(task.env(), "reset", None)  # an interaction loop may have none
-    if reset is None or inspect.iscoroutinefunction(reset):
-        return
-    lengths, until = [], time.monotonic() + MEASURE_S
-    for index in range(min(NUM_PROMPTS, task.num_records("train"))):
-        messages = task.env().reset(task.record("train", index))
-        texts = [messages] if isinstance(messages, str) else [message.content for message in messages]
-        lengths.append(sum(len(text) + 1 for text in texts))
-        if time.monotonic() > until:
-            break
+def check_tiny_prompts(task: Task, max_prompt_tokens: int, *, needs_target: bool) -> None:
+    """Whether a tiny model, which has a token for each character, can be made for this task.
+
+    Raises:
+        TaskError: it does not open with one user message, or has no right answers for the warm start.
+        ConfigError: most prompts are too long.
+    """
+    dialogues = task_dialogues(task, NUM_PROMPTS, needs_target=needs_target, limit_s=MEASURE_S)
+    lengths = [len(prompt) + 1 for prompt, *_ in dialogues]
     lengths.sort()
-    if lengths[len(lengths) // 2] > max_prompt_tokens:
+    if lengths and lengths[len(lengths) // 2] > max_prompt_tokens:
         raise ConfigError(
             f"most prompts of task {task.name} are longer than rollout.max_prompt_tokens={max_prompt_tokens}: they "
             f"have up to {lengths[-1]} characters, each a token of the tiny model. Set rollout.max_prompt_tokens="

@@ -50,6 +50,7 @@ from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher, policy_parameters
 from learner.publish.publishing import Publishing
 from learner.publish.rounding import round_frozen
+from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
 from learner.run import Run
@@ -181,6 +182,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     samples = open_samples(
         config.samples, run_dir, model_dir, seed=config.run.seed, ranks=ranks, reader=reader,
         resume_step=past.version // steps_per_batch(config), steps_per_batch=steps_per_batch(config),
+        expected=ExpectedAnswers(task, sets),
     )
     run = Run(
         config=config, run_dir=run_dir, run_id=past.run_id, learner_epoch=epoch, lineage=lineage, version=past.version,

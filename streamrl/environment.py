@@ -102,6 +102,19 @@ class HasTarget(Protocol):
 
 
 @runtime_checkable
+class KnowsAnswer(Protocol):
+    """Optional on a task whose records hold right answers, as those of a data file do."""
+
+    def answer(self, record: Record) -> Any:
+        """The record's own answer as it stands there; None if it has none."""
+        ...
+
+    def answer_forms(self, record: Record) -> Sequence[str]:
+        """Completions of which one should be paid, that of `target` first; none where the reward reads no answer."""
+        ...
+
+
+@runtime_checkable
 class HasSetUp(Protocol):
     """Optional on a task that needs what takes long to start, as a model; the check at the start scores no answer."""
 

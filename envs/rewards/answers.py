@@ -118,7 +118,7 @@ class FreeMath(_FoundAnswer):
         return not self._settings.format_tags or has_format(completion, self._settings.format_tags)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"\\boxed{{{final_answer(answer)}}}"
+        return f"\\boxed{{{final_answer(str(answer))}}}"
 
 
 class Exact(_FoundAnswer):

@@ -17,6 +17,7 @@ class Combined:
         self._rewards, self._weights = rewards, weights
         self.system_prompt = _first(rewards, "system_prompt")
         self.may_block = any(getattr(reward, "may_block", False) for reward in rewards.values())
+        self.reads_answer = any(getattr(reward, "reads_answer", True) for reward in rewards.values())
         target = _first(rewards, "target")
         if target is not None:
             self.target = target

@@ -14,6 +14,8 @@ from streamrl.environment import ChatMessage, Record
 class Tags:
     """1 if every tag of reward.format_tags stands there once, in order, and the last one ends the completion."""
 
+    reads_answer = False
+
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         self._tags = settings.format_tags or ANSWER_TAGS
 
@@ -24,6 +26,8 @@ class Tags:
 class Repetition:
     """-1 for a completion that repeats itself, else 0."""
 
+    reads_answer = False
+
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         pass
 
@@ -33,6 +37,8 @@ class Repetition:
 
 class Length:
     """From 0 to -1: the share of reward.length_chars that a completion has, in characters; it asks for brevity."""
+
+    reads_answer = False
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         self._limit = settings.length_chars

@@ -91,8 +91,8 @@ class ReasoningTask(SingleTurnTask):
         seed: another seed is another stream of records over the same two disjoint sets.
         options: fields of the dataset's own configuration, such as max_terms=2.
 
-    The score is the dataset's own, in [0, 1]; the reward is score + format part; both parts are named. An answer that
-    the scorer cannot read, or takes too long over, scores 0; the part `unscored` counts them.
+    The score is the dataset's own, in [0, 1]; the reward is score + format part; both are parts, the second if it is
+    paid at all. An answer that the scorer cannot read, or takes too long over, scores 0; the part `unscored` counts them.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class ReasoningTask(SingleTurnTask):
             except GraderError as error:
                 unscored = True
                 self._warn(error)
-        parts = {"correct": score, "format": form} | ({"unscored": float(unscored)} if self.may_block else {})
+        parts = {"correct": score} | ({"format": form} if self.format_reward else {})
+        parts |= {"unscored": float(unscored)} if self.may_block else {}
         return Step(reward=score + form, score=score, parts=parts)
 
     def _score(self, record: Record, answer: str) -> float:

@@ -102,7 +102,9 @@ class SearchEnv:
             return Step(0.0, done=False, text=information(self._search(found[2])))
         given = normalized(found[2])
         right = float(any(given == normalized(answer) for answer in self._answers(self._record)))
-        parts = {"searches": float(self._num_searches), "format": self._format_reward}
+        parts = {"searches": float(self._num_searches)}
+        if self._format_reward:
+            parts["format"] = self._format_reward
         return Step(right + self._format_reward, score=right, parts=parts)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -19,9 +18,10 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from learner.model.warm_start import Dialogue, Progress, save_model, warm_start
-from streamrl.environment import HasTarget, HasTargetTurns, Record, Task
-from streamrl.errors import ConfigError, TaskError
+from learner.data.dialogues import task_dialogues
+from learner.model.warm_start import Progress, save_model, warm_start
+from streamrl.environment import Task
+from streamrl.errors import ConfigError
 
 PAD, EOS, SEPARATOR, UNKNOWN = "<pad>", "<eos>", "<sep>", "<unk>"
 MAX_VOCABULARY = 1024
@@ -116,7 +116,7 @@ def prepare_tiny_model(
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
              "architecture": architecture, "max_positions": max_positions, "seed": seed}
     start = {"num_steps": num_warm_start_steps, "lr": warm_start_lr, "batch_size": 64, "stop_at": stop_at, "seed": seed}
-    dialogues = _task_dialogues(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
+    dialogues = task_dialogues(task, max(512, num_warm_start_steps * 64), needs_target=num_warm_start_steps > 0)
     identity = json.dumps([FORMAT, sizes, start, dialogues[:512]], sort_keys=True)
     digest = blake2b(identity.encode(), digest_size=6).hexdigest()
     final = Path(cache_dir) / f"tiny-{task.name.replace('/', '_').replace(':', '_')}-{digest}"
@@ -141,42 +141,3 @@ def prepare_tiny_model(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return final
-
-
-def _task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool) -> list[Dialogue]:
-    """Prompt, answer and what may follow; answers are empty where the task knows none and none are needed."""
-    knows_targets = isinstance(task, HasTarget | HasTargetTurns)
-    if needs_target and not knows_targets:
-        raise _no_target(task, "give it a method target(record) -> str")
-    env, size, dialogues = task.env(), task.num_records("train"), []
-    indices = range(size - 1, max(-1, size - 1 - num_dialogues), -1)
-    if size <= num_dialogues:  # a file may be sorted: what is held out of it must be like the rest
-        indices = random.Random(0).sample(indices, size)
-    for index in indices:
-        try:
-            record = task.record("train", index)
-        except TaskError:
-            continue  # a bad record of a data file: it is counted when it is drawn
-        messages = env.reset(record) if hasattr(env, "reset") else None  # an interaction loop may have none
-        if not isinstance(messages, list | tuple) or len(messages) != 1 or messages[0].role != "user":
-            raise TaskError(f"a tiny model needs a task that opens with one user message; {task.name!r} does not.")
-        turns = _target_turns(task, record) if knows_targets else [""]
-        if turns is None and needs_target:
-            raise _no_target(task, "name the field of the answer (data.answer_key)")
-        dialogues.append((messages[0].content, *(turns or [""])))
-    return dialogues
-
-
-def _target_turns(task: Task, record: Record) -> Sequence[str] | None:
-    if isinstance(task, HasTargetTurns):
-        return task.target_turns(record)
-    assert isinstance(task, HasTarget)
-    target = task.target(record)
-    return None if target is None else [target]
-
-
-def _no_target(task: Task, remedy: str) -> TaskError:
-    return TaskError(
-        f"task {task.name!r} knows no right answers: {remedy}, or start from random weights "
-        "(policy.tiny.num_warm_start_steps=0) or from a trained checkpoint (policy.model_path)."
-    )

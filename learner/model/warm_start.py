@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from learner.data.dialogues import Dialogue
+
 Progress = Callable[[str], None]
-Dialogue = tuple[str, ...]
-"""Prompt and answer; with several turns the environment's answer and the model's next one, and so on."""
 Row = tuple[list[int], list[bool]]
 """Token ids and whether each is trained on."""
 

@@ -6,7 +6,7 @@ import heapq
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,11 @@ _DRAFTS = msgspec.msgpack.Decoder(list[Draft])
 class SampleWriter:
     """Decodes and writes in a thread of its own, which a training step never waits for."""
 
-    def __init__(self, file: SampleFile, model_dir: Path, *, num_detailed_tokens: int) -> None:
+    def __init__(
+        self, file: SampleFile, model_dir: Path, *, num_detailed_tokens: int, expected: Callable[[Sample], str]
+    ) -> None:
         self._file, self._model_dir, self._num_detailed_tokens = file, model_dir, num_detailed_tokens
+        self._expected = expected
         self._waiting: queue.Queue[list[Draft] | None] = queue.Queue(MAX_WAITING)
         self._written: queue.SimpleQueue[Sample] = queue.SimpleQueue()
         self._num_lost = 0
@@ -71,6 +74,7 @@ class SampleWriter:
                     self._model_dir, local_files_only=True, trust_remote_code=False
                 )
                 samples = [one.decoded(tokenizer, self._num_detailed_tokens) for one in drafts]
+                samples = [msgspec.structs.replace(one, expected=self._expected(one)) for one in samples]
                 self._file.append(samples)
             except Exception:  # a full disk, or a tokenizer that cannot decode: never worth a training run
                 if not failed:
@@ -183,13 +187,15 @@ class StepSamples:
 
 def open_samples(
     settings: SamplesConfig, run_dir: Path, model_dir: Path, *, seed: int, ranks: Ranks, reader: TrajectoryReader,
-    resume_step: int, steps_per_batch: int = 1,
+    resume_step: int, steps_per_batch: int = 1, expected: Callable[[Sample], str] = lambda _: "",
 ) -> StepSamples:
-    """Samples of this rank; rank 0 opens the file."""
+    """Samples of this rank; rank 0 opens the file, and asks `expected` for the right answer of each."""
     writer = None
     if ranks.rank == 0 and (settings.num_per_step or settings.num_per_eval):
         file = SampleFile(run_dir, max_bytes=settings.max_bytes, resume_step=resume_step)
-        writer = SampleWriter(file, model_dir, num_detailed_tokens=settings.num_detailed_tokens)
+        writer = SampleWriter(
+            file, model_dir, num_detailed_tokens=settings.num_detailed_tokens, expected=expected
+        )
     return StepSamples(
         settings, seed=seed, ranks=ranks, reader=reader, writer=writer, steps_per_batch=steps_per_batch
     )

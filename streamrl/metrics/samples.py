@@ -57,6 +57,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         lag: optimizer steps from that version to the one that was updated; 0 in evaluations.
         prompt: the text that the model was given, with special tokens.
         answer: all that the model said, without special tokens; several turns are joined by newlines.
+        expected: the record's own answer, cut to a length; empty if it has none.
         messages: the turns after the prompt, if there is more than one.
         reward: as trained on, with penalties such as those of `overlong`; of an evaluation the task's.
         score: the task's own score.
@@ -92,6 +93,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     messages: list[Turn] = []
     dataset: str = ""
     tokens: SampleTokens | None = None
+    expected: str = ""
 
 
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Sample)

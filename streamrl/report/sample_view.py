@@ -137,6 +137,8 @@ def rendered(sample: Sample) -> Text:
             _block(text, turn.role + reward, Text(visible(turn.content)))
     else:
         _block(text, "answer", _colored(sample))
+    if sample.expected:
+        _block(text, "expected", Text(visible(sample.expected)))
     return text
 
 

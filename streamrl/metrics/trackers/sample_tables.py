@@ -9,7 +9,7 @@ from streamrl.metrics.text import compact
 
 COLUMNS = (
     "kind", "step", "fate", "reward", "score", "advantage", "version", "lag", "num_tokens", "truncated", "prompt",
-    "answer", "parts", "group", "member", "record", "actor",
+    "answer", "expected", "parts", "group", "member", "record", "actor",
 )
 MAX_MARKDOWN_CHARS = 2000
 """Of a prompt or an answer in a Markdown table."""

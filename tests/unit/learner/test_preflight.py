@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,16 @@ def reward(record, completion):
 HIDDEN_ALARM = MATH_VERIFY.replace("    return float(", "    try:\n        return float(") + (
     "    except Exception:\n        return 0.0\n"
 )
-LONG = "def record(split, index):\n    return {'prompt': 'x' * 500}\n\ndef reward(record, text):\n    return 1.0\n"
+LONG = (
+    "def record(split, index):\n    return {'prompt': 'x' * 500}\n\ndef reward(record, text):\n    return 1.0\n\n"
+    "def target(record):\n    return 'x'\n"
+)
+NO_TARGET = LONG.replace("* 500", "* 5").partition("def target")[0]
+PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+GUESS = re.search(r"```python\n(# guess\.py\n.*?)```", PAGE, re.DOTALL)[1]
+SYSTEM = {
+    "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1 = ?"}], "answer": "2",
+}
 NO_ENV = "class Calc:\n    name = 'calc'\n\n    def record(self, split, index): ...\n\n    def env(self): ...\n"
 BROKEN = "def record(split, index):\n    return {'prompt': 'x'}\n\ndef reward(record, completion):\n    return 1 / 0\n"
 
@@ -112,6 +122,16 @@ MISTAKES = {
     ),
     "an environment without its number of records": ([QUICKSTART, "env.path=calc.py"], "Calc lacks num_records"),
     "prompts too long for the tiny model": ([QUICKSTART, "env.path=long.py"], "Set rollout.max_prompt_tokens=640"),
+    "a system message and the tiny model": (
+        [QUICKSTART, "data.path=system.jsonl", "data.test_ratio=0", "reward.type=exact"],
+        "messages system, user. To go on, use policy.model_path=... (`make smollm2` gets a small one), or drop the",
+    ),
+    "tools and the tiny model": (
+        [QUICKSTART, "env.tools=[calculator]", "env.max_turns=3"], "or leave env.tools out",
+    ),
+    "no right answers for the tiny model": ([QUICKSTART, "env.path=no_target.py"], "knows no right answers: give it"),
+    "a game and the tiny model": ([QUICKSTART, "env.path=guess.py", "env.max_turns=5"], "knows no right answers"),
+    "a syntax error": ([QUICKSTART, "env.path=syntax.py"], "SyntaxError: '(' was never closed (syntax.py, line 1)"),
     "a reward that raises": ([QUICKSTART, "env.path=broken.py"], "ZeroDivisionError"),
     # evaluation sets
     "unknown key of a set": ([QUICKSTART, "eval.datasets.hard.fil=x.jsonl"], "Unknown key `eval.datasets.hard.fil`"),
@@ -156,11 +176,12 @@ def folder(tmp_path, monkeypatch):
     """A working directory with a broken task, data and a folder without a model; no GPU, no extra packages."""
     files = {
         "broken": BROKEN, "hangs": HANGS, "math_task": MATH_VERIFY, "hidden_alarm": HIDDEN_ALARM, "calc": NO_ENV,
-        "long": LONG,
+        "long": LONG, "no_target": NO_TARGET, "guess": GUESS, "syntax": "reward = (\n",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "data.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "system.jsonl").write_text(f"{json.dumps(SYSTEM)}\n" * 2)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -189,6 +210,7 @@ def test_a_mistake_is_refused_before_anything_starts(folder, name, taken_port):
         check_run(load_config(words))
 
     assert said in str(caught.value)
+    assert not re.search(r"(\(\w+\.py, line \d+\)).*\1", str(caught.value))  # a place in a file stands there once
     assert sorted(folder.iterdir()) == before
 
 

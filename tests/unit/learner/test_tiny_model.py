@@ -198,7 +198,7 @@ def test_a_task_that_opens_otherwise_than_with_one_user_message_is_refused(tmp_p
         def messages(self, record):
             return [ChatMessage("system", "be brief"), ChatMessage("user", record["prompt"])]
 
-    with pytest.raises(TaskError, match="one user message"):
+    with pytest.raises(TaskError, match="drop the system message"):
         prepare_tiny_model(tmp_path, TwoMessages(), **SMALL)
 
 

@@ -28,6 +28,7 @@ def steps(path, kind: str = "train") -> list[int]:
 def test_every_field_comes_back(tmp_path):
     full = sample(
         3, fate="zero_std", actor="a0", truncated=True, advantage=-0.5, parts={"format": 1.0}, dataset="held-out",
+        expected="17",
         messages=[Turn("assistant", "hm"), Turn("environment", "go on", 0.5)],
         tokens=SampleTokens([4, 5], ["é", "<eos>"], [0.5, None], [2, -1]),
     )

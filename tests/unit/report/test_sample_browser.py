@@ -77,6 +77,13 @@ def test_a_sample_shows_its_numbers():
         "train  step 3  reward 0.25  lag 3 (version 0)  4 tokens, cut short  group 3 member 1  record 73  a0"
     )
     assert "parts: format 1" in text and "--- prompt\nquestion 3?" in text
+    assert "expected" not in text
+
+
+def test_a_sample_shows_the_right_answer_below_the_models():
+    text = rendered(sample(3, "27", expected="17\x1b[2J")).plain
+
+    assert text.endswith("--- answer\n27\n--- expected\n17␛[2J\n")
     assert "not trained on: stale" in rendered(sample(3, "x", fate="stale")).plain
 
 

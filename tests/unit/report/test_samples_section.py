@@ -7,7 +7,17 @@ import pytest
 
 from streamrl.metrics.samples import Sample, SampleTokens, Turn
 from streamrl.report.report import write_report
-from streamrl.report.samples import MAX_CHARACTERS, MAX_TOKENS, evaluations, phases, pick, said, samples_html, shade
+from streamrl.report.samples import (
+    MAX_CHARACTERS,
+    MAX_TOKENS,
+    card,
+    evaluations,
+    phases,
+    pick,
+    said,
+    samples_html,
+    shade,
+)
 
 
 def sample(step=1, reward=0.5, **fields):
@@ -109,3 +119,8 @@ def test_a_damaged_file_of_samples_hides_nothing_else(make_run):
     text = write_report(root).read_text(encoding="utf-8")
 
     assert "samples.jsonl:1" in text and "Evaluation score" in text
+
+
+def test_a_card_shows_the_right_answer_as_text():
+    assert '<div class="said prompt">expected: 1 &lt; 2</div>' in card("best", sample(expected="1 < 2"))
+    assert "expected" not in card("best", sample())
