@@ -18,7 +18,7 @@ REAL_MODEL = "use policy.model_path=... (`make smollm2` gets a small one)"
 
 
 def task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool, limit_s: float = inf) -> list[Dialogue]:
-    """Of the last training records, or of all in any order; answers are empty where the task knows none and none are needed.
+    """Of the last training records; answers are empty where the task knows none and none are needed.
 
     Raises TaskError: the task knows no answers and some are needed, or it does not open with one user message.
     """

@@ -19,6 +19,8 @@ _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _MISREAD = re.compile(r"(?<!_)\d\s+\d|\d_|:.*:|\\pmod|\\cdots|\\ldots|\.\.\.")
 """What math-verify's parser takes for something else: 1 2 for a sum, 11_2 for 11, 1:2:3 for one number."""
+_FACTORS = re.compile(r"(?<![\w^.\\])(\d+(?:\.\d+)?)\s*(?=[({])|(?<=\))\s*(?=\()")
+"""2(4) and (2)(4) are products, and its sums."""
 _RANGE = re.compile(r"(\d+)\s*-+\s*(\d+)")
 _TOLERANCE = 1e-9
 _UNORDERED = {",", "{}", "cup"}
@@ -164,14 +166,17 @@ def _parse(text: str) -> Any:
         return None
     try:
         from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy
-        from sympy import Float, I, Rational, Symbol
+        from sympy import Derivative, Float, I, Rational, Symbol
     except ImportError:
         return None
     rules = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
     with contextlib.suppress(Exception):  # a parser of arbitrary text: whatever it raises, the text is not readable
         found = latex2sympy(
-            text, is_real=None, normalization_config=rules, conversion_config=ConversionConfig(lowercase_symbols=False)
+            _FACTORS.sub(r"\1 \\cdot ", text), is_real=None,
+            normalization_config=rules, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
+        if found.has(Derivative):
+            return None  # dy/dx is no derivative to be taken, which would be zero
         exact = {value: Rational(str(value)) for value in found.atoms(Float)}
         return found.subs(exact | {Symbol("i"): I}) if exact or Symbol("i") in found.free_symbols else found
     return None

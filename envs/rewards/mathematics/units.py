@@ -54,9 +54,10 @@ def quantity(text: str) -> Quantity:
     names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$]", plain.lower())
     if _CHANGES & set(names) or (plain == suffix and not _stands_alone(text[found.start() :], names)):
         return Quantity(text, unit)
-    scale = sum(_SCALES.get(name, 0) for name in names)
-    if scale:
-        value, names = f"{value} \\cdot 10^{{{scale}}}", [name for name in names if name not in _SCALES]
+    scales = [_SCALES[name.removesuffix("s")] for name in names if name.removesuffix("s") in _SCALES]
+    if scales:
+        value = f"{value} \\cdot 10^{{{sum(scales)}}}"
+        names = [name for name in names if name.removesuffix("s") not in _SCALES]
     return Quantity(value, unit or _unit(names))
 
 
