@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.tasks.strings import StringTask
-from learner.model.tiny import _task_dialogues, make_tiny_model, prepare_tiny_model
+from learner.data.dialogues import task_dialogues
+from learner.model.tiny import make_tiny_model, prepare_tiny_model
 from learner.model.warm_start import warm_start
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import ConfigError, TaskError
@@ -217,11 +218,11 @@ class SortedTask(SingleTurnTask):
 
 def test_what_is_held_out_of_a_sorted_file_is_like_the_rest():
     """The exact match of the warm start is then of the same records as the first evaluation."""
-    answers = [answer for _, answer in _task_dialogues(SortedTask(), 19_200, needs_target=True)]
+    answers = [answer for _, answer in task_dialogues(SortedTask(), 19_200, needs_target=True)]
 
     assert len(answers) == 500 and sorted(answers) == ["a"] * 250 + ["b"] * 250
     assert 30 < answers[-100:].count("a") < 70
-    assert {answer for _, answer in _task_dialogues(SortedTask(), 100, needs_target=True)} == {"b"}  # the last of many
+    assert {answer for _, answer in task_dialogues(SortedTask(), 100, needs_target=True)} == {"b"}  # the last of many
 
 
 def test_a_failed_preparation_leaves_nothing_behind(tmp_path):
