@@ -92,7 +92,8 @@ class ReasoningTask(SingleTurnTask):
         options: fields of the dataset's own configuration, such as max_terms=2.
 
     The score is the dataset's own, in [0, 1]; the reward is score + format part; both are parts, the second if it is
-    paid at all. An answer that the scorer cannot read, or takes too long over, scores 0; the part `unscored` counts them.
+    paid at all. An answer that the scorer cannot read, or takes too long over, scores 0; the part `unscored` counts
+    them.
     """
 
     def __init__(
