@@ -31,6 +31,7 @@ from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.named_code import check_allowed, refuse_references
 from envs.registry import task_of
+from envs.sandbox.pool import LEVELS_IN_USE
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.load import from_plain, to_plain
 from streamrl.config.rules import eval_sampling
@@ -41,6 +42,7 @@ from streamrl.errors import StreamrlError
 from streamrl.messages import (
     ANSWERED_STEPS,
     HUNG_CALLS,
+    SANDBOX_LEVEL,
     SLOW_CALL_S,
     SLOW_CALLS,
     SLOWEST_CALL_S,
@@ -257,7 +259,7 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
 
 
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
-    """For heartbeats: calls of environments that are slow or were given up, and how many steps were answered."""
+    """For heartbeats: calls of environments that are slow or were given up, steps that were answered, the sandbox."""
     executors = [runner.executor for runner in runtime.runners]
     answered = [executor.num_answered for executor in executors]
     slow = [executor.slow(SLOW_CALL_S) for executor in executors]
@@ -265,6 +267,7 @@ def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
         SLOW_CALLS: float(sum(count for count, _ in slow)), SLOWEST_CALL_S: max(longest for _, longest in slow),
         HUNG_CALLS: float(sum(executor.num_hung_calls for executor in executors)),
         ANSWERED_STEPS: float(sum(counts["step"] + counts["last_step"] + counts["rollout"] for counts in answered)),
+        SANDBOX_LEVEL: float(min(LEVELS_IN_USE, default=0)),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STATUSES = ("ok", "error", "compile_error", "timeout", "output_limit", "lost")
+STATUSES = ("ok", "error", "compile_error", "timeout", "output_limit", "memory_limit", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Limits:
 
     Args:
         timeout_s: wall time; then the program and all that it started are killed.
-        memory_bytes: address space of each process.
+        memory_bytes: memory of all processes together, looked at 20 times a second; and address space of each.
         file_bytes: largest file that may be written; at level 2 also the size of all that is in /tmp together.
         output_bytes: standard output and error together; the program is killed beyond it.
         num_processes: processes and threads at once.

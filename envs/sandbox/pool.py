@@ -15,6 +15,9 @@ from envs.sandbox.limits import Case, Execution, Limits
 from envs.sandbox.process import SandboxProcess
 from streamrl.errors import TaskError
 
+LEVELS_IN_USE: set[int] = set()
+"""Of the pools that this process has made."""
+
 
 class SandboxPool:
     """Runs programs, at most `num_workers` at once; callers of `run` wait for their turn. Threads may share a pool.
@@ -33,6 +36,7 @@ class SandboxPool:
         self.limits = limits or Limits()
         self.level = self._isolation.level
         self.description = WORDS[self.level]
+        LEVELS_IN_USE.add(self.level)
         size = num_workers or os.cpu_count() or 1
         if not 1 <= size <= 128:
             raise TaskError(f"a sandbox pool has 1 to 128 workers, got {size}.")

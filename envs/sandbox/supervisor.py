@@ -19,6 +19,7 @@ import struct
 import sys
 import time
 
+MEMORY_CHECK_S = 0.05
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 COMPILE_ERROR, RUNTIME_ERROR = b"c", b"r"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,7 +78,7 @@ def run_case(request, case, work, number):
         run_program(request["program"], case.get("call"), directory, limits)
     for fd in (out_write, err_write, status_write, stdin):
         os.close(fd)
-    texts, ended = collect(pid, out_read, err_read, start + limits["timeout_s"], limits["output_bytes"])
+    texts, ended = collect(pid, out_read, err_read, start + limits["timeout_s"], limits)
     exit_status = kill_all(pid)
     answer = {
         "status": outcome(ended, exit_status, os.read(status_read, 1)),
@@ -106,6 +107,7 @@ def run_program(program, call, directory, limits):
     try:
         os.chdir(directory)
         apply(limits)
+        prctl(PR_SET_DUMPABLE, 1)  # so that the supervisor may read how much memory it takes
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
@@ -159,9 +161,9 @@ def apply(limits):
         resource.setrlimit(kind, (value, value))
 
 
-def collect(pid, out_read, err_read, deadline, limit):
-    """Read both pipes until the program itself ended, its time is over, or it printed too much."""
-    texts = {out_read: b"", err_read: b""}
+def collect(pid, out_read, err_read, deadline, limits):
+    """Read both pipes until the program ended, its time is over, or it printed or took too much."""
+    texts, limit, check_at = {out_read: b"", err_read: b""}, limits["output_bytes"], time.monotonic() + MEMORY_CHECK_S
     exited = os.pidfd_open(pid)
     poller = select.poll()
     poller.register(exited, select.POLLIN)
@@ -170,12 +172,17 @@ def collect(pid, out_read, err_read, deadline, limit):
         poller.register(fd, select.POLLIN)
     ended = ""
     while not ended:
-        left = deadline - time.monotonic()
-        ready = [fd for fd, _ in poller.poll(max(0, left * 1000))]
+        now = time.monotonic()
+        left = deadline - now
+        ready = [fd for fd, _ in poller.poll(max(0, min(left, check_at - now) * 1000))]
         if exited in ready:
             ended = "ok"
         elif left <= 0:
             ended = "timeout"
+        elif now >= check_at:
+            check_at = now + MEMORY_CHECK_S
+            if sum(map(memory_of, descendants())) > limits["memory_bytes"]:
+                ended = "memory_limit"
         for fd in texts:
             if (fd in ready or ended) and not read_some(fd, texts, limit):
                 poller.register(fd, 0)  # closed on the other side
@@ -243,6 +250,15 @@ def descendants():
             continue
         found.add(pid)
     return found - {os.getpid()}
+
+
+def memory_of(pid):
+    """Bytes of memory that a process takes; what it shares with others is divided by them."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0  # it has ended
 
 
 def in_memory(name, data):

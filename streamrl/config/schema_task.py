@@ -99,7 +99,7 @@ class CodeRewardConfig:
     total_timeout_s: float = ranged(600.0, gt=0)
     """Longest time of all test cases of a program together."""
     memory_mb: int = ranged(1024, gt=0)
-    """Address space of a program."""
+    """Memory of a program and all that it starts, together."""
     partial: bool = False
     """Reward the share of test cases that pass; false pays only for all of them and stops at the first that fails."""
     any_order: bool = False

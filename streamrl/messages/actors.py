@@ -111,6 +111,10 @@ SLOW_CALLS, SLOWEST_CALL_S, HUNG_CALLS, ANSWERED_STEPS = "slow_calls", "slowest_
 raised so far."""
 
 
+SANDBOX_LEVEL = "sandbox_level"
+"""Another: the lowest level of sandbox that programs of the model have had at this actor; 0 if there were none."""
+
+
 class ActorState(IntEnum):
     CONNECTING = 0
     SYNCING = 1

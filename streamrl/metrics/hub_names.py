@@ -16,6 +16,7 @@ HUB_METRICS: list[Metric] = section(
     ("hub/num_leases_reissued", "leases", "last", "Leases given to another actor since the hub began."),
     ("hub/num_leases_retried", "leases", "last", "Of those, because episodes failed in their environment."),
     ("hub/num_episodes_failed", "episodes", "last", "Episodes that failed in their environment, in either split."),
+    ("hub/sandbox_level", "level", "last", "Lowest sandbox level of any actor; 0: no programs ran."),
     ("hub/num_actor_restarts", "actors", "last", "New incarnations of known actors since the hub began."),
     ("hub/num_installs", "installs", "last", "Versions that actors made live since the hub began."),
     ("hub/num_install_failures", "installs", "last", "Versions that actors refused since the hub began."),

@@ -70,6 +70,8 @@ class Summary:
     """What a reader of the results must know, from `warnings_of`."""
     diagnosis: str = ""
     """What limited the run's speed, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
+    sandbox_level: int = 0
+    """The lowest level of sandbox (docs/sandbox.md) that programs of the model have had; 0 if there were none."""
     tracked: Sequence[str] = ()
     """For each tracker the command that opens the run's record, or where it is."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +136,7 @@ class Summary:
                          f"{compact(self.tokens_per_s_generate)} generated"),
             ("learner waited", waited_share(self.learner_idle_fraction)),
             *([("bottleneck", self.diagnosis)] if self.diagnosis else []),
+            *([("sandbox", f"level {self.sandbox_level}")] if self.sandbox_level else []),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
             *([("id", self.run_id)] if self.run else []),
@@ -151,6 +154,8 @@ def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     spreads, means = series(rows, "reward/std")[1], series(rows, "reward/mean")[1]
     if len(spreads) >= ENOUGH_STEPS and not any(spreads) and min(means) == max(means):
         found.append(f"every reward was {compact(means[0])}: equal rewards teach nothing; see streamrl samples")
+    if last(rows, "hub/sandbox_level", 0.0) == 1.0:
+        found.append(WEAK_SANDBOX)
     return found
 
 
@@ -159,6 +164,10 @@ def waited_share(idle: float | None) -> str:
     return f"{idle:.0%} of its time" if idle is not None else "-"
 
 
+WEAK_SANDBOX = (
+    "programs of the model ran at sandbox level 1, which limits but does not isolate: they could read the files of the "
+    "actor's user and use the network; install bubblewrap, or allow user namespaces"
+)
 ENOUGH_STEPS = 3
 """With a reward; fewer may be equal by chance."""
 REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")
@@ -202,6 +211,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
         "learner_idle_fraction": learner_idle(rows),
         "diagnosis": diagnosis.text if diagnosis else "",
+        "sandbox_level": int(last(rows, "hub/sandbox_level", 0.0)),
         "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
     }
     return Summary(run_id=run_id, max_lag_bound=max_lag_bound, device=device, dtype=dtype, seed=seed,

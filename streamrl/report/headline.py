@@ -169,6 +169,7 @@ def bookkeeping(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("device", f"{summary.device}, {summary.dtype}, seed {summary.seed}"), ("groups", ", ".join(groups)),
         *([("recovered", ", ".join(recovered))] if recovered else []),
+        *([("sandbox", f"level {summary.sandbox_level}")] if summary.sandbox_level else []),
         ("tokens/s", f"{compact(summary.tokens_per_s_train)} trained, "
                      f"{compact(summary.tokens_per_s_generate)} generated"),
         ("publish", f"{duration(summary.publish_s_mean)} on average"), ("id", summary.run_id),

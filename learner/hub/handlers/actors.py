@@ -15,6 +15,7 @@ from learner.hub.ledger.groups import GroupState
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,
+    SANDBOX_LEVEL,
     TO_HUB,
     ActorHeartbeat,
     Bye,
@@ -31,6 +32,7 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, protocol_of
+from streamrl.metrics.summary import WEAK_SANDBOX
 from streamrl.transport.keys import may_be
 from streamrl.transport.log_limit import LogLimit
 from streamrl.transport.session import EXIT_EVICTED
@@ -237,11 +239,20 @@ class ActorHandler:
         if actor.max_leases:
             hub.loads.beat(actor.actor_id, beat.stats)
         hub.hung_calls.beat(actor.actor_id, beat.stats, now)
+        self._note_sandbox(actor.actor_id, int(beat.stats.get(SANDBOX_LEVEL, 0)))
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)
         self._broadcast.beat(actor, trusted, now)
         # An actor in quarantine has the newest version: another announcement would only make it fail again.
         self._announce_again(actor, beat if quarantined else trusted, now)
         self._send(actor.routing_id, self._beat_of_hub())
+
+    def _note_sandbox(self, actor_id: str, level: int) -> None:
+        """Keep the lowest level of the run; the first actor at level 1 is a notice."""
+        known = self._hub.counters["sandbox_level"]
+        if level in (1, 2) and (not known or level < known):
+            self._hub.counters["sandbox_level"] = level
+            if level == 1:
+                self._hub.notify(f"{actor_id}: {WEAK_SANDBOX}. See docs/sandbox.md")
 
     def _beat_of_hub(self) -> HubHeartbeat:
         hub = self._hub
