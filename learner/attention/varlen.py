@@ -11,8 +11,10 @@ Legend: N packed tokens, M keys, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -77,12 +79,19 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: f
     """The flash kernel that comes with PyTorch."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 has no such argument and compares no numbers of heads; later releases refuse unequal ones without it.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _takes_gqa(varlen_attn) else {}
     found = varlen_attn(
         query, key, value, ends.queries, ends.keys, ends.most_queries, ends.most_keys, scale=scale,
-        window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(left, 0), **grouped,
     )
     assert isinstance(found, Tensor)
     return found
+
+
+@cache
+def _takes_gqa(function: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, left: int) -> Tensor:

@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import (
     causal_mask_function,
@@ -74,8 +75,8 @@ def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, left):
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def calls(monkeypatch):
+@pytest.fixture(params=["2.11", "2.13"])
+def calls(request, monkeypatch):
     """Stand-ins for the packages of the kernels and PyTorch's own; the kinds that were called."""
     called = []
 
@@ -96,21 +97,30 @@ def calls(monkeypatch):
         module.flash_attn_varlen_func = flash_attn_varlen_func
         monkeypatch.setitem(sys.modules, name, module)
 
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-    ):
-        called.append("torch")
-        assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
-        return slow_varlen(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, left=window_size[0]
-        )
-
     for name in ("flash_attn", "flash_attn_interface"):
         flash(name)
-    from torch.nn.attention import varlen
-
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", fake_varlen_attn(request.param, called))
     return called
+
+
+def fake_varlen_attn(torch_version, called):
+    """A stand-in for PyTorch's function with the parameters that it has in that release."""
+
+    def fake(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
+        called.append("torch")
+        assert window_size[1] == 0
+        return slow_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, left=window_size[0])
+
+    def fake_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return fake(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    def fake_of_2_13(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return fake(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    return {"2.11": fake_of_2_11, "2.13": fake_of_2_13}[torch_version]
 
 
 @pytest.mark.parametrize("kind", ["varlen", "flash_attention_2", "flash_attention_3"])
