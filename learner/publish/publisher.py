@@ -116,17 +116,25 @@ class Publisher:
         return self._stage(ref, [parameter for _, parameter in self._parameters], self._ranks, None)
 
     @torch.no_grad()
-    def snapshot(self, ref: VersionRef) -> Callable[[Ranks], PublishedVersion | None]:
-        """Copy what this rank holds, where it lies and in the document's type: training may go on.
+    def snapshot(self, ref: VersionRef) -> Callable[[Ranks], PublishedVersion | None] | None:
+        """Copy what this rank holds, where it lies and in the document's type: training may go on. A collective call.
 
         Returns:
-            `publish` of the copy, to be called on every rank, in a thread whose collectives go over the given ranks.
+            `publish` of the copy, to be called on every rank, in a thread whose collectives go over the given ranks;
+            None, on all of them, if a rank has no memory for its copy: `publish` the version instead.
         Raises:
             WeightsError: as `publish`, for the version.
         """
         assert not self.gathers, "a publish that gathers needs the parameters until its end"
+        before, copies = self._last_tried, None
         self._begin(ref)
-        copies = [_copied(parameter, self._wire_dtype) for _, parameter in self._parameters]
+        try:
+            copies = [_copied(parameter, self._wire_dtype) for _, parameter in self._parameters]
+        except torch.OutOfMemoryError as error:
+            log.debug("no snapshot: %s", error)
+        if self._ranks.maximum(float(copies is None)) or copies is None:
+            self._last_tried = before
+            return None
         ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
         return lambda ranks: self._stage(ref, copies, ranks, ready)
 

@@ -26,7 +26,7 @@ class Publishing:
 
     Args:
         beside: where versions after the first are written; None writes each while training waits. Ranks that have to
-            gather wait too.
+            gather, or have no memory for a copy, wait too.
         base: what versions are adapters of, and the path of its document.
     """
 
@@ -54,15 +54,28 @@ class Publishing:
         self._last, self._probe, self._succeeded = ref, probe, False
         first, self._staged = not self._staged, True
         self.beside = self._beside is not None and not first and not self._publisher.gathers
-        if self.beside:
-            assert self._beside is not None
-            self._beside.start(self._publisher.snapshot(ref))
-            self._running = True
+        if self.beside and self._start_beside(ref):
             return
         try:
             self._announce(self._publisher.publish(ref))
         except WeightsError as error:
             self._failed(error)
+
+    def _start_beside(self, ref: VersionRef) -> bool:
+        """False if there is no memory for a copy: versions are written while training waits from then on."""
+        assert self._beside is not None
+        work = self._publisher.snapshot(ref)
+        self.beside = self._running = work is not None
+        if work is not None:
+            self._beside.start(work)
+            return True
+        log.warning(
+            "a GPU of the learner has no memory for a copy of the weights: versions are written while training waits. "
+            "Lower learner.max_tokens_per_device, or raise launch.num_learner_ranks"
+        )
+        self.close()
+        self._beside = None
+        return False
 
     def poll(self) -> None:
         """Announce a version that has just been written; never waits."""

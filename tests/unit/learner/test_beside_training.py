@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import learner.publish.publisher as publisher_module
 from learner.checkpoint.checkpoint import find_checkpoint
 from learner.checkpoint.saving import Saving
 from learner.checkpoint.shards import training_tensors
@@ -140,6 +141,32 @@ def test_a_version_that_fails_beside_training_is_skipped_and_the_next_one_comes(
 
     assert one.num_failed == 1 and "version 1 is skipped" in caplog.text
     assert [manifest.ref.version for manifest, _ in link.published] == [0, 2]
+    one.close()
+
+
+def test_without_memory_for_a_copy_versions_are_written_while_training_waits(shm, caplog, monkeypatch):
+    copies = []
+
+    def fake_allocator_with_room_for_one_copy(parameter, dtype):
+        if copies:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        copies.append(parameter.detach().to(dtype, copy=True))
+        return copies[-1]
+
+    monkeypatch.setattr(publisher_module, "_copied", fake_allocator_with_room_for_one_copy)
+    weight, link = torch.nn.Parameter(torch.zeros(3)), FakeLink()
+    one = publishing(weight, shm, link, beside=Background(ALONE, "publish"))
+    beside = []
+    for version in range(4):
+        one.stage(VersionRef(1, version), None)
+        beside.append(one.beside)
+        assert one.settle() == VersionRef(1, version)
+        with torch.no_grad():
+            weight.add_(1.0)
+
+    assert beside == [False, True, False, False] and one.num_failed == 0
+    assert numbers(link, one._publisher.layout) == [[float(version)] * 3 for version in range(4)]
+    assert caplog.text.count("no memory for a copy of the weights") == 1
     one.close()
 
 

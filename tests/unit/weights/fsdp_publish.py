@@ -33,6 +33,7 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
     rows      every rank writes its own
     gather    rank 1 does not see the file, as on another host
     snapshot  rows, of a copy: the weights change before it is written
+    no-room   rows, because rank 1 has no memory for a copy; nobody takes the version for published
     broken    rows, and it is rank 1 that cannot write the last version
     """
     shm = ShmPublisher(folder / way, "fsdp", keep_versions=9) if ranks.rank == 0 else None
@@ -46,7 +47,8 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
         elif version == 2 and way != "broken" and shm is not None:
             shm.close()  # rank 0 can write no more: the others must get through their part all the same
         ref = VersionRef(1, version)
-        work = publisher.snapshot(ref) if way == "snapshot" and version else None
+        work = publisher.snapshot(ref) if way in ("snapshot", "no-room") and version else None
+        assert (work is not None) == (way == "snapshot" and version > 0), way
         if work is not None:
             change(model, 1.5)
         try:
@@ -61,6 +63,10 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
                 print(way, msgspec.msgpack.encode(both).hex(), flush=True)
         if work is None:
             change(model, 1.5)
+
+
+def fake_allocator_without_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def no_room(*_: object) -> None:
@@ -81,13 +87,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,))
     ranks = Ranks(mesh.get_rank(), Mesh.of(2), torch.device("cpu"), mesh)
-    here = publisher_module.SharedFile
-    for way in ("rows", "gather", "snapshot", "broken"):
+    here, copied = publisher_module.SharedFile, publisher_module._copied
+    for way in ("rows", "gather", "snapshot", "no-room", "broken"):
         model = toy_model()
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         publisher_module.SharedFile = not_here if way == "gather" and ranks.rank == 1 else here
+        no_memory = way == "no-room" and ranks.rank == 1
+        publisher_module._copied = fake_allocator_without_memory if no_memory else copied
         publish_all(model, Path(sys.argv[1]), ranks, way=way)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

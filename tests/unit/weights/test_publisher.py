@@ -125,7 +125,7 @@ def test_two_fsdp_ranks_publish_what_one_would_in_every_way_and_a_failing_one_bl
     assert done.returncode == 0, done.stderr[-3000:]
     expected = single_rank_manifests(tmp_path / "single")
     said = [line.split() for line in done.stdout.splitlines()]
-    for way in ("rows", "gather", "snapshot", "broken"):
+    for way in ("rows", "gather", "snapshot", "no-room", "broken"):
         *published, abandoned = [word for mine, word in said if mine == way]
         found = [msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Manifest]) for line in published]
         assert abandoned == "abandoned" and found == expected, way
