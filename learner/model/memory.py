@@ -10,12 +10,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, LoraBase, LoraConfig
 from streamrl.errors import ConfigError
 
 GIB = 1 << 30
 STATE_BYTES = {"adamw": 16, "muon": 12, "sgd": 8, "adam8bit": 10}
 """Of each trained parameter, over all ranks: float32 master and gradient (4 + 4), and the moments."""
+BASE_BYTES = {LoraBase.none: 2.0, LoraBase.int8: 1.0, LoraBase.nf4: 0.5 + (1 + 4 / 256) / 64}
+"""Of each weight of a frozen linear layer. nf4 has a byte for 64 weights, and a float32 for 256 of those bytes."""
 _LAYER_COPIES = 2  # the one that computes, and the next one, which is fetched meanwhile
 _LOGIT_COPIES = 3
 _KEPT_PER_TOKEN = 34  # bytes a hidden unit of a layer keeps for its backward pass in half precision, roughly
@@ -52,15 +54,35 @@ def estimate_memory(config: Config, model_dir: str | Path) -> MemoryEstimate:
     settings: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
     settings = settings.get("text_config", settings)
     layers, hidden = int(settings["num_hidden_layers"]), int(settings["hidden_size"])
-    ranks, learner = config.launch.num_learner_ranks, config.learner
-    per_parameter = 2 if config.policy.lora.rank is not None else STATE_BYTES.get(config.policy.optimizer.name, 8)
+    ranks, learner, lora = config.launch.num_learner_ranks, config.learner, config.policy.lora
+    per_trained = STATE_BYTES.get(config.policy.optimizer.name, 8)
     kept = 2 if config.policy.gradient_checkpointing else _KEPT_PER_TOKEN
+    shared, own, scratch = per_trained * whole, 0.0, 0  # of all ranks together, of each, while a layer computes
+    if lora.rank is not None:
+        linear = {name: shape for name, shape in shapes.items() if _is_linear(name, shape)}
+        factors = lora.rank * sum(sum(shape) for name, shape in linear.items() if _is_adapted(name, lora))
+        quantized = [prod(shape) for shape in linear.values()] if lora.base_quantization is not LoraBase.none else []
+        own, scratch = BASE_BYTES[lora.base_quantization] * sum(quantized), 2 * max(quantized, default=0)
+        whole -= sum(quantized)  # each rank has those as they are: they are neither shared nor gathered
+        shared = 2 * whole + per_trained * factors
     return MemoryEstimate(
-        states=per_parameter * whole // ranks,
-        gathered=2 * (root + _LAYER_COPIES * (whole - root) // layers),
+        states=int(own + shared / ranks),
+        gathered=2 * (root + _LAYER_COPIES * (whole - root) // layers) + scratch,
         activations=learner.max_tokens_per_device * hidden * layers * kept,
         logits=_LOGIT_COPIES * 4 * learner.logprob_chunk_tokens * int(settings["vocab_size"]),
     )
+
+
+def _is_linear(name: str, shape: list[int]) -> bool:
+    """Whether this is a linear layer of the decoder; experts are one tensor of the model, however files name them."""
+    return len(shape) == 2 and (".layers." in name or ".h." in name) and ".experts." not in name
+
+
+def _is_adapted(name: str, lora: LoraConfig) -> bool:
+    def named(ends: list[str]) -> bool:
+        return any(f".{name.removesuffix('.weight')}".endswith(f".{end}") for end in ends)
+
+    return (lora.target_modules == ["all-linear"] or named(lora.target_modules)) and not named(lora.exclude)
 
 
 def tensor_shapes(model_dir: str | Path) -> Iterator[tuple[str, list[int]]]:
@@ -77,9 +99,15 @@ def check_memory(config: Config, model_dir: str | Path, total_bytes: int) -> Mem
     """Raise ConfigError if the model's states alone exceed the part of such a GPU that a rank may take."""
     found, limit = estimate_memory(config, model_dir), total_bytes * (config.learner.gpu_memory_share or 1.0)
     if found.least > limit:
+        lora, smaller = config.policy.lora, "or train an adapter with policy.lora.rank=32"
+        if lora.rank is not None:
+            smaller = "or keep the frozen layers in 4 bits with policy.lora.base_quantization=nf4"
+        if lora.base_quantization is LoraBase.nf4:
+            smaller = "or take a smaller model"
+        ranks = f"launch.num_learner_ranks={config.launch.num_learner_ranks} or "
         raise ConfigError(
             f"policy.model_path={config.policy.model_path} needs {found}, and a rank may take {limit / GIB:.1f} of "
-            f"{total_bytes / GIB:.1f}: raise launch.num_learner_ranks={config.launch.num_learner_ranks} or "
-            "learner.gpu_memory_share, or train an adapter with policy.lora.rank=32"
+            f"{total_bytes / GIB:.1f}: raise {ranks if lora.base_quantization is LoraBase.none else ''}"
+            f"learner.gpu_memory_share, {smaller}"
         )
     return found
