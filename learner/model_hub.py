@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from envs.data.hub import hub_answers
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
-PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def find_models(config: Config, notify: Callable[[str], None]) -> None:
@@ -24,8 +21,8 @@ def find_models(config: Config, notify: Callable[[str], None]) -> None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this is `owner/name` and no folder here."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+    """Whether this is `owner/name` and no folder here; `models/name` is where `make smollm2` and others put folders."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~", "models/")) and not Path(name).exists()
 
 
 def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
@@ -39,7 +36,7 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
             return str(cached)
     except LocalEntryNotFoundError:
         pass
-    if constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT):
+    if not hub_answers():
         raise ConfigError(
             f"{setting}={name} is no folder here and not in the cache of the model hub, which cannot be reached from "
             f"here: run {by_hand} on a machine that can, then give that folder."
@@ -52,14 +49,3 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
         raise ConfigError(
             f"{setting}={name} could not be fetched: {reason} Check the name, or give a local folder: {by_hand}."
         ) from error
-
-
-def _reachable(endpoint: str) -> bool:
-    """Whether its name resolves: a download would try for half a minute. Behind a proxy this proves nothing."""
-    if any(os.environ.get(name) for name in PROXIES):
-        return True
-    try:
-        socket.getaddrinfo(urlsplit(endpoint).hostname, 443)
-    except OSError:
-        return False
-    return True

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 
+SMOLLM2 = "smollm2-135m"  # the folder of experiment=smollm2
 NUM_PROMPTS, MEASURE_S = 64, 0.5
 """Records whose prompts are measured, and the time for it."""
 
@@ -170,6 +171,11 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
 
 def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
     """config.json of a checkpoint. Raises ConfigError."""
+    if not Path(directory).exists():
+        made = "run `make smollm2`, which makes it" if Path(directory).name == SMOLLM2 else (
+            "give a local Hugging Face checkpoint directory, or a name of the model hub"
+        )
+        raise ConfigError(f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}.")
     try:
         found = json.loads((Path(directory) / "config.json").read_text())
     except (FileNotFoundError, NotADirectoryError) as error:

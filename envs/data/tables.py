@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
 from streamrl.errors import TaskError
 
@@ -54,7 +56,7 @@ def open_table(file: Path, name: str) -> Table:
 def open_folder(path: str, split: str, setting: str) -> Table:
     """A folder of `save_to_disk`, a folder of data files, or `owner/name[:subset]` on the hub."""
     datasets = _library()
-    folder = Path(path).expanduser()
+    folder, silent = Path(path).expanduser(), False
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             found = datasets.load_from_disk(str(folder))
@@ -62,9 +64,12 @@ def open_folder(path: str, split: str, setting: str) -> Table:
             found = datasets.load_dataset(str(folder))
         else:
             name, _, subset = path.partition(":")
-            return Table(datasets.load_dataset(name, subset or None, split=split), path)
+            silent = not hub_answers()
+            with from_the_cache() if silent else nullcontext():
+                return Table(datasets.load_dataset(name, subset or None, split=split), path)
     except Exception as error:
         where = "a folder of data" if folder.is_dir() else "a file here, nor a data set that the hub gives"
+        where += " (it does not answer, and the cache on this machine has none)" if silent else ""
         raise TaskError(
             f"{setting} is not {where}: {_first_line(error)}. Give a file, a folder of data files or of save_to_disk, "
             "or the name of a data set of the hub (owner/name, online or in its cache)."

@@ -146,6 +146,13 @@ MISTAKES = {
     "no model": ([], "policy.model_path is not set: give a local checkpoint directory"),
     "a folder without a model": (["policy.model_path=empty"], "policy.model_path=empty holds no config.json: give"),
     "a file as the model": (["policy.model_path=broken.py"], "holds no config.json"),
+    "a model that was not made": (
+        ["experiment=smollm2"],
+        "policy.model_path=models/smollm2-135m: there is no such folder (looked in {folder}): run `make smollm2`",
+    ),
+    "a path under models": (["policy.model_path=models/mine"], "=models/mine: there is no such folder (looked in {folder})"),
+    "a relative path": (["policy.model_path=./mine"], "=./mine: there is no such folder (looked in {folder})"),
+    "an absolute path": (["policy.model_path=/no/model"], "=/no/model: there is no such folder"),
     "a model of the hub": (
         ["policy.model_path=Qwen/Qwen2.5-0.5B-Instruct"],
         "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct on a machine that can",
@@ -209,7 +216,8 @@ def test_a_mistake_is_refused_before_anything_starts(folder, name, taken_port):
     with pytest.raises(StreamrlError) as caught:
         check_run(load_config(words))
 
-    assert said in str(caught.value)
+    assert said.replace("{folder}", str(folder)) in str(caught.value)
+    assert ("hf download" in str(caught.value)) == ("hf download" in said)
     assert not re.search(r"(\(\w+\.py, line \d+\)).*\1", str(caught.value))  # a place in a file stands there once
     assert sorted(folder.iterdir()) == before
 
