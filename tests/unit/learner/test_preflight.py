@@ -150,7 +150,9 @@ MISTAKES = {
         ["experiment=smollm2"],
         "policy.model_path=models/smollm2-135m: there is no such folder (looked in {folder}): run `make smollm2`",
     ),
-    "a path under models": (["policy.model_path=models/mine"], "=models/mine: there is no such folder (looked in {folder})"),
+    "a path under models": (
+        ["policy.model_path=models/mine"], "=models/mine: there is no such folder (looked in {folder})",
+    ),
     "a relative path": (["policy.model_path=./mine"], "=./mine: there is no such folder (looked in {folder})"),
     "an absolute path": (["policy.model_path=/no/model"], "=/no/model: there is no such folder"),
     "a model of the hub": (
