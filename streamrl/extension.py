@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -57,6 +58,10 @@ def import_attribute(name: str, *, setting: str) -> Any:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """ " Did you mean a or b?" for the nearest of the candidates; empty if none is near."""
-    near = difflib.get_close_matches(name, list(candidates), n=3)
+    """ " Did you mean a or b?" for the nearest of the candidates, by name or by a word of it; empty if none is near."""
+    candidates = list(candidates)
+    near = difflib.get_close_matches(name, candidates, n=3)
+    if not near:
+        words = {word: one for one in reversed(candidates) for word in re.split(r"[^0-9A-Za-z]+", one)}
+        near = [words[word] for word in difflib.get_close_matches(name, words, n=1, cutoff=0.75)]
     return f" Did you mean {' or '.join(near)}?" if near else ""

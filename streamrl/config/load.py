@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
 from streamrl.config.wording import (
     refuse_file,
+    refuse_option,
     refuse_removal,
     refuse_several,
     refuse_type,
@@ -214,9 +216,9 @@ def to_config(composed: DictConfig) -> Config:
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError, with the nearest valid key, for the first override that names no setting."""
     keys = set(setting_names())
-    for override in overrides:
+    for override, following in zip_longest(overrides, overrides[1:], fillvalue=""):
         if override.startswith("-"):
-            raise ConfigError(f"`{override}` is not an option here: settings are key=value, e.g. trainer.num_steps=200")
+            refuse_option(override, following, _nearest(override.lstrip("-").partition("=")[0].replace("-", "_")))
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
         if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
@@ -274,20 +276,25 @@ def _parse(word: str) -> Any:
 
 def nearest_setting(key: str) -> str:
     """The setting that was probably meant, as the end of a sentence."""
-    if key.lower() in FULL_NAMES:
-        return f"did you mean `{FULL_NAMES[key.lower()]}`?"
-    keys = set(setting_names())
-    if key.lower().partition(".")[0] in NOT_HERE:
+    if key.lower() not in FULL_NAMES and key.lower().partition(".")[0] in NOT_HERE:
         return f"{NOT_HERE[key.lower().partition('.')[0]]}."
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
-    alias = ALIASES.get(key.lower().replace("-", "_").rpartition(".")[2])
-    if alias is not None and not (close and "." in key):
-        return f"did you mean `{alias}`?"
-    close = close or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    if not close:  # the section may be missing or wrong: compare the last parts
-        last = {name.rpartition(".")[2]: name for name in sorted(keys, reverse=True)}
-        close = [last[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
-    return f"did you mean `{close[0]}`?" if close else "see `streamrl settings` for every key."
+    near = _nearest(key) or next(iter(difflib.get_close_matches(key, set(setting_names()), n=1, cutoff=0.5)), None)
+    return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
+
+
+def _nearest(key: str) -> str | None:
+    """The setting whose name, last part or name elsewhere this is, or nearly is."""
+    if key.lower() in FULL_NAMES:
+        return FULL_NAMES[key.lower()]
+    names = sorted(setting_names())
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    last = key.lower().replace("-", "_").rpartition(".")[2]
+    if last in ALIASES and not (close and "." in key):
+        return ALIASES[last]
+    parts = {name.rpartition(".")[2]: name for name in reversed(names)}  # the section may be missing or wrong
+    if not close:
+        close = difflib.get_close_matches(last, {*parts, *ALIASES}, n=1, cutoff=0.8)
+    return (ALIASES.get(close[0]) or parts.get(close[0]) or close[0]) if close else None
 
 
 def setting_names() -> Iterator[str]:

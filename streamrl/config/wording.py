@@ -60,6 +60,16 @@ def refuse_file(group: str, name: str, names: Sequence[str]) -> NoReturn:
     )
 
 
+def refuse_option(word: str, following: str, name: str | None) -> NoReturn:
+    """A word with dashes in front; `following` may be its value, `name` is the setting that it may mean."""
+    option, equals, value = word.partition("=")
+    if not equals and "=" not in following and not following.startswith("--"):
+        value = following
+    typed = f"{option}{equals or (value and ' ')}{value}"
+    meant = f"write {name}={value or 'VALUE'}" if name else "e.g. trainer.num_steps=200"
+    raise ConfigError(f"`{typed}` is not an option here: settings are key=value, {meant}")
+
+
 def refuse_word(word: str, experiments: Sequence[str]) -> NoReturn:
     """A word without `=`."""
     meant = f" Did you mean experiment={word}?" if word in experiments else ""

@@ -57,7 +57,7 @@ class RunHarness:
         return f"tcp://127.0.0.1:{self.port}"
 
     def words(self, *more: str) -> list[str]:
-        cache = ROOT / "models" / "test"
+        cache = ROOT / ".pytest_cache" / "models"  # for the tests of later days too, and no folder of the user's
         return [*SMALL, f"run.dir={self.run_dir}", f"policy.tiny.cache_dir={cache}", f"hub.bind={self.address}", *more]
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:

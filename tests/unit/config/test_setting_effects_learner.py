@@ -254,7 +254,9 @@ def test_a_users_own_tracker_is_opened_with_its_options(monkeypatch, tmp_path):
     assert (run.run_id, run.run_dir, run.settings["options"]) == ("run-1", tmp_path, {"url": "there"})
 
 
-def test_name_root_and_dir_choose_the_run_directory(tmp_path):
+def test_name_root_and_dir_choose_the_run_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     def directory(*words: str):
         return choose_run_dir(config_of("run.root=runs", "run.name=first", *words))
 

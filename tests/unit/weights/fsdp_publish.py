@@ -33,7 +33,7 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
     rows      every rank writes its own
     gather    rank 1 does not see the file, as on another host
     snapshot  rows, of a copy: the weights change before it is written
-    no-room   rows, because rank 1 has no memory for a copy; nobody takes the version for published
+    no-room   rows, because rank 1 has no memory for a copy; the version can still be published
     broken    rows, and it is rank 1 that cannot write the last version
     """
     shm = ShmPublisher(folder / way, "fsdp", keep_versions=9) if ranks.rank == 0 else None
