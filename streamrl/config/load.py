@@ -278,23 +278,30 @@ def nearest_setting(key: str) -> str:
     """The setting that was probably meant, as the end of a sentence."""
     if key.lower() not in FULL_NAMES and key.lower().partition(".")[0] in NOT_HERE:
         return f"{NOT_HERE[key.lower().partition('.')[0]]}."
+    parts = _last_parts()
     near = _nearest(key) or next(iter(difflib.get_close_matches(key, set(setting_names()), n=1, cutoff=0.5)), None)
+    if near is None:  # the section may be wrong: compare the last parts
+        near = next((parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], parts, n=1)), None)
     return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
 
 
 def _nearest(key: str) -> str | None:
-    """The setting whose name, last part or name elsewhere this is, or nearly is."""
-    if key.lower() in FULL_NAMES:
-        return FULL_NAMES[key.lower()]
-    names = sorted(setting_names())
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-    last = key.lower().replace("-", "_").rpartition(".")[2]
+    """The setting whose name, or name elsewhere, this nearly is; without a section it may be its last part."""
+    typed = key.lower().replace("-", "_")
+    if typed in FULL_NAMES:
+        return FULL_NAMES[typed]
+    known = {name: name for name in setting_names()}
+    if "." not in key:
+        known |= _last_parts() | ALIASES
+    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=0.8 if "." in key else 0.75)]
+    last = typed.rpartition(".")[2]
     if last in ALIASES and not (close and "." in key):
         return ALIASES[last]
-    parts = {name.rpartition(".")[2]: name for name in reversed(names)}  # the section may be missing or wrong
-    if not close:
-        close = difflib.get_close_matches(last, {*parts, *ALIASES}, n=1, cutoff=0.8)
-    return (ALIASES.get(close[0]) or parts.get(close[0]) or close[0]) if close else None
+    return close[0] if close else None
+
+
+def _last_parts() -> dict[str, str]:
+    return {name.rpartition(".")[2]: name for name in sorted(setting_names(), reverse=True)}
 
 
 def setting_names() -> Iterator[str]:

@@ -103,9 +103,9 @@ class EvalSplitConfig:
 @dataclass
 class RolloutConfig:
     num_prompts_per_step: int = ranged(16, ge=1, le=512, why=(
-        "one actor alone must be able to hold the groups of two batches until a checkpoint has them. A recipe with more "
-        "(data.train_batch_size of verl) makes several optimizer steps of a batch: set this to the prompts of one of "
-        "them (ppo_mini_batch_size) and multiply trainer.num_steps"
+        "one actor alone must be able to hold the groups of two batches until a checkpoint has them. A recipe with "
+        "more (data.train_batch_size of verl) makes several optimizer steps of a batch: set this to the prompts of "
+        "one of them (ppo_mini_batch_size) and multiply trainer.num_steps"
     ))
     """B: groups of one batch, which a step consumes."""
     num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")

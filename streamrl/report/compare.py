@@ -25,6 +25,7 @@ from streamrl.report.run_charts import Chart, charts, evaluation_curves
 
 HEADER = ("run", "eval first", "eval last", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s",
           "learner waits")
+TERMINAL_WIDTH = 80
 SET_SCORE = re.compile(r"eval/[^/]+/score")
 """The score of a set of `eval.datasets`."""
 MAX_DIFFERENCES = 40
@@ -34,7 +35,7 @@ ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
 
 def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],
                      objective: Objective | None = None) -> str:
-    """Write the page to `out` with the suffix .html, and the table beside it as .md; returns the table.
+    """Write the page to `out` with the suffix .html, and the table beside it as .md; returns it as a terminal has room.
 
     With an objective the runs are ranked by it, and the table has a column for it if it lacks one. Each set of
     `eval.datasets` has a column, too.
@@ -57,7 +58,45 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.P
     links = [_link(Path(run_dirs[i]), here) for i in order]
     write_atomic(Path(out).with_suffix(".html"), comparison_page(records, labels, rows, links, str(objective or "")))
     write_atomic(Path(out).with_suffix(".md"), text)
-    return text
+    return terminal_table(rows, ("eval last", objective.metric if objective is not None else ""))
+
+
+def terminal_table(rows: Sequence[Sequence[str]], kept: Sequence[str]) -> str:
+    """The table in TERMINAL_WIDTH characters: labels are shortened, then columns left out, but the first and `kept`.
+
+    First go those that are equal in all of several runs, then the last ones.
+    """
+    (head, *body), width = rows, TERMINAL_WIDTH
+    labels = _distinct([_short(row[0]) for row in body], [row[0] for row in body])
+    columns = [[head[0], *labels]] + [
+        list(column) for column in list(zip(*rows, strict=True))[1:]
+        if column[0] in kept or len(body) < 2 or len(set(column[1:])) > 1
+    ]
+
+    def table_of_columns() -> str:
+        first, *others = zip(*columns, strict=True)
+        return markdown_table(first, others)
+
+    def excess() -> int:
+        return table_of_columns().index("\n") - width
+
+    while excess() > 0 and (optional := [i for i in range(1, len(columns)) if columns[i][0] not in kept]):
+        del columns[optional[-1]]
+    if (over := excess()) > 0:
+        room = max(10, max(map(len, labels)) - over)
+        cut = [one if len(one) <= room else f"{one[: room // 2 - 3]}...{one[room // 2 - room :]}" for one in labels]
+        columns[0] = [head[0], *_distinct(cut, labels)]
+    return table_of_columns()
+
+
+def _short(label: str) -> str:
+    """Without sections of keys, and with three digits of long fractions."""
+    label = re.sub(r"\b(?:\w+\.)+(\w+=)", r"\1", label)
+    return re.sub(r"\d+\.\d{4,}(?:e[-+]?\d+)?", lambda number: f"{float(number[0]):.3g}", label)
+
+
+def _distinct(shorter: list[str], labels: list[str]) -> list[str]:
+    return shorter if len(set(shorter)) == len(set(labels)) else labels
 
 
 def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: Sequence[Sequence[str]],

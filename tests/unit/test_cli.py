@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from envs.catalog import entries, lines
 from streamrl import cli
+from streamrl.config.aliases import ALIASES
+from streamrl.config.load import nearest_setting, settings
+from streamrl.errors import ConfigError
 from streamrl.verbs import actors
 
 
@@ -44,6 +50,39 @@ def test_a_word_that_no_setting_has_leads_to_the_nearest(streamrl):
 
     assert (code, out) == (2, "")
     assert err == "No setting contains learning_rate: did you mean `policy.optimizer.lr`?\n"
+
+
+def misspelled(word: str) -> list[str]:
+    """Without a letter, with one twice, with two exchanged."""
+    at = len(word) // 2
+    return [word[:at] + word[at + 1 :], word[:at] + word[at] + word[at:],
+            word[: at - 1] + word[at] + word[at - 1] + word[at + 1 :]]  # fmt: skip
+
+
+def alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, one).ratio()
+
+
+@pytest.mark.parametrize("word", sorted({name.rpartition(".")[2] for name, *_ in settings()} | ALIASES.keys()))
+def test_a_misspelled_word_of_a_key_leads_to_a_setting_with_that_word(word):
+    if len(word) < 7:
+        pytest.skip("a short word has many neighbors")
+    for typed in misspelled(word):
+        found = re.search(r"did you mean `(.+)`\?", nearest_setting(typed))
+        assert found is not None, typed
+        names = {found[1], found[1].rpartition(".")[2], *(name for name, ours in ALIASES.items() if ours == found[1])}
+        assert word in names or max(alike(typed, name) for name in names) >= alike(typed, word), (typed, found[1])
+
+
+@pytest.mark.parametrize("name", [one.name for one in entries() if "NAME" not in one.name])
+def test_a_misspelled_word_of_a_task_leads_to_a_task_with_that_word(name):
+    word = name.rpartition(".")[2]
+    for typed in misspelled(word) if len(word) > 5 else []:
+        with pytest.raises(ConfigError) as refused:
+            lines([typed])
+        meant = re.search(r"Did you mean (.+)\?", str(refused.value))
+        assert meant is not None, typed
+        assert max(alike(typed, one) for one in re.split(r"[\s.]+", meant[1])) >= alike(typed, word), (typed, meant[1])
 
 
 def test_tasks_are_listed_with_their_options():

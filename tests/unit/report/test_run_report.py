@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from streamrl.cli import main
-from streamrl.report.compare import write_comparison
+from streamrl.report.compare import terminal_table, write_comparison
 from streamrl.report.report import write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -105,9 +105,10 @@ def test_a_comparison_overlays_the_runs_labeled_by_the_overrides_that_differ(mak
             for eta in (1, 2, 3)]
 
     out = runs[0].parent / "comparison.html"
-    table = write_comparison(runs, out)
+    printed = write_comparison(runs, out)
 
-    assert out.with_suffix(".md").read_text() == table
+    table = out.with_suffix(".md").read_text()
+    assert "| eta=1 |" in printed and "eval first" in table and "eval first" not in printed  # equal in all
     outline = Outline(out.read_text(encoding="utf-8"))
     assert outline.captions == ["Evaluation score", "Reward", "Mean token lag", "Largest head lag", "Trained",
                                 "Generated"]
@@ -120,8 +121,9 @@ def test_a_comparison_overlays_the_runs_labeled_by_the_overrides_that_differ(mak
 
 
 def test_runs_without_differing_overrides_are_labeled_by_directory(make_run, tmp_path):
-    table = write_comparison([make_run("a"), make_run("b", finished=False)], tmp_path / "comparison.html")
+    write_comparison([make_run("a"), make_run("b", finished=False)], tmp_path / "comparison.html")
 
+    table = (tmp_path / "comparison.md").read_text()
     assert "| a " in table
     assert re.search(r"\| b \(unfinished\) +\| +0.05 \| +0.5 \| +10 \| +- \|", table)
 
@@ -146,6 +148,28 @@ def test_runs_are_ranked_by_their_last_evaluation_with_steps_and_lag_beside_it(m
     ]
     page = (tmp_path / "comparison.html").read_text()
     assert re.findall(r'class="best">([^<]*)', page) == ["0.75 ± 0.1"]
+
+
+LONG_LABELS = [f"policy.optimizer.lr=0.000{n}6934728123456, staleness.eta={n}" for n in range(1, 5)]
+WIDE = ["eval hard", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s", "learner waits"]
+
+
+@pytest.mark.parametrize("kept", [("eval last",), ("eval last", "kl/mean")])
+@pytest.mark.parametrize("labels", [LONG_LABELS, ["a", "b"], ["only one"], [f"{'x' * 90}{n}" for n in range(3)],
+                                    [f"{n}{'x' * 90}" for n in range(3)], ["a.lr=0.10000001", "a.lr=0.10000002"]])
+def test_a_terminal_gets_the_table_in_80_columns_with_what_ranks_the_runs(labels, kept):
+    head = ["run", "kl/mean", "eval first", "eval last", *WIDE]
+    rows = [head, *([label, f"{n}.5", "0.1", f"0.{n} ± 0.05", *[f"{n}00.5k"] * 8] for n, label in enumerate(labels))]
+
+    first, _, *lines = terminal_table(rows, kept).splitlines()
+
+    found = [cell.strip() for cell in first.split("|")[1:-1]]
+    own = [line.split("|")[1].strip() for line in lines]
+    assert len(first) <= 80, first
+    assert found[0] == "run" and set(kept) <= set(found) and len(set(own)) == len(labels)
+    assert ("eval first" in found) == (len(labels) == 1)
+    if labels is LONG_LABELS:
+        assert own[0] == "lr=0.000169, eta=1" and "steps" in found
 
 
 def test_the_comparison_table_lines_up(make_run, tmp_path):
