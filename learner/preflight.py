@@ -67,6 +67,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_keys(config)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
+    _check_tensor_parallel(config)
     template_text(config.data.chat_template)
     _check_template(config, notify)
     task = task_of(config)
@@ -172,10 +173,11 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
 def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
     """config.json of a checkpoint. Raises ConfigError."""
     if not Path(directory).exists():
-        made = "run `make smollm2`, which makes it" if Path(directory).name == SMOLLM2 else (
-            "give a local Hugging Face checkpoint directory, or a name of the model hub"
+        made = "run `make smollm2`, which makes it, or " if Path(directory).name == SMOLLM2 else ""
+        raise ConfigError(
+            f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
+            "checkpoint directory, or a name of the model hub."
         )
-        raise ConfigError(f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}.")
     try:
         found = json.loads((Path(directory) / "config.json").read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -223,6 +225,25 @@ def _check_models(config: Config, notify: Callable[[str], None]) -> None:
     for setting, path in paths.items():
         if path is not None:
             model_config(path, setting=setting)
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    """Every GPU of a vLLM engine gets as many heads; those for keys and values may also stand on several."""
+    size, tiny = int(config.actors.vllm.get("tensor_parallel_size", 1)), config.policy.tiny
+    if not config.launch.num_actors or config.actors.engine != "vllm":
+        return
+    model, heads, kv_heads = "the tiny model", tiny.num_heads, tiny.num_heads
+    if not tiny.enabled and config.policy.model_path is not None:
+        model, settings = config.policy.model_path, model_config(config.policy.model_path, setting="policy.model_path")
+        settings = settings.get("text_config", settings)
+        heads = int(settings.get("num_attention_heads") or size)  # a model without attention is not judged here
+        kv_heads = int(settings.get("num_key_value_heads") or heads)
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if size not in fitting:
+        raise ConfigError(
+            f"actors.vllm.tensor_parallel_size={size} does not divide the heads of {model}, which has {heads} for "
+            f"queries and {kv_heads} for keys and values: set it to one of {', '.join(map(str, fitting))}."
+        )
 
 
 def _check_vllm_heads(config: Config) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Set
+
 ALIASES: dict[str, str] = {
     # model
     "model": "policy.model_path", "model_name": "policy.model_path", "model_name_or_path": "policy.model_path",
@@ -126,3 +129,33 @@ COMMON = (
     "eval.every_steps", "run.name",
 )
 """Settings to know first: `streamrl settings --common`."""
+
+
+def suggestion(key: str, names: Set[str]) -> str:
+    """The setting of these names that was probably meant, as the end of a sentence."""
+    if key.lower() not in FULL_NAMES and key.lower().partition(".")[0] in NOT_HERE:
+        return f"{NOT_HERE[key.lower().partition('.')[0]]}."
+    near = nearest(key, names) or next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
+    if near is None:  # the section may be wrong: compare the last parts
+        parts = _last_parts(names)
+        near = next((parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], parts, n=1)), None)
+    return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
+
+
+def nearest(key: str, names: Set[str]) -> str | None:
+    """The setting whose name, or name elsewhere, this nearly is; without a section it may be its last part."""
+    typed = key.lower().replace("-", "_")
+    if typed in FULL_NAMES:
+        return FULL_NAMES[typed]
+    known = {name: name for name in names}
+    if "." not in key:
+        known |= _last_parts(names) | ALIASES
+    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=0.8 if "." in key else 0.75)]
+    last = typed.rpartition(".")[2]
+    if last in ALIASES and not (close and "." in key):
+        return ALIASES[last]
+    return close[0] if close else None
+
+
+def _last_parts(names: Set[str]) -> dict[str, str]:
+    return {name.rpartition(".")[2]: name for name in sorted(names, reverse=True)}

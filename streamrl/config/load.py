@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import json
 import types
@@ -29,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.config.aliases import ALIASES, FULL_NAMES, NOT_HERE
+from streamrl.config.aliases import nearest, suggestion
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
@@ -218,7 +217,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     keys = set(setting_names())
     for override, following in zip_longest(overrides, overrides[1:], fillvalue=""):
         if override.startswith("-"):
-            refuse_option(override, following, _nearest(override.lstrip("-").partition("=")[0].replace("-", "_")))
+            refuse_option(override, following, nearest(override.lstrip("-").partition("=")[0], keys))
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
         if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
@@ -276,32 +275,7 @@ def _parse(word: str) -> Any:
 
 def nearest_setting(key: str) -> str:
     """The setting that was probably meant, as the end of a sentence."""
-    if key.lower() not in FULL_NAMES and key.lower().partition(".")[0] in NOT_HERE:
-        return f"{NOT_HERE[key.lower().partition('.')[0]]}."
-    parts = _last_parts()
-    near = _nearest(key) or next(iter(difflib.get_close_matches(key, set(setting_names()), n=1, cutoff=0.5)), None)
-    if near is None:  # the section may be wrong: compare the last parts
-        near = next((parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], parts, n=1)), None)
-    return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
-
-
-def _nearest(key: str) -> str | None:
-    """The setting whose name, or name elsewhere, this nearly is; without a section it may be its last part."""
-    typed = key.lower().replace("-", "_")
-    if typed in FULL_NAMES:
-        return FULL_NAMES[typed]
-    known = {name: name for name in setting_names()}
-    if "." not in key:
-        known |= _last_parts() | ALIASES
-    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=0.8 if "." in key else 0.75)]
-    last = typed.rpartition(".")[2]
-    if last in ALIASES and not (close and "." in key):
-        return ALIASES[last]
-    return close[0] if close else None
-
-
-def _last_parts() -> dict[str, str]:
-    return {name.rpartition(".")[2]: name for name in sorted(setting_names(), reverse=True)}
+    return suggestion(key, set(setting_names()))
 
 
 def setting_names() -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,51 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+WHOLE_RUNS = ("quickstart", "realsize")
 SECTIONS = {
     "ceilings": 5, "fold": 1, "ipc": 2, "nccl": 3, "shapes": 2, "attention": 1, "head": 1, "lagzero": 1, "install": 6,
     "fsdp2": 3,
 }
 """Lines of each; the sections that launch runs are tried by hand: `bench/gpu.sh --dry-run`."""
+
+
+CALL = re.compile(r'`(?:SECTIONS="([^"]+)" )?LIMIT_S=(\d+) (bench/gpu\.sh)')
+
+
+def plan(folder: Path, **variables: str) -> list[str]:
+    """What the script says of its sections, with a fake Python that runs none."""
+    fake = folder / "fake-python"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bench/gpu.sh", "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHON": str(fake), "WHEELS": str(folder / "none"), **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.timeout(60)
+def test_the_documented_calls_begin_every_section_even_if_those_before_take_their_whole_time(tmp_path):
+    calls = CALL.findall((ROOT / "docs" / "gpu.md").read_text())
+
+    begun = [plan(tmp_path, SECTIONS=sections, LIMIT_S=limit) for sections, limit, _ in calls]
+
+    assert begun[0] == ["== quickstart", "== realsize"], "the whole runs are what is worth the most"
+    lines = [line for one in begun for line in one]
+    assert [line for line in lines if "left out" in line] == [] and all(int(limit) <= 600 for _, limit, _ in calls)
+    assert {line.removeprefix("== ") for line in lines} == {*SECTIONS, *WHOLE_RUNS}
+
+
+@pytest.mark.timeout(60)
+def test_a_limit_leaves_out_the_last_sections_and_never_the_whole_runs(tmp_path):
+    said, *begun = plan(tmp_path, LIMIT_S="570")
+    assert begun[:2] == ["== quickstart", "== realsize"] and {one.removeprefix("== ") for one in begun} == {
+        *SECTIONS, *WHOLE_RUNS
+    }
+    late = said.partition("these are left out:")[2].split()
+    assert set(late) == SECTIONS.keys()
+    assert plan(tmp_path)[:2] == ["== quickstart", "== realsize"]
 
 
 @pytest.mark.timeout(300)

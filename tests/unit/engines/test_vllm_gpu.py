@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,15 +89,16 @@ def test_the_model_has_the_same_path_at_every_start_and_another_one_for_other_fi
     assert len(list(cache.iterdir())) == 2, "a draft was left"
 
 
-def test_the_model_runner_is_the_tested_one_unless_the_user_says_otherwise(monkeypatch):
-    for given, used in ((None, "0"), ("1", "1")):
-        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-        if given is not None:
-            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
-        with environment("mark", "cuda", None, eager=False):
-            import os
-
-            assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == used
+@pytest.mark.parametrize(
+    ("device", "given", "used"),
+    [("cuda", None, "1"), ("cuda:1", None, "1"), ("cpu", None, "0"), ("cuda", "0", "0"), ("cpu", "1", "1")],
+)
+def test_the_model_runner_is_v2_on_a_gpu_unless_the_user_says_otherwise(monkeypatch, device, given, used):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
+    with environment("mark", device, None, eager=False):
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == used
 
 
 WAITS = """

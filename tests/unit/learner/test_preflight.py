@@ -173,6 +173,11 @@ MISTAKES = {
     "heads too small for vLLM on a CPU": (
         [QUICKSTART, "actors.engine=vllm", "actors.device=cpu"], "set policy.tiny.num_heads=2",
     ),
+    "a tiny model over two GPUs": (
+        [QUICKSTART, "actors.engine=vllm", "policy.tiny.num_heads=3", "policy.tiny.hidden_size=96",
+         "actors.vllm.tensor_parallel_size=2"],
+        "does not divide the heads of the tiny model, which has 3 for queries and 3 for keys and values: set it to one",
+    ),
     "no GPU for the learner": ([QUICKSTART, "run.device=cuda"], "0 are visible here: set run.device=cpu"),
     "no GPU for the actors": ([QUICKSTART, "actors.device=cuda"], "no GPU is visible here: set actors.device=cpu"),
     "no bitsandbytes": ([QUICKSTART, "policy.optimizer.name=adam8bit"], "pip install 'streamrl[adam8bit]'"),
@@ -231,6 +236,33 @@ def test_a_mistake_is_refused_before_anything_starts(folder, name, taken_port):
     assert ("hf download" in str(caught.value)) == ("hf download" in said)
     assert not re.search(r"(\(\w+\.py, line \d+\)).*\1", str(caught.value))  # a place in a file stands there once
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fitting"),
+    [
+        (9, 3, 2, "1, 3, 9"), (32, 8, 3, "1, 2, 4, 8, 16, 32"), (64, 8, 5, "1, 2, 4, 8, 16, 32, 64"),
+        (12, 8, 6, "1, 2, 4"), (9, 3, 3, None), (32, 8, 4, None), (32, 8, 16, None), (9, 3, 1, None), (14, 2, 2, None),
+    ],
+)
+def test_heads_that_tensor_parallelism_cannot_divide_are_refused(folder, heads, kv_heads, size, fitting):
+    settings = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (folder / "empty" / "config.json").write_text(json.dumps(settings))
+    words = ["policy.model_path=empty", f"actors.vllm.tensor_parallel_size={size}", "run.device=cpu"]
+
+    for engine in ("vllm", "native"):
+        said = ""
+        try:
+            check_run(load_config([*words, f"actors.engine={engine}"]))
+        except StreamrlError as error:
+            said = str(error)
+        expected = fitting is not None and engine == "vllm"
+        assert ("does not divide the heads" in said) == expected
+        assert not expected or (
+            f"size={size} " in said and f"{heads} for queries and {kv_heads} for keys" in said
+            and said.endswith(f"set it to one of {fitting}.")
+        )
+    assert not (folder / "runs").exists()
 
 
 def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, monkeypatch):
