@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 LEAVE_S = 60.0
 """How long actors have to end after their learner has."""
@@ -130,14 +130,15 @@ class Terminals:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._count += 1
         log = self._logs / f"{self._count:03d}.log"
-        words = ["python", "-"] if python else ["bash", "-c", command]
-        source: IO[bytes] | int = subprocess.DEVNULL
-        if python:
+        words = ["bash", "-c", command]
+        if python:  # a file, as a reader's: functions are read from their source
             script = log.with_suffix(".py")
             script.write_text(command, encoding="utf-8")
-            source = script.open("rb")
+            words = ["python", str(script)]
         with log.open("wb") as output:
-            process = subprocess.Popen(words, cwd=self._folder, env=self._environment, stdin=source, stdout=output,
-                                       stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                words, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )
         now = time.monotonic()
         return _Running(where, command, process, log, now, now + timeout_s)
