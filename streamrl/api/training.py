@@ -76,8 +76,8 @@ def resume(
     found = find_run(str(run.directory if isinstance(run, Run) else run))
     verb, *words = command_of(found, [*overrides, *words_of(settings)])
     if verb != "launch":
-        raise ControlError(f"{found.name} was started with streamrl {verb}, without actors of its own: go on with "
-                           f"streamrl resume {found.path}")
+        raise ControlError(f"{found.name} was started with streamrl {verb}, without actors of its own: take "
+                           f"streamrl resume {found.path} in a terminal")
     return _launch(words, Inputs(None, None), on_step, on_evaluation, quiet)
 
 

@@ -40,7 +40,8 @@ def _plain(value: Any, name: str) -> Any:
         value = fspath(value)
     if isinstance(value, str):
         if "${" in value or value == "???":
-            raise ConfigError(f"{name}={value!r:.80}: a setting cannot hold the text ${{ or the text ???.")
+            raise ConfigError(f"{name}={value!r:.80}: a setting cannot hold ${{, and is never ??? alone: leave it "
+                              "out of the text.")
         return value
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -54,6 +55,6 @@ def _plain(value: Any, name: str) -> Any:
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
         return value.item()
     raise ConfigError(
-        f"{name}={value!r:.80} is a {type(value).__name__}: a setting is a text, a number, True, False, None, or a "
-        "list or mapping of these."
+        f"{name}={value!r:.80} is a {type(value).__name__}: a setting must be a text, a number, True, False, None, or "
+        "a list or mapping of these."
     )

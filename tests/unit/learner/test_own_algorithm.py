@@ -144,7 +144,7 @@ def test_what_an_own_function_raises_is_one_sentence_with_its_line(function, why
 def test_a_module_that_fails_while_it_is_imported_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "brokenalgo.py").write_text("x = 1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"brokenalgo failed while it was imported: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"brokenalgo failed while it was imported, see its code: ZeroDivisionError"):
         run_dry(load_config(["policy.model_path=somewhere", "loss.surrogate=brokenalgo:f"]))
 
 
