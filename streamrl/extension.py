@@ -50,7 +50,9 @@ def import_attribute(name: str, *, setting: str) -> Any:
             "Install the package, or start from the folder that holds it."
         ) from error
     except Exception as error:  # of the user's own module
-        raise ConfigError(f"{setting}={name}: {module_name} failed while it was imported, see its code: {error!r}") from error
+        raise ConfigError(
+            f"{setting}={name}: {module_name} failed while it was imported, see its code: {error!r}"
+        ) from error
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")])
         raise ConfigError(f"{setting}={name}: module {module_name} has no {attribute!r}.{hint}")
