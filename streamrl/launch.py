@@ -34,6 +34,7 @@ from streamrl.messages.printable import printable_lines
 from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import program
+from streamrl.processes import num_cores
 from streamrl.report.pages import write_pages
 from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
 from streamrl.supervise.actors import ActorPool
@@ -95,7 +96,7 @@ class Launcher:
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
         self._stopped = StoppedProcesses(config.learner.rank_silent_s)
         self._endpoint: str | None = None
-        self._openmp = openmp_environment(num_threads(config), len(os.sched_getaffinity(0)), os.environ)
+        self._openmp = openmp_environment(num_threads(config), num_cores(), os.environ)
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         self._began = False
         self._old_summary = self._written_at("summary.json")

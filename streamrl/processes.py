@@ -1,4 +1,4 @@
-"""Processes of this machine as /proc shows them; where there is no /proc, nothing is known of any."""
+"""Processes of this machine as /proc shows them, where there is a /proc; and the cores that this one may use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_state(pid: int) -> str:

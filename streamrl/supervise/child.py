@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
@@ -14,7 +13,7 @@ from streamrl.config.schema import Config
 from streamrl.messages.printable import printable_lines
 from streamrl.metrics.files import text_of
 from streamrl.parent_watch import child_environment
-from streamrl.processes import is_stopped, processor_s
+from streamrl.processes import is_stopped, num_cores, processor_s
 
 OWN_LINE = re.compile(r"\d\d:\d\d:\d\d (learner|hub|actor|launch)")
 """A line of ours in a log."""
@@ -28,7 +27,7 @@ SPINS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 def num_threads(config: Config) -> int:
     """Threads that the processes of a run on this machine compute with."""
-    launch, cores = config.launch, len(os.sched_getaffinity(0))  # 0 is torch's own choice
+    launch, cores = config.launch, num_cores()  # 0 is torch's own choice
     return (launch.num_learner_ranks * (config.run.num_threads or cores)
             + launch.num_actors * (config.actors.num_threads or cores))
 

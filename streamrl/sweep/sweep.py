@@ -20,10 +20,11 @@ from streamrl.launch import EXIT_INTERRUPTED, Interrupts
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
+from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.pages import write_pages
 from streamrl.sweep.pool import Pool
-from streamrl.sweep.share import describe, num_cores, shares
+from streamrl.sweep.share import describe, shares
 from streamrl.sweep.sources import Grid, Source, Trials
 from streamrl.sweep.study import GRID, Search, check_search
 
