@@ -20,7 +20,7 @@ from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent
 from streamrl.process_memory import uncollected
-from streamrl.run_dirs import choose_run_dir, note_start, numbered_run_dir
+from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
 if TYPE_CHECKING:
     from learner.mesh import Ranks
@@ -130,7 +130,7 @@ def learn(config: Config, words: list[str], *, launched: bool) -> int:
         tear_down(run)
     if not completed and run.ranks.rank == 0:
         # A launcher says how to go on; two commands would be one too many.
-        go_on = "" if launched else f"; go on with:  streamrl resume {shlex.quote(str(run_dir))}"
+        go_on = "" if launched else f"; go on with:  streamrl resume {shlex.quote(name_or_path(run_dir))}"
         log.info("stopped at version %d%s", run.version, go_on)
     return 0
 
