@@ -92,7 +92,7 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
 
 
 def _paid(step: Step, probe: Step) -> bool:
-    """Whether an answer earns something, or more than an arbitrary text; also if the episode goes on after it."""
+    """Whether an answer earns something, or more than an arbitrary text; even if the episode goes on after it."""
     return step.reward > min(0.0, probe.reward) or (step.score or 0.0) > 0 or not step.done
 
 

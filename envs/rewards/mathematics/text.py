@@ -143,7 +143,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def number(text: str) -> Fraction | None:
-    """A written number, exactly: 1,234.5, -.5, 1/2, 3 1/2, 1.5e3, 0.1 with a line over the 1; None if it is none."""
+    """A written number, exactly: 1,234.5, -.5, 1/2, 3 1/2, 1.5e3, 0.1 with a bar over the 1; None if it is none."""
     text = text.strip()
     if len(text) > MAX_DIGITS:
         return None
