@@ -3,6 +3,7 @@
     StreamrlError
     ├── ConfigError              a setting is unknown, impossible or contradicts another
     ├── TaskError                a task or environment file cannot be loaded or broke its protocol
+    │   ├── DataChangedError         a data file was changed while a run used it
     │   └── EpisodeFullError         an interaction loop asked for a turn for which its episode has no room
     ├── WireError                bytes from a peer were refused; `.counter` names the statistic
     │   ├── FrameError               wrong magic, flags or number of frames, or a frame over the size limit
@@ -39,6 +40,10 @@ class ConfigError(StreamrlError, ValueError):
 
 class TaskError(StreamrlError):
     """A task or environment cannot be loaded, or broke its protocol."""
+
+
+class DataChangedError(TaskError):
+    """A data file was changed while a run used it."""
 
 
 class EpisodeFullError(TaskError):

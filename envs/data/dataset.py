@@ -22,6 +22,7 @@ from envs.data.shapes import MISSING, RecordShape
 from envs.data.sources import Source, open_source
 from streamrl.config.schema import DataConfig, OnBadRecord
 from streamrl.errors import TaskError
+from streamrl.messages.work import MAX_RECORD_BYTES
 
 log = logging.getLogger("streamrl.data")
 
@@ -121,10 +122,16 @@ def _prompts(source: Source, shape: RecordShape) -> Iterator[Any]:
     for index, value in enumerate(source.field(key)):
         if isinstance(value, TaskError):
             yield value
-        elif index < NUM_CHECKED or value in (MISSING, None, ""):
+        elif index < NUM_CHECKED or value in (MISSING, None, "") or _is_long(value):
             yield _checked_prompt(source, shape, index)
         else:
             yield value
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether a prompt alone may be more than an actor can be sent: a character is up to 12 bytes of JSON."""
+    size = len(prompt) if isinstance(prompt, str) else len(msgspec.json.encode(prompt))
+    return size > MAX_RECORD_BYTES // 12
 
 
 def _prompt_key(source: Source, shape: RecordShape) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from envs.data.shapes import MISSING
-from streamrl.errors import TaskError
+from streamrl.errors import DataChangedError, TaskError
 
 CHUNK_BYTES = 1 << 24
 BOM = b"\xef\xbb\xbf"
@@ -27,7 +28,9 @@ class JsonLines:
     def __init__(self, path: Path, name: str) -> None:
         self.name, self._file = name, -1
         self._file = os.open(path, os.O_RDONLY)
+        self._read_as = self._stamp()
         self._starts, self._ends, self._lines = _line_ranges(self._file)
+        self._digests = np.zeros(0, np.uint64)  # of every line, once `field` has read them all
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -44,13 +47,30 @@ class JsonLines:
     def row(self, index: int) -> dict[str, Any]:
         """The record at `index`. Raises TaskError naming file and record."""
         start, end = int(self._starts[index]), int(self._ends[index])
-        return self._parsed(index, os.pread(self._file, end - start, start))
+        line = os.pread(self._file, end - start, start)
+        if self._stamp() != self._read_as and not self._is_as_read(index, line):
+            raise DataChangedError(
+                f"{self.where(index)}: the file was changed while the run used it ({self._read_as[0]:,} bytes at the "
+                f"start, {self._stamp()[0]:,} now). Put it back as it was, then go on: streamrl resume"
+            )
+        return self._parsed(index, line)
+
+    def _stamp(self) -> tuple[int, int]:
+        """Size and time of the last write."""
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
+
+    def _is_as_read(self, index: int, line: bytes) -> bool:
+        """Records may have been added behind those that are known."""
+        return index < len(self._digests) and int(self._digests[index]) == xxhash.xxh3_64_intdigest(line)
 
     def field(self, key: str) -> Iterator[Any]:
         """One field of every record in order, without building the rest; see `Source.field`."""
         wanted = msgspec.defstruct("Wanted", [("value", Any)], rename={"value": key})
         decode = msgspec.json.Decoder(wanted).decode
+        digests = np.zeros(len(self), np.uint64)
         for index, line in enumerate(self._texts()):
+            digests[index] = xxhash.xxh3_64_intdigest(line)
             try:
                 yield decode(line).value
             except (msgspec.DecodeError, UnicodeDecodeError):  # no such field, or no JSON object at all
@@ -58,6 +78,7 @@ class JsonLines:
                     yield self._parsed(index, line).get(key, MISSING)
                 except TaskError as error:
                     yield error
+        self._digests = digests
 
     def _texts(self) -> Iterator[bytes]:
         """All lines, in reads of many."""

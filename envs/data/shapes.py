@@ -18,6 +18,7 @@ from typing import Any
 
 from streamrl.environment import ChatMessage, Record
 from streamrl.errors import TaskError
+from streamrl.messages.work import MAX_RECORD_BYTES
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 ANSWER_KEYS = (
@@ -82,10 +83,21 @@ class RecordShape:
         if record.get("test_cases") is not None:
             code_tests(record)
         try:
-            json.dumps(record, allow_nan=False)
+            text = json.dumps(record, allow_nan=False)
         except (TypeError, ValueError):
             for key, value in record.items():
                 _check_json(key, value)
+            raise
+        if len(text) > MAX_RECORD_BYTES:
+            raise TaskError(too_long(record))
+
+
+def too_long(record: Record) -> str:
+    """Why a record of more than MAX_RECORD_BYTES cannot be leased, with its longest field."""
+    sizes = {key: len(json.dumps(value)) for key, value in record.items()}
+    longest = max(sizes, key=sizes.__getitem__)
+    return (f"it has {len(json.dumps(dict(record))):,} bytes as JSON, {sizes[longest]:,} of them in field {longest!r}: "
+            f"at most {MAX_RECORD_BYTES:,} reach an actor")
 
 
 def _check_json(key: str, value: Any) -> None:

@@ -6,14 +6,15 @@ The library takes seconds to import, so only opening such a file does.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
-from streamrl.errors import TaskError
+from streamrl.errors import DataChangedError, TaskError
 
 
 class Table:
@@ -21,6 +22,7 @@ class Table:
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.name, self._dataset = name, dataset
+        self._files = {one["filename"]: _stamp(one["filename"]) for one in dataset.cache_files}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -29,6 +31,12 @@ class Table:
         return f"{self.name}, record {index + 1}"
 
     def row(self, index: int) -> dict[str, Any]:
+        for path, before in self._files.items():  # looked at first: a mapped file that was cut short ends the process
+            if (now := _stamp(path)) != before and now[:1] == before[:1]:
+                raise DataChangedError(
+                    f"{self.where(index)}: {path} was changed while the run used it. Put it back as it was, then go on: "
+                    "streamrl resume"
+                )
         try:
             return {key: _without_nan(value) for key, value in self._dataset[index].items()}
         except Exception as error:  # decoding of images and audio may need packages that are not here
@@ -93,6 +101,14 @@ def _library() -> Any:
         ) from error
     datasets.disable_progress_bars()
     return datasets
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Which file it is, and its size and time; () if there is none: what is mapped stays readable."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
 
 
 def _without_nan(value: Any) -> Any:

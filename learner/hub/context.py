@@ -85,8 +85,11 @@ class HubContext:
     rank_watch: RankWatch = field(init=False)
     trust: ActorTrust = field(init=False)
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
+    _told_records: LogLimit = field(default_factory=lambda: LogLimit(log))
+    _any_passed_over: bool = False
 
     def __post_init__(self) -> None:
+        self.ledger.prompts.tell = self._passed_over
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
@@ -96,7 +99,15 @@ class HubContext:
     @property
     def fatal(self) -> str:
         """Why the run must stop; "" while it need not."""
-        return self.failures.fatal or self.hung_calls.fatal
+        return self.failures.fatal or self.hung_calls.fatal or self.ledger.prompts.fatal
+
+    def _passed_over(self, text: str) -> None:
+        """The first record on the terminal, the others in the log: a broken file has thousands."""
+        if self._any_passed_over:
+            self._told_records.warning("%s", text)
+        else:
+            self._any_passed_over = True
+            self.notify(f"{text} (later ones: in the log)")
 
     def notify(self, text: str) -> None:
         """A warning in the log and on the terminal of `launch`."""

@@ -7,6 +7,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from envs.data.shapes import too_long
 from envs.registry import task_of
 from learner.hub.ledger.evals import EvalSource
 from learner.hub.ledger.filters import GroupFilter, accuracy_range, first_of, zero_std
@@ -15,8 +16,11 @@ from learner.hub.ledger.prompts import PromptStream
 from learner.hub.settings import HubSettings
 from streamrl.environment import Task
 from streamrl.errors import TaskError
+from streamrl.messages.work import MAX_RECORD_BYTES
+from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
+_told = LogLimit(log)
 
 
 def build_ledger(settings: HubSettings) -> Ledger:
@@ -24,7 +28,7 @@ def build_ledger(settings: HubSettings) -> Ledger:
     task = task_of(settings)
 
     prompts = PromptStream(
-        task.num_records("train"), seed=settings.run_seed, record=lambda index: record_of(task, "train", index),
+        task.num_records("train"), seed=settings.run_seed, record=partial(record_of, task, "train"),
         shuffle=settings.data.shuffle,
     )
     arguments = dict(
@@ -40,22 +44,31 @@ def build_ledger(settings: HubSettings) -> Ledger:
     return ledger
 
 
-def record_of(task: Task, split: str, index: int) -> bytes | None:
-    """The record at an index, from the start again after the last one; None for one that cannot be read."""
+def record_of(task: Task, split: str, index: int) -> bytes:
+    """The record at an index, from the start again after the last. Raises TaskError for one that cannot be leased."""
+    record = dict(task.record(split, index % task.num_records(split)))
+    text = json.dumps(record).encode()
+    if len(text) > MAX_RECORD_BYTES:
+        raise TaskError(f"record {index + 1}: {too_long(record)}.")
+    return text
+
+
+def _eval_record(task: Task, index: int) -> bytes | None:
+    """None for one that cannot be leased: its question stays without an answer."""
     try:
-        return json.dumps(dict(task.record(split, index % task.num_records(split)))).encode()
-    except TaskError as error:  # one bad record of a file: its prompt is passed over, the run goes on
-        log.warning("this record is passed over: %s", error)
+        return record_of(task, "test", index)
+    except TaskError as error:
+        _told.warning("this record is passed over: %s", error)
         return None
 
 
 def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
     """The run's own held-out records, under "", and every set of `eval.datasets`."""
-    sources = {"": EvalSource(partial(record_of, task, "test"), settings.eval_sampling)}
+    sources = {"": EvalSource(partial(_eval_record, task), settings.eval_sampling)}
     for one in settings.eval_sets:
         own = (one.env, one.data, one.reward) == (settings.env, settings.data, settings.reward)
         asked = task if own else task_of(one)
-        sources[one.name] = EvalSource(partial(record_of, asked, "test"), one.sampling)
+        sources[one.name] = EvalSource(partial(_eval_record, asked), one.sampling)
     return sources
 
 

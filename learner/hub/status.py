@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.context import HubContext
 from learner.hub.settings import HubSettings
 from streamrl.metrics.files import write_atomic
+from streamrl.metrics.run_record import read_object
 from streamrl.transport.control import note
 
 
@@ -46,3 +48,10 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
         write_atomic(Path(hub.settings.run_dir) / "status.json", text)
     except OSError as error:  # a full disk: what a person reads is never worth the run
         hub.told.warning("status.json was not written, the run goes on: %s", error)
+
+
+def note_lost(run_dir: Path, cause: str) -> None:
+    """For a hub that was killed, and so could not say why its learner's processes end."""
+    path = run_dir / "status.json"
+    with suppress(OSError):  # then the learner is not started again
+        write_atomic(path, json.dumps(read_object(path) | {"lost": cause, "cause": cause}))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.settings import HubSettings, write_settings
+from learner.hub.status import note_lost
 from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import child_environment, program
@@ -22,7 +24,8 @@ class HubProcess:
 
     def __init__(self, settings: HubSettings, rank_keys: RankKeys | None = None) -> None:
         self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
-        path = Path(settings.run_dir) / "hub_settings.json"
+        self._run_dir = Path(settings.run_dir)
+        path = self._run_dir / "hub_settings.json"
         write_settings(settings, path)
         self._process = subprocess.Popen(
             [*program("learner.hub"), str(path)], stdin=subprocess.PIPE,
@@ -33,8 +36,13 @@ class HubProcess:
     def check(self) -> None:
         """Raises StreamrlError if the hub has ended."""
         code = self._process.poll()
-        if code is not None:
+        if code is None:
+            return
+        if code >= 0:  # it failed by itself, and would again
             raise StreamrlError(f"the hub process ended with status {code}: its log is above")
+        cause = f"the hub process was killed by {signal.Signals(-code).name}"
+        note_lost(self._run_dir, cause)
+        raise StreamrlError(f"{cause}: streamrl launch starts the learner again, streamrl resume does so by hand")
 
     def wait(self, timeout_s: float) -> None:
         """After Shutdown: let it flush, and kill it if that takes too long."""

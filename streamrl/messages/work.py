@@ -24,6 +24,8 @@ from streamrl.messages.base import (
     message,
 )
 
+MAX_RECORD_BYTES = 1 << 20
+"""Most bytes of a record in a lease, as JSON."""
 MAX_SEQUENCES = 1024
 """Most sequences of one trajectory."""
 
@@ -40,7 +42,7 @@ class Lease(Message):
     attempt: U16
     prompt_index: U64
     pass_index: U32
-    prompt: Annotated[bytes, Meta(max_length=1 << 20)] | None
+    prompt: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)] | None
     members: Annotated[tuple[U16, ...], Meta(max_length=1024)]
     seeds: Annotated[tuple[U64, ...], Meta(max_length=1024)]
     min_version: VersionRef

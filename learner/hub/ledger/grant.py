@@ -17,6 +17,7 @@ from learner.hub.ledger.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
+MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with other work between them
 
 
 @dataclass
@@ -85,11 +86,16 @@ class Grants(LedgerPart):
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
         room = min(actor.train.room, self._fair_share(actor))
         leases: list[Lease] = []
-        if room > 0:
-            for record in self._candidates(actor, now):
-                leases.append(self._lease(actor, record, now))
-                if len(leases) == room:
-                    break
+        prompts, num_passed_over = self.lifecycle.prompts, 0
+        for record in self._candidates(actor, now) if room > 0 and not prompts.fatal else ():
+            prompt = prompts.read(record.prompt_index)
+            if prompt is not None:
+                leases.append(self._lease(actor, record, prompt, now))
+            else:  # no actor could do better
+                num_passed_over += 1
+                self.lifecycle.drop(record, "prompt_invalid")
+            if len(leases) == room or num_passed_over == MAX_PASSED_OVER or prompts.fatal:
+                break
         return leases
 
     def _fair_share(self, actor: Actor) -> int:
@@ -121,7 +127,7 @@ class Grants(LedgerPart):
         while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
             yield self.lifecycle.draw()
 
-    def _lease(self, actor: Actor, record: GroupRecord, now: float) -> Lease:
+    def _lease(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
         attempt, members = record.next_attempt, self.lifecycle.missing(record)
         self.counts["num_groups_leased"] += 1
         self.counts["num_leases_reissued"] += attempt > 0
@@ -133,7 +139,7 @@ class Grants(LedgerPart):
         assert num <= limit, f"{actor.actor_id}: {num} leases, it takes {limit}"
         return Lease(
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
-            prompt=self.lifecycle.prompts.record(record.prompt_index), members=members,
+            prompt=prompt, members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
             min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
             purpose=Purpose.TRAIN,

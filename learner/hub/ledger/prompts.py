@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from streamrl.errors import DataChangedError, TaskError
+
 _MASK64 = (1 << 64) - 1
 _ROUNDS = 6
 
@@ -52,14 +54,14 @@ class PromptStream:
     Args:
         num_records: size of the split, at least 1.
         seed: of the order.
-        record: index -> the record as JSON bytes, or None if actors load records by index themselves.
+        record: index -> the record as JSON bytes. Raises TaskError for one that cannot be leased.
         shuffle: False draws 0, 1, 2, ... in every pass.
     Example:
         PromptStream(3, 0, record, shuffle=False) draws (0, 0), (1, 0), (2, 0), (0, 1), ...
     """
 
     def __init__(
-        self, num_records: int, seed: int, record: Callable[[int], bytes | None], *, shuffle: bool = True
+        self, num_records: int, seed: int, record: Callable[[int], bytes], *, shuffle: bool = True
     ) -> None:
         if num_records < 1:
             raise ValueError(f"num_records={num_records}: a task needs at least one training record")
@@ -68,6 +70,26 @@ class PromptStream:
         self.record = record
         self._seed = seed
         self._shuffle = shuffle
+        self._num_in_a_row = 0
+        self.fatal = ""
+        self.tell: Callable[[str], None] = lambda text: None
+        """Called for every record that is passed over."""
+
+    def read(self, index: int) -> bytes | None:
+        """The record for a lease; None for one that is passed over. `fatal` says if there is none left to lease."""
+        try:
+            record = self.record(index)
+        except TaskError as error:
+            self._num_in_a_row += 1
+            if isinstance(error, DataChangedError):
+                self.fatal = f"the run stops: {error}"
+            elif self._num_in_a_row >= self.num_records:
+                num = self.num_records
+                self.fatal = f"all {num} records of a pass are passed over, the run stops; the last: {error}"
+            self.tell(f"this record is passed over: {error}")
+            return None
+        self._num_in_a_row = 0
+        return record
 
     def at(self, position: int) -> Prompt:
         """The draw at a position; a pure function."""

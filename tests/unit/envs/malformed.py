@@ -76,6 +76,10 @@ RECORDS = {
     "tests with a number": (
         {**GOOD, "test_cases": {"inputs": ["1", 2], "outputs": ["1", "2"]}}, "has 2 (int) as number 2 of its inputs",
     ),
+    "a prompt of over a mebibyte": (
+        {**GOOD, "question": "x" * (1 << 20)}, "it has 1,048,607 bytes as JSON, 1,048,578 of them in field 'question'",
+    ),
+    "another field of over a mebibyte": ({**GOOD, "context": ["é" * 200_000]}, "of them in field 'context': at most"),
     "tools that are text": ({**GOOD, "tools": ["search"]}, "field 'tools' is ['search'] (list): give a list of JSON"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from envs.data.dataset import open_dataset
 from envs.data.lines import JsonLines
 from envs.data.sources import absolute, open_source, split_of
 from streamrl.config.schema import DataConfig, OnBadRecord
-from streamrl.errors import TaskError
+from streamrl.errors import DataChangedError, TaskError
 
 ROWS = [{"question": f"{a} + é = ?", "answer": str(2 * a), "level": str(a % 3)} for a in range(60)]
 
@@ -113,13 +114,66 @@ def test_lines_are_found_whatever_their_ends_and_blanks(tmp_path, monkeypatch):
     assert source.where(2) == "a.jsonl, record 3 (line 6)"
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(tmp_path):
-    path = write(tmp_path / "a.jsonl")
-    source = JsonLines(path, "a.jsonl")
-    path.write_text("")
+def in_place(path, change):
+    """Other bytes in the same file, as a process that writes to it leaves them; the time is another one in any case."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        content = change(file.read())
+        file.seek(0)
+        file.truncate()
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
 
-    with pytest.raises(TaskError, match="a.jsonl, record 50: not JSON"):
-        source.row(49)
+
+def other_file(path, change):
+    """A new file under the same name, as editors and git leave it; who has the old one open goes on reading that."""
+    (path.parent / "new").write_bytes(change(path.read_bytes()))
+    os.replace(path.parent / "new", path)
+
+
+CHANGES = {
+    "cut to nothing": (in_place, lambda old: b""),
+    "cut in the middle": (in_place, lambda old: old[: len(old) // 2]),
+    "as long as before": (in_place, lambda old: old.replace(b"4", b"7")),
+    "one record more in front": (in_place, lambda old: old[:58] + old),
+    "only touched": (in_place, lambda old: old),
+    "records behind the others": (in_place, lambda old: old + old),
+    "replaced": (other_file, lambda old: old.replace(b"4", b"7")),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "lines.json", "a.json", "a.csv", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_during_a_run_gives_the_records_of_its_start_or_an_error(tmp_path, name, change):
+    path = write(tmp_path / name)
+    dataset = open_dataset(DataConfig(path=str(path), test_ratio=0))
+    before = read(dataset)
+    do, how = CHANGES[change]
+    if path.suffix == ".arrow" and do is in_place and change != "only touched":
+        pytest.skip("a mapped file is not written to here: its time alone is what is looked at, in the case before")
+    do(path, how)
+
+    num_refused = 0
+    for index, record in enumerate(before):
+        try:
+            assert dataset.train[index] == record
+        except DataChangedError as error:
+            assert str(error).startswith(f"{path.name}, record {index + 1}: ") and "was changed while" in str(error)
+            num_refused += 1
+    is_read_by_offset = path.suffix in (".jsonl", ".ndjson") or path.name == "lines.json"
+    harmless = do is other_file or change in ("only touched", "records behind the others")
+    assert (num_refused > 0) == (is_read_by_offset and not harmless or path.suffix == ".arrow" and do is in_place)
+
+
+def test_a_long_prompt_is_found_at_the_start_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr("envs.data.dataset.NUM_CHECKED", 2)
+    rows = [*ROWS, {"question": "x" * (1 << 20), "answer": "1"}, {"question": "é" * 300_000, "answer": "1"}]
+    path = write(tmp_path / "a.jsonl", rows)
+
+    with pytest.raises(TaskError, match=r"^a.jsonl, record 61: it has 1,.* bytes as JSON, 1,.* in field 'question'"):
+        open_dataset(DataConfig(path=str(path)))
+    skipping = open_dataset(DataConfig(path=str(path), on_bad_record=OnBadRecord.skip, test_ratio=0))
+    assert read(skipping) == ROWS
 
 
 # --- which records ---------------------------------------------------------------------------------------------------

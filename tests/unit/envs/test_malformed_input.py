@@ -6,7 +6,6 @@ run goes on, and nothing of it reaches the learner (the last part).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 
@@ -19,12 +18,12 @@ from learner.hub.setup import build_ledger
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.environment import MAX_REWARD, Task
 from streamrl.errors import StreamrlError
-from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, ReturnReason, VersionRef
+from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.messages.validate import check_group
 from tests.unit.actors.fakes import VOCAB, installed_engine, lease, make_runner, run, says
 from tests.unit.config.test_setting_effects_ledger import settings_of
-from tests.unit.envs.malformed import FILES, FORMS, GOOD, LATE, NUMBERED, RECORDS, REWARD, REWARDS, lines
+from tests.unit.envs.malformed import FILES, FORMS, GOOD, LATE, NUMBERED, OTHERS, RECORDS, REWARD, REWARDS, lines
 from tests.unit.hub.factories import FakeActor
 
 BASE = to_plain(load_config(["experiment=quickstart"]))
@@ -146,10 +145,10 @@ def test_a_bad_record_that_is_drawn_is_passed_over_and_named(tmp_path, monkeypat
     ledger.versions.published(VersionRef(1, 0))
     actor = FakeActor(ledger, "a1", incarnation=11, slots=50)
     actor.join()
-    good, poor, *_ = actor.ask()
+    told = []
+    ledger.prompts.tell = told.append
+    good, after, *_ = actor.ask()
 
-    assert json.loads(good.prompt) == GOOD and poor.prompt is None
-    assert "train.jsonl, record 2: field 'tools' holds text that is not JSON" in caplog.text
-    group = asyncio.run(run_group(poor, None))
-    assert group.reason == ReturnReason.PROMPT_INVALID
-    assert actor.finish(poor, outcome=Outcome.RETURNED, reason=group.reason).kind != "rejected"
+    assert json.loads(good.prompt) == GOOD and after.group_id == good.group_id + 2, "the bad one takes no lease"
+    assert json.loads(after.prompt) == OTHERS[0] and ledger.counters()["num_dropped_prompt_invalid"] == 1
+    assert len(told) == 1 and "train.jsonl, record 2: field 'tools' holds text that is not JSON" in told[0]
