@@ -32,7 +32,13 @@ from learner.group.beats import RankBeats
 from learner.hub_client.endpoint import RankDoor, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
-from learner.hub_client.settings import answer_limit, hub_settings, response_limit, steps_between_checkpoints
+from learner.hub_client.settings import (
+    answer_limit,
+    hub_settings,
+    response_limit,
+    stall_fail_s,
+    steps_between_checkpoints,
+)
 from learner.mesh import Ranks
 from learner.model.build import load_networks
 from learner.model.optimizer import make_schedule
@@ -175,7 +181,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     hub = HubLink(
         endpoint.address, key=endpoint.key, rank=ranks.rank, world=ranks.mesh.world, version=past.version,
         check_hub=hub_process.check if hub_process else lambda: None, stop_requested=stop,
-        stall_report_s=config.learner.stall_report_s, stall_fail_s=config.learner.stall_fail_s,
+        stall_report_s=config.learner.stall_report_s, stall_fail_s=stall_fail_s(config),
         rank_silent_s=config.learner.rank_silent_s or config.learner.rank_timeout_s,
     )
     reader = TrajectoryReader(vocab_size=vocab_size)

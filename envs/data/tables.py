@@ -34,8 +34,8 @@ class Table:
         for path, before in self._files.items():  # looked at first: a mapped file that was cut short ends the process
             if (now := _stamp(path)) != before and now[:1] == before[:1]:
                 raise DataChangedError(
-                    f"{self.where(index)}: {path} was changed while the run used it. Put it back as it was, then go on: "
-                    "streamrl resume"
+                    f"{self.where(index)}: {path} was changed while the run used it. Put it back as it was, then go "
+                    "on: streamrl resume"
                 )
         try:
             return {key: _without_nan(value) for key, value in self._dataset[index].items()}

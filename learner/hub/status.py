@@ -8,8 +8,7 @@ from pathlib import Path
 
 from learner.hub.context import HubContext
 from learner.hub.settings import HubSettings
-from streamrl.metrics.files import write_atomic
-from streamrl.metrics.run_record import read_object
+from streamrl.metrics.files import read_object, write_atomic
 from streamrl.transport.control import note
 
 

@@ -133,6 +133,12 @@ def _progress_deadline_s(num_tokens: int) -> float:
     return max(120.0, SLOWEST_TOKEN_S * num_tokens)  # progress is reported once a generation is finished
 
 
+def stall_fail_s(config: schema.Config) -> float:
+    """`learner.stall_fail_s`, or longer where the first answers may take longer; 0 is never."""
+    patience_s = config.learner.stall_fail_s
+    return max(patience_s, SLOWEST_TOKEN_S * response_limit(config)) if patience_s else 0.0
+
+
 def _slowest_s(config: schema.Config) -> tuple[float, float]:
     """Time that a turn and a whole episode may take, in training or in any evaluation."""
     lengths = [(one.env, SLOWEST_TOKEN_S * sampling.max_new_tokens) for one, sampling in splits(config)]

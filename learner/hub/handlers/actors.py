@@ -11,6 +11,7 @@ import msgspec
 from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.connections import Connection
+from learner.hub.ledger.grant import in_messages
 from learner.hub.ledger.groups import GroupState
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
@@ -24,7 +25,6 @@ from streamrl.messages import (
     Hello,
     HubHeartbeat,
     Installed,
-    Lease,
     Leases,
     Message,
     RejectReason,
@@ -46,7 +46,6 @@ MISSED_BEATS = 1.5
 REANNOUNCE_S = 10.0
 MAX_MOVES = 200
 """Lines at once, and one more a second, on who comes and goes: any peer may do that at any rate."""
-LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20
 EXIT_CODES = {
     StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
 }
@@ -334,7 +333,7 @@ class ActorHandler:
                 if actor is None:
                     continue
                 leases = ledger.grant(actor_id, now)
-                if not all([self._send(actor.routing_id, Leases(part, ())) for part in _parts(leases)]):
+                if not all([self._send(actor.routing_id, Leases(part, ())) for part in in_messages(leases)]):
                     # A lease that never arrived would be renewed by every heartbeat; the actor sends HELLO again.
                     ledger.evict(actor_id, now)
                     connections.drop(actor_id)
@@ -400,20 +399,6 @@ class ActorHandler:
 
     def _send(self, routing_id: bytes, message: Message) -> bool:
         return self._hub.send.to_actor(routing_id, message)
-
-
-def _parts(leases: list[Lease]) -> list[tuple[Lease, ...]]:
-    """Leases as messages that are neither too many nor too large for one."""
-    parts: list[list[Lease]] = []
-    nbytes = 0
-    for lease in leases:
-        size = len(lease.prompt or b"")
-        if not parts or len(parts[-1]) == LEASES_PER_MESSAGE or nbytes + size > LEASES_BYTES:
-            parts.append([])
-            nbytes = 0
-        parts[-1].append(lease)
-        nbytes += size
-    return [tuple(part) for part in parts]
 
 
 def _stop(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:

@@ -77,6 +77,7 @@ class Acceptance(LedgerPart):
         return result
 
     def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
+        lease = actor.credit(group.group_id).leases.get(group.group_id)
         try:
             if group.group_id & EVAL_BIT:
                 durable = self._accept_eval(actor, group, frame, now)
@@ -84,14 +85,16 @@ class Acceptance(LedgerPart):
                 durable = self._accept_train(actor, group, frame, now)
         except _Refused as refused:
             # The actor believes that it is done: unless more was to follow, its lease must not stay open forever.
-            lease = actor.credit(group.group_id).leases.get(group.group_id)
+            lease = actor.credit(group.group_id).leases.get(group.group_id)  # a stale group has ended it
             if group.outcome != Outcome.PARTIAL and lease is not None and lease.attempt == group.attempt:
                 self.actors.release(group.group_id, now, failed=True)
+            if refused.result.reason is RejectReason.DUPLICATE:  # too late, but it does work
+                self.actors.delivered(actor, group.group_id, None, now)
             return self._reject(entry, group, refused.result)
         entry.accept(group.seq)
         actor.moved_at = now
         if group.members:
-            actor.credit(group.group_id).delivered()
+            self.actors.delivered(actor, group.group_id, lease, now)
         self.counts["num_episodes_failed"] += group.num_failed_episodes
         if durable:
             entry.make_durable(group.seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,9 @@ from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRang
 
 MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
 RETURN_WITHIN = 6  # times `dead_after_s`: leases of the run before wait no longer for their actors
+PROBATION_S = 30.0  # for the first group of an actor, while others wait; or so many times as long as any group took:
+PROBATION = 3
+MAX_NAMES = 4096  # that have delivered, and are remembered
 LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbeat has named by then never arrived
 
 
@@ -33,7 +36,8 @@ class Effect:
 @dataclass(slots=True)
 class Credit:
     """Leases of one purpose at one actor. `limit` is the most that it may hold, `free` what it could take now, `trust`
-    the most that it gets: one after a lease of it has expired, twice as many with each group that it delivers."""
+    the most that it gets: one for a new name beside others that have delivered and after a lease of it has expired,
+    none after it let others wait for its first group, twice as many with each group that it delivers."""
 
     limit: int = 0
     free: int = 0
@@ -45,7 +49,7 @@ class Credit:
         return max(0, min(self.free, min(self.limit, self.trust) - len(self.leases)))
 
     def delivered(self) -> None:
-        self.trust = min(2 * self.trust, MAX_LEASES)
+        self.trust = min(max(1, 2 * self.trust), MAX_LEASES)
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Actor:
     incarnation: int
     heard_at: float
     survived_restart: bool  # it was in the run before this learner started, so it may hold leases that no table knows
+    proven: bool = False  # it has delivered, under this name or before the restart
     state: str = "JOINING"
     installed: VersionRef | None = None
     train: Credit = field(default_factory=Credit)
@@ -112,6 +117,8 @@ class ActorTable:
         self._lifecycle = lifecycle
         self._evals = evals
         self._actors: dict[str, Actor] = {}
+        self._proven: OrderedDict[str, None] = OrderedDict()
+        self._slowest_s = 0.0  # longest time from a lease to its group
         self.shares = LeaseShares()
 
     def __len__(self) -> int:
@@ -124,6 +131,9 @@ class ActorTable:
         return list(self._actors.values())
 
     def add(self, actor: Actor) -> None:
+        actor.proven = actor.survived_restart or actor.actor_id in self._proven
+        if not actor.proven and any(other.proven for other in self._actors.values()):
+            actor.train.trust = 1
         self._actors[actor.actor_id] = actor
         self.shares.touch(actor)
 
@@ -175,6 +185,43 @@ class ActorTable:
             record = self._lifecycle.groups.live[group_id]
             self.detach(record, revoke=revoke)
             self._lifecycle.retry(record, now, failed=failed)
+
+    def delivered(self, actor: Actor, group_id: int, lease: OpenLease | None, now: float) -> None:
+        """A group of it has come; `lease` is the one that it had for it, None if that had ended before."""
+        actor.credit(group_id).delivered()
+        self.shares.touch(actor)
+        if group_id & EVAL_BIT:
+            return
+        actor.proven = True
+        self._proven[actor.actor_id] = None
+        if len(self._proven) > MAX_NAMES:
+            self._proven.popitem(last=False)
+        if lease is not None:
+            self._slowest_s = max(self._slowest_s, now - lease.granted_at)
+
+    def spread(self, now: float) -> None:
+        """While some wait and there is nothing for them: what actors that have not delivered yet hold too much or long.
+
+        They are left with a share, and one more if every other has something. Once others have delivered, none may keep
+        those waiting for its first group; what it still delivers counts as any late delivery, and it gets leases again.
+        """
+        newcomers = [actor for actor in self._actors.values() if not actor.proven and actor.train.leases]
+        waiting = [actor for actor in self._actors.values() if actor.wants_train] if newcomers else []
+        if not waiting:
+            return
+        takers = sum(actor.state == "READY" and actor.train.limit > 0 for actor in self._actors.values())
+        most = -(-self._lifecycle.groups.num(GroupState.LEASED) // takers) + all(one.num_train for one in waiting)
+        limit_s = max(PROBATION_S, PROBATION * self._slowest_s) if any(one.proven for one in waiting) else math.inf
+        for actor in newcomers:
+            if waiting == [actor]:
+                continue
+            for place, (group_id, lease) in enumerate(sorted(actor.train.leases.items())):
+                if now - lease.granted_at >= limit_s:
+                    self._counts["num_leases_expired"] += 1
+                    actor.train.trust = 0
+                    self.release(group_id, now, failed=False)
+                elif place >= most:
+                    self.release(group_id, now, failed=False, revoke=True)
 
     def release_orphans(self, actor: Actor, entry: DedupEntry, now: float) -> None:
         """Once its re-sends are in, leases that are still orphaned were lost."""

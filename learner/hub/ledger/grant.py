@@ -17,6 +17,7 @@ from learner.hub.ledger.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
+LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20
 MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with other work between them
 
 
@@ -70,6 +71,8 @@ class Grants(LedgerPart):
 
     def _why_none(self, actor: Actor) -> str:
         assert actor.installed is not None
+        if not actor.train.trust:
+            return "its own first group: others waited for it, so it gets no more leases before it delivers"
         if not actor.train.room:
             return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
         ready = self.groups.in_state(GroupState.READY)
@@ -175,6 +178,20 @@ class Grants(LedgerPart):
             ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )
+
+
+def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:
+    """Leases as messages that are neither too many nor too large for one."""
+    parts: list[list[Lease]] = []
+    nbytes = 0
+    for lease in leases:
+        size = len(lease.prompt or b"")
+        if not parts or len(parts[-1]) == LEASES_PER_MESSAGE or nbytes + size > LEASES_BYTES:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(lease)
+        nbytes += size
+    return [tuple(part) for part in parts]
 
 
 def _count(num: int, what: str) -> str:

@@ -103,6 +103,8 @@ class Ledger:
         silent = [actor for actor in self.actors.all() if now - actor.heard_at >= self.settings.dead_after_s]
         effects = [Effect("evict", one.actor_id, tuple(self.evict(one.actor_id, now))) for one in silent]
         self.actors.expire_leases(now)
+        if not self.groups.num(GroupState.READY) and self.lag.num_free <= 0:  # there is nothing else for who waits
+            self.actors.spread(now)
         if self.settings.group_deadline_s > 0:
             self._expire_groups(now)
         self._check_pins(now)

@@ -11,6 +11,10 @@ from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
 NUM_LOG_LINES = 30
 NUM_RECENT_STEPS = 20
 """Steps over which rates and the time left are averaged."""
+NUM_WHOLE_ROWS = 3 * NUM_RECENT_STEPS
+"""Rows of which everything is kept: some have no step's values. A run may have a million, with 26 kB each."""
+DRAWN_WHOLE = ("step", "reward/mean", "eval/score", "lag/head_max")
+"""Kept of all rows: what is drawn of the whole run."""
 PATIENCE_S = 3.0
 """A wait is named once it is longer than this, and than twice a step."""
 
@@ -22,6 +26,7 @@ class ViewState:
     Attributes:
         name: the run's directory; about: task and model, in words.
         actors: (id, state, version, tokens per second, seconds since its last message) of each.
+        rows: of `metrics.jsonl`; only the newest are whole.
         waiting_for: what the hub waits for, in words; empty if it does not wait.
         learner: what the learner does, in words; empty before the hub has heard of it.
         total_steps: 0 while unknown.
@@ -56,6 +61,9 @@ class ViewState:
         while self.rows and self.rows[-1]["step"] >= news["step"] and "time/step_s" in news:
             self.rows.pop()
         self.rows.append(news)
+        if len(self.rows) > NUM_WHOLE_ROWS:
+            old = self.rows[-NUM_WHOLE_ROWS - 1]
+            self.rows[-NUM_WHOLE_ROWS - 1] = {key: old[key] for key in DRAWN_WHOLE if key in old}
         self.changed_at = self.now
 
     def log(self, line: str) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from streamrl.report.live.state import ViewState
 
 STEP_LINE_S = 1.0
 """Plain lines of steps are never closer together; the log has them all."""
+NUM_SAID = 256
 QUIET_S = 15.0
 """Before the first step, plain lines are never farther apart."""
 
@@ -47,7 +49,8 @@ class LiveView:
         self._step_at = -math.inf
         self._read_status()
         self._noticed = set(self.state.notices)  # of the part of the run before a resume
-        self._said: set[str] = set()  # a notice is also a line of the hub's log, and either may be read first
+        # A notice is also a line of the hub's log, and either may be read first.
+        self._said: deque[str] = deque(maxlen=NUM_SAID)
         self._printed_at = self.state.began = self.state.now = clock()
 
     def run(self, until: threading.Event, poll_s: float = 0.5) -> None:
@@ -107,7 +110,7 @@ class LiveView:
         rows, news = self.poll()
         for line in news:
             self._print(line)
-            self._said.add(line.split(maxsplit=2)[-1])
+            self._said.append(line.split(maxsplit=2)[-1])
         self._print_notices()
         self._held += rows
         due = ended or self._clock() - self._step_at >= STEP_LINE_S

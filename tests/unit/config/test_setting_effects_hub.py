@@ -15,7 +15,7 @@ import zmq
 from learner.hub.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
-from learner.hub_client.settings import hub_settings, steps_between_checkpoints
+from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
 from learner.mesh import Ranks
 from learner.model.paths import wire_dtype
 from learner.publish.publisher import Publisher
@@ -280,6 +280,21 @@ def test_a_stalled_run_fails_with_the_reason_unless_the_wait_is_unlimited(script
 
 def scored(num: int) -> HubStatus:
     return HubStatus(0, {"num_eval_groups": float(num)}, (("a1", "READY", 0.0, 0.0),))
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ((), 600.0),
+        (("learner.stall_fail_s=100",), 100.0),
+        (("learner.stall_fail_s=0", "rollout.train.sampling.max_new_tokens=32768"), 0.0),
+        (("rollout.train.sampling.max_new_tokens=32768",), 16384.0),
+        (("learner.stall_fail_s=20000", "rollout.train.sampling.max_new_tokens=32768"), 20000.0),
+        (("rollout.test.sampling.max_new_tokens=4096",), 2048.0),
+    ],
+)
+def test_a_run_is_not_stalled_before_its_longest_answer_can_have_come(words, seconds):
+    assert stall_fail_s(config_of(*words, "learner.max_tokens_per_device=65536")) == seconds
 
 
 def test_actors_that_answer_an_evaluation_do_not_stall_the_run(scripted_hub):

