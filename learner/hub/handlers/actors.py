@@ -10,7 +10,7 @@ import msgspec
 
 from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.handlers.connections import Connection
+from learner.hub.handlers.connections import Connection, shut_out, stop_of
 from learner.hub.ledger.grant import in_messages
 from learner.hub.ledger.groups import GroupState
 from streamrl.errors import ProtocolVersionError, WireError
@@ -36,7 +36,6 @@ from streamrl.messages.codec import Decoder, protocol_of
 from streamrl.metrics.summary import WEAK_SANDBOX
 from streamrl.transport.keys import may_be
 from streamrl.transport.log_limit import LogLimit
-from streamrl.transport.session import EXIT_EVICTED
 
 log = logging.getLogger("streamrl.hub")
 
@@ -46,9 +45,6 @@ MISSED_BEATS = 1.5
 REANNOUNCE_S = 10.0
 MAX_MOVES = 200
 """Lines at once, and one more a second, on who comes and goes: any peer may do that at any rate."""
-EXIT_CODES = {
-    StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
-}
 
 
 class ActorHandler:
@@ -73,7 +69,7 @@ class ActorHandler:
         """
         actor = self._hub.connections.by_route.get(routing_id)
         if key_name == "":
-            self._send(routing_id, _stop(StopReason.AUTH, "the key of this actor was removed from the hub's list"))
+            self._send(routing_id, stop_of(StopReason.AUTH, "the key of this actor was removed from the hub's list"))
             return True
         try:
             if len(frames) != 1:
@@ -93,7 +89,7 @@ class ActorHandler:
         if isinstance(message, Hello):
             self._hello(routing_id, message, now, key_name)
         elif actor is None:
-            self._send(routing_id, _stop(StopReason.NO_LINK, "send HELLO first", rejoin=True))
+            self._send(routing_id, stop_of(StopReason.NO_LINK, "send HELLO first", rejoin=True))
         else:
             actor.heard_at = now
             self._dispatch(actor, message, frames[0], now)
@@ -103,13 +99,13 @@ class ActorHandler:
         """What was in the frame is unknown, so the actor joins again, and sends what it has no answer about at once."""
         leaving = actor.state in ("draining", "leaving")  # it would end instead; it sends again by itself, later
         if not self._strike(actor, str(error), now) and not leaving:
-            self._send(actor.routing_id, _stop(StopReason.NO_LINK, f"a damaged message came: {error}", rejoin=True))
+            self._send(actor.routing_id, stop_of(StopReason.NO_LINK, f"a damaged message came: {error}", rejoin=True))
 
     def _stop_other_protocol(self, routing_id: bytes, frame: bytes) -> None:
         """In the peer's own protocol number, or it could not read it: STOP is the same in every protocol."""
         theirs = protocol_of(frame)
         assert theirs is not None
-        stop = _stop(StopReason.PROTOCOL, (
+        stop = stop_of(StopReason.PROTOCOL, (
             f"this actor speaks protocol {theirs}, the hub {PROTOCOL}: install the same release of streamrl on both "
             "sides"
         ))
@@ -177,32 +173,32 @@ class ActorHandler:
         """Why this hub cannot take the actor, whatever the ledger holds."""
         run_id = self._hub.settings.run_id
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hello.actor_id) is None:
-            return _stop(StopReason.PROTOCOL, (
+            return stop_of(StopReason.PROTOCOL, (
                 f"the name {hello.actor_id!r} is not 1 to 64 of A-Z a-z 0-9 . _ - that begin with a letter or digit: "
                 "set actors.actor_id"
             ))
         if key_name is not None and not may_be(hello.actor_id, key_name):
-            return _stop(StopReason.AUTH, (
+            return stop_of(StopReason.AUTH, (
                 f"the key of {key_name} does not allow the name {hello.actor_id}: leave actors.actor_id out, or "
                 f"choose {key_name} or {key_name}-..."
             ))
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
-            return _stop(StopReason.PROTOCOL, (
+            return stop_of(StopReason.PROTOCOL, (
                 f"actor {hello.actor_id} speaks protocols {hello.protocol_min}-{hello.protocol_max}, this hub "
                 f"{PROTOCOL}: install the same release of streamrl on both sides"
             ))
         if hello.run_id not in (None, run_id):
-            return _stop(StopReason.WRONG_RUN, f"this is run {run_id}, the actor belongs to {hello.run_id}")
+            return stop_of(StopReason.WRONG_RUN, f"this is run {run_id}, the actor belongs to {hello.run_id}")
         if cause := self._hub.trust.refusal(hello.actor_id, hello.incarnation):
-            return _shut_out(cause)
+            return shut_out(cause)
         if self._hub.weights.manifest is None:
-            return _stop(StopReason.BUSY, "version 0 is not published yet", rejoin=True, retry_after_s=0.5)
+            return stop_of(StopReason.BUSY, "version 0 is not published yet", rejoin=True, retry_after_s=0.5)
         return None
 
     def _connect(self, routing_id: bytes, hello: Hello, now: float) -> Connection:
         old = self._hub.connections.by_actor.get(hello.actor_id)
         if old is not None and old.incarnation != hello.incarnation:
-            self._send(old.routing_id, _stop(StopReason.FENCED, "a newer process with this actor_id has taken over"))
+            self._send(old.routing_id, stop_of(StopReason.FENCED, "a newer process with this actor_id has taken over"))
         known = self._incarnations.get(hello.actor_id)
         if known is None and not hello.max_leases:
             self._moves.info("%s joined: a relay, which takes no leases", hello.actor_id)
@@ -359,8 +355,8 @@ class ActorHandler:
     def stop_all(self, reason: str, *, finished: bool) -> None:
         """Acknowledge everything, then stop every actor: for good, or until the learner is back."""
         stop = (
-            _stop(StopReason.FINISHED, reason) if finished
-            else _stop(StopReason.RESTARTING, reason, rejoin=True, retry_after_s=1.0)
+            stop_of(StopReason.FINISHED, reason) if finished
+            else stop_of(StopReason.RESTARTING, reason, rejoin=True, retry_after_s=1.0)
         )
         for actor in self._hub.connections.all():
             self._send_ack(actor)
@@ -380,17 +376,17 @@ class ActorHandler:
             if not any(may_be(actor.actor_id, name) for name in names):
                 log.warning("%s is evicted: its key was removed", actor.actor_id)
                 detail = "its key was removed from the hub's list"
-                self._evict(actor, detail, now, _stop(StopReason.AUTH, detail))
+                self._evict(actor, detail, now, stop_of(StopReason.AUTH, detail))
 
     def _shut_out(self, actor_id: str, cause: str, now: float) -> None:
         """Told why, it ends; what it delivered and no batch has yet is generated again."""
         self._hub.ledger.distrust(actor_id, now)
         actor = self._hub.connections.by_actor.get(actor_id)
         if actor is not None:
-            self._evict(actor, cause, now, _shut_out(f"{actor_id} is shut out because {cause}"))
+            self._evict(actor, cause, now, shut_out(f"{actor_id} is shut out because {cause}"))
 
     def _evict(self, actor: Connection, detail: str, now: float, stop: Stop | None = None) -> None:
-        self._send(actor.routing_id, stop or _stop(StopReason.EVICTED, detail, rejoin=True))
+        self._send(actor.routing_id, stop or stop_of(StopReason.EVICTED, detail, rejoin=True))
         self._hub.ledger.evict(actor.actor_id, now)
         self._hub.loads.left(actor.actor_id)
         self._hub.hung_calls.left(actor.actor_id)
@@ -399,11 +395,3 @@ class ActorHandler:
 
     def _send(self, routing_id: bytes, message: Message) -> bool:
         return self._hub.send.to_actor(routing_id, message)
-
-
-def _stop(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
-    return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
-
-
-def _shut_out(cause: str) -> Stop:
-    return Stop(StopReason.EVICTED, False, 0.0, EXIT_EVICTED, cause[:512])

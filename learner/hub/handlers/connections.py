@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamrl.messages import NcclState, VersionRef
+from streamrl.messages import NcclState, Stop, StopReason, VersionRef
+from streamrl.transport.session import EXIT_EVICTED
 
 MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
+EXIT_CODES = {
+    StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
+}
 
 
 @dataclass(slots=True)
@@ -78,3 +82,13 @@ class Connections:
     def __len__(self) -> int:
         """Actors that may generate; relays do not count."""
         return sum(connection.max_leases > 0 for connection in self.by_actor.values())
+
+
+def stop_of(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
+    """The answer that ends a connection or a process, with its exit status."""
+    return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
+
+
+def shut_out(cause: str) -> Stop:
+    """The answer to an actor that is not believed."""
+    return Stop(StopReason.EVICTED, False, 0.0, EXIT_EVICTED, cause[:512])

@@ -13,6 +13,8 @@ from streamrl.errors import DataChangedError, TaskError
 
 _MASK64 = (1 << 64) - 1
 _ROUNDS = 6
+NUM_FIRST = 256
+"""So many bad records end a run that has had no good one: a task may have more than can be gone through."""
 
 
 def mix64(*words: int) -> int:
@@ -70,7 +72,7 @@ class PromptStream:
         self.record = record
         self._seed = seed
         self._shuffle = shuffle
-        self._num_in_a_row = 0
+        self._num_in_a_row, self._num_hopeless = 0, min(num_records, NUM_FIRST)
         self.fatal = ""
         self.tell: Callable[[str], None] = lambda text: None
         """Called for every record that is passed over."""
@@ -83,12 +85,14 @@ class PromptStream:
             self._num_in_a_row += 1
             if isinstance(error, DataChangedError):
                 self.fatal = f"the run stops: {error}"
-            elif self._num_in_a_row >= self.num_records:
-                num = self.num_records
-                self.fatal = f"all {num} records of a pass are passed over, the run stops; the last: {error}"
+            elif self._num_in_a_row >= self._num_hopeless:
+                self.fatal = (
+                    f"{self._num_in_a_row} records in a row are passed over, the run stops: no other is left, or none "
+                    f"could be used from the start. The last: {error}"
+                )
             self.tell(f"this record is passed over: {error}")
             return None
-        self._num_in_a_row = 0
+        self._num_in_a_row, self._num_hopeless = 0, self.num_records
         return record
 
     def at(self, position: int) -> Prompt:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from learner.hub.ledger.grant import LEASES_PER_MESSAGE, MAX_PASSED_OVER, in_messages
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.prompts import PromptStream
+from learner.hub.ledger.prompts import NUM_FIRST, PromptStream
 from learner.hub.setup import record_of
 from streamrl.errors import DataChangedError, TaskError
 from streamrl.messages import TO_ACTOR, Lease, Leases, Limits, Sampling, VersionRef
@@ -53,21 +53,24 @@ def test_bad_records_cost_no_lease_and_the_good_ones_come_in_order(broken: set[i
     assert ledger.counters()["num_groups_dropped"] == len(told) and (not told) == (not broken)
 
 
-def test_a_pass_without_a_good_record_ends_the_run_and_says_why():
-    ledger = ledger_of(2 * MAX_PASSED_OVER + 5, bad)
+@pytest.mark.parametrize(("num_good", "num_bad"), [(0, NUM_FIRST), (1, 2 * MAX_PASSED_OVER + 5)])
+def test_a_pass_without_a_good_record_ends_the_run_and_says_why(num_good: int, num_bad: int):
+    """Where there has been no good one, long before: a task may have any number of records."""
+    reads = iter(range(num_good))
+    num_records = 2 * MAX_PASSED_OVER + 5
+    ledger = ledger_of(num_records, lambda index: b"{}" if next(reads, None) is not None else bad(index))
     actor = FakeActor(ledger, "a1")
     actor.join()
     actor.beat()
-    asked = 0
+    num_leases = num_grants = 0
     while not ledger.prompts.fatal:
-        assert ledger.grant("a1", 0.0) == []
-        asked += 1
+        num_leases += len(ledger.grant("a1", 0.0))
+        num_grants += 1
         ledger.check()
 
-    assert asked == 3, "the hub does other work in between"
-    num = 2 * MAX_PASSED_OVER + 5
-    assert ledger.prompts.fatal == (
-        f"all {num} records of a pass are passed over, the run stops; the last: record {num - 1}: broken")
+    assert num_leases == num_good and num_grants == -(-num_bad // MAX_PASSED_OVER), "the hub works in between"
+    assert ledger.prompts.fatal.startswith(f"{num_bad} records in a row are passed over, the run stops: ")
+    assert ledger.prompts.fatal.endswith(f"record {(num_good + num_bad - 1) % num_records}: broken")
     drawn = ledger.groups.next_id
     assert ledger.grant("a1", 0.0) == [] and ledger.groups.next_id == drawn, "nothing more is burnt"
 
