@@ -114,7 +114,7 @@ class Round:
 
     def command(self, *words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "streamrl.cli", *words], capture_output=True, text=True, timeout=240, cwd=ROOT,
+            [sys.executable, "-m", "streamrl.cli", *words], capture_output=True, text=True, timeout=600, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
         )
@@ -153,7 +153,7 @@ def main() -> int:
             except NoMount as error:
                 print(f"nothing can be mounted here: {error}", file=sys.stderr)
                 return 2
-            except AssertionError as error:
+            except (AssertionError, subprocess.TimeoutExpired) as error:
                 result = {"seed": seed, "ok": False, "failure": str(error)[-6000:]}
         results.append(result)
         print(json.dumps(result), flush=True)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.flow.processes import ROOT, SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness):
@@ -19,7 +19,7 @@ def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness)
     harness.wait_for_version(1, 240)
     names = ("launch.json", "run.json", "config.yaml", "EPOCH")
     notes = {name: (harness.run_dir / name).read_bytes() for name in names}
-    words = harness.words("trainer.num_steps=7", "checkpoint.resume=true")
+    words = harness.words("trainer.num_steps=7", "checkpoint.resume=true", "hub.bind=tcp://127.0.0.1:0")
 
     second = subprocess.run([sys.executable, "-m", "streamrl.cli", "launch", *words], capture_output=True, text=True,
                             timeout=200, cwd=ROOT)
