@@ -67,6 +67,14 @@ class WorkerPool:
             raise TaskError(answer["broken"])
         return answer["value"]
 
+    def start(self) -> None:
+        """Start one worker, so that the first question need not wait for it. Raises TaskError if it cannot."""
+        worker = self._places.get()
+        try:
+            worker = worker or _Worker(self._module, self._limit_s)
+        finally:
+            self._places.put(worker)
+
     def close(self) -> None:
         """End the workers that are idle; busy ones end with their answer, or with this process."""
         while not self._places.empty():

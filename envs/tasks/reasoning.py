@@ -118,6 +118,9 @@ class ReasoningTask(SingleTurnTask):
         self.may_block = self._own_scorer is None and not compares_texts
         self._pool: WorkerPool | None = None
         self._lock, self._warned = threading.Lock(), False
+        if self.may_block:  # an actor starts the first worker before its first episode: that takes seconds
+            self.set_up = lambda: self._workers().start()
+            self.tear_down = lambda: self._workers().close()
 
     def record(self, split: str, index: int) -> Record:
         for attempt in range(NUM_DRAWS):

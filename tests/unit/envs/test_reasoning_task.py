@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from envs.check import check_task
@@ -34,6 +35,19 @@ def test_datasets_pass_the_start_up_check_and_reward_their_own_answers_in_full(n
     for index in range(5):
         record = task.record("train", index)
         assert task.reward(record, task.target(record)).score == pytest.approx(1.0)
+
+
+def test_an_actor_starts_and_ends_the_process_that_scores():
+    task = load_task("reasoning_gym.chain_sum", options=SMALL_SUMS)
+    before = set(psutil.Process().children(recursive=True))
+    task.set_up()
+    started = set(psutil.Process().children(recursive=True)) - before
+    record = task.record("train", 0)
+    assert len(started) == 1 and task.reward(record, record["answer"]).score == 1.0
+    assert not hasattr(load_task("countdown"), "set_up")
+
+    task.tear_down()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
 
 
 def test_another_process_draws_the_same_records():
