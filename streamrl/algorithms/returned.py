@@ -14,8 +14,6 @@ from torch import Tensor
 from streamrl.algorithms.types import Returns, SegmentReturns, TokenLoss
 from streamrl.errors import ConfigError
 
-__all__ = ["checked_advantages", "checked_losses"]
-
 
 def checked_losses(found: Any, policy_logprobs: Tensor, function: Callable[..., Any]) -> TokenLoss:
     """The result of a surrogate; bare losses clip nothing. Raises ConfigError."""
