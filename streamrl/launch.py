@@ -91,7 +91,7 @@ class Launcher:
         self._placement = placement or Placement()
         self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
         self._learner: Child | None = None
-        self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts)
+        self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts, self._caller)
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
         self._stopped = StoppedProcesses(config.learner.rank_silent_s)
@@ -353,7 +353,8 @@ def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[
     caller.say(f"run directory: {run_dir}")
     if placement.learner or any(placement.actors):
         caller.say(placement)
-    words = [*overrides, *caller.inputs(run_dir)]
+    if (settled := [*overrides, *caller.inputs(run_dir)]) != words:  # actors are told which files they may run
+        words, config = settled, load_config(settled)
     code = Launcher(config, words, run_dir, placement, caller).run()
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from streamrl.supervise.caller import Caller
 from streamrl.supervise.child import OWN_LINE, Child
 
 log = logging.getLogger("streamrl.launch")
@@ -38,11 +38,14 @@ class ActorPool:
         start: an actor of this name.
         drain: asks the hub to let an actor of this name finish and leave, within so many seconds; False if it cannot.
         num_max_restarts: see `launch.num_max_restarts`.
+        caller: is told of actors that are given up.
     """
 
     def __init__(
-        self, start: Callable[[str], Child], drain: Callable[[str, float], bool], num_max_restarts: int
+        self, start: Callable[[str], Child], drain: Callable[[str, float], bool], num_max_restarts: int,
+        caller: Caller,
     ) -> None:
+        self._caller = caller
         self._start, self._drain, self._num_max_restarts = start, drain, num_max_restarts
         self._actors: list[Child] = []
         self._leaving: list[Leaving] = []
@@ -125,8 +128,9 @@ class ActorPool:
             why = self._why_give_up(actor, code, age)
             if why:
                 actor.given_up = True
-                print(f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
-                      f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", file=sys.stderr)
+                self._caller.say(
+                    f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
+                    f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", error=True)
                 return
             actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
             log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",

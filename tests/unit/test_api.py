@@ -110,3 +110,17 @@ def test_a_run_is_named_as_for_every_command_and_each_step_is_one_row(run_dir, m
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         streamrl.trian  # noqa: B018
+
+
+def test_actors_may_run_the_written_reward_and_it_is_found_in_the_runs_directory(here):
+    (here / "hub-please").write_text("1")
+
+    def exact(completion, answer):
+        return float(completion == answer)
+
+    with pytest.raises(FileNotFoundError):  # this learner trains nothing, so there is nothing to read back
+        streamrl.train(overrides=words(here, "launch.num_actors=1"), reward=exact, quiet=True,
+                       data=[{"prompt": "1", "answer": "1"}])
+    (told,) = [path.read_text() for path in here.glob("actor-*")]
+    assert f"{here}/run/inputs/reward.py" in told.partition("actors.allow=")[2]
+    assert f"env.path={here}/run/inputs/reward.py" in (here / "learner-0").read_text()
