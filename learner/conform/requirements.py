@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 REQUIREMENTS = {
     "hello": "the first message is a HELLO: protocol 1, an incarnation of its own, numbers from 1, nothing held",
-    "hello-again": "HELLO comes again until it is answered by WELCOME, also after STOP with `rejoin`",
+    "hello-again": "HELLO is repeated until WELCOME answers it, also after STOP with `rejoin`",
     "frames": "every message is one frame with a correct preamble, digest and body",
     "heartbeats": "heartbeats come every `heartbeat_s`, numbered upward, and list just the leases in progress",
     "weights-verified": "a version is INSTALLED only after every byte of it came undamaged, under its own root",
