@@ -45,7 +45,7 @@ def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     assert getattr(right, "reward", right) > getattr(wrong, "reward", wrong)
 
 
-@pytest.mark.parametrize(("page", "sizes"), [("README.md", (480, 20)), ("docs/data.md", (5, 1))])
+@pytest.mark.parametrize(("page", "sizes"), [("README.md", (1800, 200)), ("docs/data.md", (5, 1))])
 def test_the_data_and_the_reward_of_the_page_work_as_printed(page, sizes, tmp_path, monkeypatch):
     text = (ROOT / page).read_text()
     monkeypatch.chdir(tmp_path)
@@ -54,7 +54,7 @@ def test_the_data_and_the_reward_of_the_page_work_as_printed(page, sizes, tmp_pa
     else:
         (tmp_path / "train.jsonl").write_text(re.search(r'```jsonl title="train.jsonl"\n(.*?)```', text, re.DOTALL)[1])
     (tmp_path / "reward.py").write_text(re.search(r"(def reward_fn\(messages, answer\):\n.*?)```", text, re.DOTALL)[1])
-    command = re.search(r"streamrl launch (experiment=quickstart env.path=reward.py data.path=train.jsonl)\n", text)
+    command = re.search(r"streamrl launch (experiment=quickstart env.path=reward.py data.path=train.jsonl.*)\n", text)
 
     task = task_of(load_config(command[1].split()))
     check_task(task)
