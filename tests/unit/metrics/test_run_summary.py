@@ -13,7 +13,8 @@ PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
     num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
     publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure run eval_score_best
-    stopped failed learner_idle_fraction eval_stderr_first eval_stderr_last warnings diagnosis sandbox_level tracked""".split()
+    stopped failed learner_idle_fraction eval_stderr_first eval_stderr_last warnings diagnosis sandbox_level
+    tracked""".split()
 
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
