@@ -42,7 +42,8 @@ def test_a_function_and_a_list_train_in_silence_and_the_run_goes_on(harness: Run
     )
 
     assert capfd.readouterr() == ("", "")
-    assert steps == [1, 2, 3] and [one["version"] for one in evaluations] == [0, 2, 3]
+    assert steps == [1, 2, 3]
+    assert {0, 3} <= {one["version"] for one in evaluations} <= {0, 2, 3}  # the end may overtake the second
     assert evaluations == run.evaluations and {"score", "step"} <= evaluations[0].keys()
     assert run.steps == 3 and run.extra["run_dir"] == str(harness.run_dir)
     assert run.config.env.path == f"{harness.run_dir}/inputs/reward.py"
