@@ -49,7 +49,7 @@ def record_of(task: Task, split: str, index: int) -> bytes:
     record = dict(task.record(split, index % task.num_records(split)))
     text = json.dumps(record).encode()
     if len(text) > MAX_RECORD_BYTES:
-        raise TaskError(f"record {index + 1}: {too_long(record)}.")
+        raise TaskError(f"record {index + 1}: {too_long(record)}: shorten that field, or leave the record out")
     return text
 
 
