@@ -190,7 +190,6 @@ REMEDIES: dict[str, str] = {
     "Unknown task": "take a name that it lists, or give your file as `env.path`",
     "name a class or a function that returns a task": "check what stands behind the colon",
     "A file of your own can also be given": "correct the name, or give a file as `env.path`",
-    "record …: ….": "shorten the field that it names, or leave the record out",
     "is a class without": "add the methods that it names",
     "defines no task": "the forms of a task file: [your environment](environments.md)",
     "env.path=…: there is no such file": "check the path; it is relative to the directory you are in",
