@@ -29,7 +29,6 @@ from actors.load import LoadMeter
 from actors.render import Renderer, load_tokenizer
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
-from envs.named_code import check_allowed, refuse_references
 from envs.registry import task_of
 from envs.sandbox.pool import LEVELS_IN_USE
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
@@ -50,6 +49,7 @@ from streamrl.messages import (
     Purpose,
     Welcome,
 )
+from streamrl.named_code import check_allowed, refuse_references
 from streamrl.transport.keys import ActorKey
 from streamrl.weights.adapter import adapted_layers, rank_of
 from streamrl.weights.assets import unpack_assets

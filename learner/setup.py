@@ -18,7 +18,6 @@ import torch
 from envs.check import check_task
 from envs.data.sources import absolute
 from envs.data_task import DataTask
-from envs.named_code import words_for_actors
 from envs.registry import task_of
 from learner.adapter.base import check_resumed, describe_adapter, publish_base
 from learner.adapter.lora import adapter_parameters
@@ -70,6 +69,7 @@ from streamrl.config.schema_system import BesideTraining
 from streamrl.environment import DrivesGeneration, Task
 from streamrl.messages import Base
 from streamrl.metrics.files import read_object, write_atomic
+from streamrl.named_code import words_for_actors
 from streamrl.process_memory import keep_freed_memory
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir

@@ -22,7 +22,6 @@ from typing import Any
 
 import zmq
 
-from envs.named_code import words_for_actors
 from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config, to_plain
@@ -33,6 +32,7 @@ from streamrl.gpus import Placement, environment_for, visible_gpus
 from streamrl.messages.printable import printable_lines
 from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.summary import Summary
+from streamrl.named_code import words_for_actors
 from streamrl.parent_watch import program
 from streamrl.processes import num_cores
 from streamrl.report.pages import write_pages

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.named_code import words_for_actors
 from streamrl.config.load import load_config, to_plain
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.named_code import words_for_actors
 from streamrl.parent_watch import program
 from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.transport.keys import KeyDirectory

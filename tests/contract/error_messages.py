@@ -25,7 +25,8 @@ HOLE = "…"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Settings": (
-        "streamrl/config/", "streamrl/extension.py", "streamrl/algorithms/", "learner/objective/", "learner/dry_run.py",
+        "streamrl/config/", "streamrl/extension.py", "streamrl/named_code.py", "streamrl/algorithms/",
+        "learner/objective/", "learner/dry_run.py",
         "learner/hub/ledger/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
         "streamrl/sweep/", "streamrl/cli.py",
     ),

@@ -14,7 +14,7 @@ MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES = 14, 400, 10
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
-    ("streamrl.extension", "streamrl.gpus"),
+    ("streamrl.extension", "streamrl.gpus", "streamrl.named_code"),
     ("streamrl.messages",),
     ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch",
      "streamrl.process_memory", "streamrl.processes", "streamrl.architectures"),

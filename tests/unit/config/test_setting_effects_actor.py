@@ -19,11 +19,11 @@ from actors.__main__ import work
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
 from actors.runtime import ActorRuntime, build_runtime, default_actor_id, engine_spec, pick_device, weight_source
-from envs.named_code import words_for_actors
 from learner.hub_client.settings import limits
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
+from streamrl.named_code import words_for_actors
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(60)

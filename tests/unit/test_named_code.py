@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from actors.runtime import build_runtime, local_settings, weight_source
-from envs.named_code import words_for_actors
 from envs.registry import load_task
 from streamrl.config.load import to_plain
 from streamrl.errors import ConfigError, TaskError
+from streamrl.named_code import words_for_actors
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 HOSTILE = {
     "env.name": ["env.name=evil:run"],
     "env.path": ["env.path={folder}/evil.py"],
