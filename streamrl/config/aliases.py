@@ -158,4 +158,6 @@ def nearest(key: str, names: Set[str]) -> str | None:
 
 
 def _last_parts(names: Set[str]) -> dict[str, str]:
-    return {name.rpartition(".")[2]: name for name in sorted(names, reverse=True)}
+    """The setting for each last part; of several with the same one that is to know first, else the alphabet's first."""
+    order = sorted(names, key=lambda name: (name not in COMMON, name), reverse=True)
+    return {name.rpartition(".")[2]: name for name in order}

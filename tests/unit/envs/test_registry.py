@@ -74,9 +74,9 @@ def test_a_class_is_found_by_its_module_path():
         ("envs.tasks.strings:StringTusk", "has no 'StringTusk'. Did you mean StringTask"),
         ("envs.tasks.strings:ALPHABET", "is a str: name a class or a function"),
         ("envs.tasks.strings:partial_credit", "missing option answer, completion"),
-        ("types:SimpleNamespace", "is built into Python"),
-        ("envs.check:Step", "missing option reward"),
-        ("fractions:Fraction", "is a Fraction, not a task: it must have name, num_records"),
+        ("types:SimpleNamespace", "is a class without num_records and record and env, not a task"),
+        ("envs.check:Step", "is a class without num_records and record and env, not a task"),
+        ("fractions:Fraction", "is a class without num_records and record and env, not a task"),
     ],
 )
 def test_a_bad_module_path_says_what_is_wrong(name, said):

@@ -74,7 +74,7 @@ MISTAKES = {
     "name of a learning rate elsewhere": ([QUICKSTART, "lr=1e-5"], "did you mean `policy.optimizer.lr`?"),
     "long name of a learning rate": ([QUICKSTART, "learning_rate=1e-5"], "did you mean `policy.optimizer.lr`?"),
     "name of a model elsewhere": ([QUICKSTART, "model=x"], "did you mean `policy.model_path`?"),
-    "LoRA": ([QUICKSTART, "lora.rank=8"], "LoRA is not in this release"),
+    "LoRA": ([QUICKSTART, "lora.rank=8"], "did you mean `policy.lora.rank`?"),
     "a task file as a word": (["my_task.py"], "Did you mean env.path=my_task.py?"),
     "a missing settings file": (["my.yaml"], "my.yaml: there is no such settings file"),
     # values
