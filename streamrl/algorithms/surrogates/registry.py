@@ -55,10 +55,10 @@ SURROGATE_INPUTS: Mapping[str, str] = MappingProxyType({
     "bounds": "what the entry's `fit` returned for the whole batch",
 })
 ESTIMATOR_INPUTS: Mapping[str, str] = MappingProxyType({
-    "scores": "[B] less the baseline and over the scale; beside `group_ids` float64 [P] as they are",
+    "scores": "[B] minus the baseline, divided by the scale; with `group_ids` float64 [P], unchanged",
     "group_ids": "int64 [P]; its presence makes an estimator of whole trajectories, which returns [P]",
-    "baselines": "[B] zeros: they are off the scores already",
-    "rewards": "[B, T], with whatever shapes them",
+    "baselines": "[B] zeros: they are already subtracted from the scores",
+    "rewards": "[B, T], including any shaping",
     "behavior_logprobs": "[B, T] as the actor recorded them",
     "policy_logprobs": "[B, T] of the current policy",
     "mask": "bool [B, T], action tokens",
