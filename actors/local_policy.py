@@ -70,7 +70,7 @@ class LocalModel:
         return {name: tensor.to(dtype) for name, tensor in saved.items()}
 
     def _base(self, adapter: SavedAdapter) -> dict[str, torch.Tensor]:
-        """What the factors are added to, in float32: the sum is rounded once. ConfigError: it is not there any more."""
+        """Read the base weights in float32: the sum is rounded once. Raises ConfigError if they are gone."""
         if adapter.quantized != "none":
             raise ConfigError(
                 f"{self.folder}@{self.version} is an adapter over weights in {adapter.quantized}, which only a learner "
@@ -98,7 +98,7 @@ def _readable(source: str) -> Iterator[None]:
 
 
 def _weights_of(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Those of a Hugging Face checkpoint."""
+    """Weights of a Hugging Face checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 

@@ -121,7 +121,7 @@ class ActorRuntime:
 
 
 class RuntimeHandle:
-    """One runtime, from the thread that builds it until it is closed; `runtime` is None until it is built.
+    """A runtime, from the thread that builds it until it is closed; `runtime` is None until it is built.
 
     `has_processes`: whether the engine starts processes, which would be left behind if it were not waited for.
     """
@@ -176,7 +176,7 @@ def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
 
 
 def local_settings(overrides: Sequence[str]) -> Config:
-    """What this actor's own words say, over the defaults. Raises ConfigError."""
+    """Load this actor's own settings over the defaults. Raises ConfigError."""
     return from_plain({"policy": {"tiny": {"enabled": True}}}, list(overrides))
 
 

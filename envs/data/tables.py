@@ -104,7 +104,7 @@ def _library() -> Any:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Which file it is, and its size and time; () if there is none: what is mapped stays readable."""
+    """Identify the file by inode, size and time; () if there is none: what is mapped stays readable."""
     with suppress(OSError):
         found = os.stat(path)
         return found.st_ino, found.st_size, found.st_mtime_ns

@@ -18,7 +18,7 @@ _ASSIGNMENT = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*(.+)")
 _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _MISREAD = re.compile(r"(?<!_)\d\s+\d|\d_|:.*:|\\pmod|\\cdots|\\ldots|\.\.\.")
-"""What math-verify's parser takes for something else: 1 2 for a sum, 11_2 for 11, 1:2:3 for one number."""
+"""Notation that math-verify's parser takes for something else: 1 2 for a sum, 11_2 for 11, 1:2:3 for one number."""
 _FACTORS = re.compile(r"(?<![\w^.\\])(\d+(?:\.\d+)?)\s*(?=[({])|(?<=\))\s*(?=\()")
 """2(4) and (2)(4) are products, and its sums."""
 _RANGE = re.compile(r"(\d+)\s*-+\s*(\d+)")
@@ -160,7 +160,7 @@ def _same_values(gold: str, answer: str) -> bool:
 
 
 def _parse(text: str) -> Any:
-    """What math-verify's parser reads, with exact numbers; None if it cannot, or is not installed."""
+    """Parse with math-verify, with exact numbers; None if it cannot, or is not installed."""
     ends = _RANGE.fullmatch(text)
     if _MISREAD.search(text) or (ends and int(ends[1]) < int(ends[2])):  # 3-5 is no difference
         return None
