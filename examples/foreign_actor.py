@@ -1,6 +1,6 @@
 """An actor without any code of streamrl: docs/protocol.md in 200 lines, to start from in another language.
 
-    streamrl conform tcp://127.0.0.1:5601 -- python examples/foreign_actor.py tcp://127.0.0.1:5601
+    python -m tests.conform tcp://127.0.0.1:5601 -- python examples/foreign_actor.py tcp://127.0.0.1:5601
 
 It needs pyzmq, xxhash and msgspec (as a plain MessagePack coder). Its "policy" ignores the weights that it fetches and
 draws every token with the same probability, an honest log-prob; an engine takes the place of `generate`."""

@@ -40,7 +40,6 @@ By hand, in terminals of their own or on other machines:
   streamrl keys new|add|remove|list               who may join over a network; see streamrl keys --help
   streamrl join tcp://HOST:PORT key=FILE          an actor on another machine
   streamrl slurm [--submit] [key=value ...]       a run as two Slurm jobs; see streamrl slurm --help
-  streamrl conform [ADDRESS] [-- COMMAND]         certify an actor that was written elsewhere
 """
 HELP = {
     "launch": """streamrl launch [FILE.yaml] [key=value ...]       one run: a learner and launch.num_actors actors
@@ -79,7 +78,7 @@ def main() -> int:
     command, *words = sys.argv[1:] or [""]
     commands = {
         "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
-        "samples": samples, "keys": keys, "join": join, "slurm": slurm, "conform": conform,
+        "samples": samples, "keys": keys, "join": join, "slurm": slurm,
         **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
         "eval": evaluate, "chat": chat, "tasks": tasks,
         "reward-model": reward_model,
@@ -190,11 +189,6 @@ def slurm(words: list[str]) -> int:
     from streamrl.slurm import slurm as run
 
     return run(words)
-
-
-def conform(words: list[str]) -> int:
-    """Examine an actor: this process becomes the examiner."""
-    return _become("learner.conform", words)
 
 
 def evaluate(words: list[str]) -> int:

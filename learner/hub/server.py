@@ -197,7 +197,7 @@ class HubServer:
                 self._peers.heard(last, now, routing_id if routing_id in known else None)
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float, key_name: str | None) -> bool | None:
-        """One message of an actor; False ends its connection. `learner.conform` listens here."""
+        """One message of an actor; False ends its connection. `tests.conform` listens here."""
         return self._actors.received(routing_id, frames, now, key_name=key_name)
 
     def _drain_ranks(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""`streamrl conform`: the foreign actor of examples/ passes, and each fault fails under the name of its requirement."""
+"""The examination of an actor: that of examples/ passes, and each fault fails under the name of its requirement."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 import zmq
 
 from examples.foreign_actor import Actor
-from learner.conform.__main__ import RUN, parse, settings_of
-from learner.conform.actor_process import Command
-from learner.conform.exam import Examination
-from learner.conform.requirements import REQUIREMENTS, Findings
-from learner.conform.weights import Model
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
+from tests.conform.__main__ import RUN, parse, settings_of
+from tests.conform.actor_process import Command
+from tests.conform.exam import Examination
 from tests.conform.faulty_actors import FAULTS
+from tests.conform.requirements import REQUIREMENTS, Findings
+from tests.conform.weights import Model
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "examples" / "foreign_actor.py"

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from learner.conform.__main__ import RUN, settings_of
-from learner.conform.weights import Model
 from learner.hub.context import HubContext
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
@@ -50,6 +48,8 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs
 from streamrl.transport.session import ActorSession, Deliver, Effect, Send
+from tests.conform.__main__ import RUN, settings_of
+from tests.conform.weights import Model
 
 MODEL = Model([("weight", "float32", (3, 2))], bytes(range(24)), msgspec.msgpack.encode({"config.json": b"{}"}))
 SETTINGS = (*RUN, "rollout.num_prompts_per_step=1", "run.seed=1", "hub.heartbeat_s=1")

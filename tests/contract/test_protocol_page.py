@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.conform.requirements import REQUIREMENTS
 from streamrl.messages import (
     FROM_WEIGHTS,
     PROTOCOL,
@@ -43,6 +42,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode
+from tests.conform.requirements import REQUIREMENTS
 from tests.contract.protocol_session import page
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,4 +1,4 @@
-"""streamrl conform [ADDRESS] [key=value ...] [-- COMMAND ...]    certify an actor that was written elsewhere
+"""python -m tests.conform [ADDRESS] [key=value ...] [-- COMMAND ...]    certify an actor that was written elsewhere
 
 Listens at ADDRESS (tcp://127.0.0.1:5601) as the hub of a run, and examines the actor that connects: it plays leases,
 acks, rejections, lost messages, new versions, damaged weights, DRAIN, STOP and restarts of the learner. The list of
@@ -21,10 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.conform.actor_process import ByHand, Command
-from learner.conform.exam import Examination
-from learner.conform.hub import examination_settings
-from learner.conform.weights import Model
 from learner.hub.settings import HubSettings
 from learner.hub_client.settings import hub_settings
 from streamrl.config.addresses import is_address
@@ -32,6 +28,10 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages.printable import start_log
+from tests.conform.actor_process import ByHand, Command
+from tests.conform.exam import Examination
+from tests.conform.hub import examination_settings
+from tests.conform.weights import Model
 
 ADDRESS = "tcp://127.0.0.1:5601"
 RUN = (

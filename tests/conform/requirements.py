@@ -1,4 +1,4 @@
-"""What `streamrl conform` asks of an actor, by name, and what an examination found."""
+"""What `python -m tests.conform` asks of an actor, by name, and what an examination found."""
 
 from __future__ import annotations
 

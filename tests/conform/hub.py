@@ -15,8 +15,6 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from learner.conform.watch import Watch
-from learner.conform.weights import Model, Pulls, WatchedSocket
 from learner.hub.context import Outbound
 from learner.hub.ledger.dedup import DedupEntry
 from learner.hub.ledger.ledger import Ledger
@@ -36,6 +34,8 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import MAGIC, PREAMBLE, encode
+from tests.conform.watch import Watch
+from tests.conform.weights import Model, Pulls, WatchedSocket
 
 LIMITS = {
     "heartbeat_s": 0.25, "hub_silent_s": 1.5, "ack_timeout_s": 1.0, "chunk_timeout_s": 2.0, "drain_deadline_s": 20.0,

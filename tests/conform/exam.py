@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Set
 from typing import Protocol
 
-from learner.conform.hub import ExaminedHub, frame_of
-from learner.conform.requirements import Findings
-from learner.conform.watch import SETTLING_BEATS, Watch
-from learner.conform.weights import Model, Pulls
 from learner.hub.settings import HubSettings
 from streamrl.messages import Drain, Group, Hello, LeaseRef, Message, Stop, StopReason
 from streamrl.messages.codec import encode
+from tests.conform.hub import ExaminedHub, frame_of
+from tests.conform.requirements import Findings
+from tests.conform.watch import SETTLING_BEATS, Watch
+from tests.conform.weights import Model, Pulls
 
 SLOW_BEATS = 6.0
 """Times `heartbeat_s`: longer intervals on average are a fault."""
@@ -29,7 +29,7 @@ NUM_GROUPS = 3
 
 
 class Actor(Protocol):
-    """How the examined process is started; `learner.conform.process` has a command, and a person."""
+    """How the examined process is started; `tests.conform.actor_process` has a command, and a person."""
 
     stops_by_signal: bool
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from learner.conform.requirements import Findings
-from learner.conform.weights import Pulls
 from streamrl.errors import WireError
 from streamrl.messages import (
     PROTOCOL,
@@ -35,6 +33,8 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder
+from tests.conform.requirements import Findings
+from tests.conform.weights import Pulls
 
 FAULTS = (RejectReason.MALFORMED, RejectReason.VERSION, RejectReason.NO_LEASE, RejectReason.OVERSIZE)
 """Rejections that only the actor can have caused."""
