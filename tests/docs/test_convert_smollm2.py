@@ -2,7 +2,7 @@
 
 import pytest
 
-import learner.model.convert_smollm2 as command
+import examples.convert_smollm2 as command
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(tmp_path, monkeypatch, capsys):

