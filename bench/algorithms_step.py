@@ -19,12 +19,12 @@ import torch
 from bench.record import record
 from learner.data.packing import MicroBatch, pack
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.messages import PlanRow
 

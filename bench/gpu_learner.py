@@ -15,15 +15,16 @@ from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
 from actors.engines.native.weight_sets import checkpoint_tensors
 from bench.gpu_shapes import DEVICE, DRY, SHAPES, Packed, free_device_memory, large_folder, mixed_lengths, random_model
-from learner.attention.choice import ATTENTIONS, choose_attention, why_not
 from learner.data.layout import make_layout
-from learner.mesh import Ranks
-from learner.model.attention import registered
+from learner.model.attention.choice import ATTENTIONS, choose_attention, why_not
+from learner.model.attention.packed import registered
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.parameters import policy_parameters
 from learner.model.policy import Policy, load_policy
 from learner.model.scoring.logprob_head import score_tokens
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from streamrl.architectures.masks import CAUSAL
 from streamrl.config.schema import OptimizerConfig
 from streamrl.messages import Sampling, VersionRef

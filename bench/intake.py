@@ -30,7 +30,7 @@ from bench.record import exit_status, record, shared_arguments
 from learner.data.packing import pack_minibatches
 from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.link import HubLink
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.messages.codec import encode
 
 SHARES = ((1, 16), (2, 32), (4, 64), (1, 64), (2, 64))

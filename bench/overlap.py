@@ -40,8 +40,8 @@ def config_and_model() -> tuple[Any, Path]:
     import logging
 
     from envs.registry import load_task
-    from learner.mesh import Ranks
     from learner.model.paths import model_directory
+    from learner.ranks.mesh import Ranks
     from streamrl.config.load import load_config
 
     logging.disable(logging.INFO)
@@ -102,11 +102,11 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.data.trajectories import TrajectoryReader
     from learner.hub_client.settings import answer_limit
     from learner.loop import forward_backward
-    from learner.mesh import Ranks
     from learner.model.gradients import optimizer_step
     from learner.model.optimizer import make_optimizer, make_schedule
     from learner.model.policy import load_policy
     from learner.objective.objective import Objective
+    from learner.ranks.mesh import Ranks
     from streamrl.messages import PlanRow
 
     torch.set_num_threads(1)

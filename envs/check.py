@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from envs.task_file import NO_TASK, describe
+from envs.task_file import NO_TASK
 from streamrl.environment import (
     MAX_REWARD,
     ChatMessage,
@@ -28,7 +28,7 @@ from streamrl.environment import (
     Step,
     Task,
 )
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, describe
 
 ROLES = ("system", "user", "assistant", "tool")
 PROBE = "probe"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
@@ -33,7 +32,7 @@ from envs.adapters.rollouts import RolloutEnv
 from envs.adapters.text_steps import StartingTextStepEnv
 from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, describe
 from streamrl.extension import did_you_mean
 
 FORMS = (
@@ -89,15 +88,6 @@ def refuse_unknown(options: Mapping[str, Any], known: list[str], name: str) -> N
         if key not in known:
             valid = ", ".join(sorted(known)) or "none"
             raise TaskError(f"task {name} has no option {key!r}.{did_you_mean(key, known)} Valid options: {valid}.")
-
-
-def describe(error: BaseException) -> str:
-    """The error with the innermost place where it happened, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    if isinstance(error, SyntaxError):  # its text holds the place, too
-        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _run(file: Path) -> ModuleType:

@@ -23,7 +23,7 @@ from streamrl.process_memory import uncollected
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
 if TYPE_CHECKING:
-    from learner.mesh import Ranks
+    from learner.ranks.mesh import Ranks
 
 log = logging.getLogger("streamrl.learner")
 
@@ -77,14 +77,14 @@ def stand_by() -> bool:
 
 def load_libraries() -> None:
     with uncollected():
-        for name in ("learner.finish", "learner.loop", "learner.setup"):
+        for name in ("learner.finish", "learner.loop", "learner.setup.compose"):
             importlib.import_module(name)
 
 
 def check_only(words: list[str]) -> int:
     """Print what is wrong with these settings; returns 0 if a launched run could start with them."""
     end_with_parent()
-    from learner.preflight import check_run
+    from learner.setup.preflight import check_run
 
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's task prints is not the answer
@@ -109,8 +109,8 @@ def learn(config: Config, words: list[str], *, launched: bool) -> int:
     load_libraries()
     from learner.finish import finish, record_failure
     from learner.loop import train
-    from learner.setup import build_run, start_ranks, tear_down
-    from learner.stop_flag import StopFlag
+    from learner.ranks.stop_flag import StopFlag
+    from learner.setup.compose import build_run, start_ranks, tear_down
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config)

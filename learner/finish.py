@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from learner.model.export import export_model
 from learner.model.paths import wire_dtype
+from learner.publish.export import export_model
 from learner.run import Run
 from streamrl.errors import StreamrlError
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from learner.adapter.base import AdapterOf
 from learner.audit.audit import Audit
 from learner.checkpoint.retries import SaveRetries
 from learner.checkpoint.run_lock import RunLock
@@ -22,11 +21,10 @@ from learner.control.staleness import StalenessControl
 from learner.data.packing import MicroBatch, pack_minibatches
 from learner.data.shares import read_share
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.group.beats import RankBeats
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
 from learner.hub_client.settings import steps_between_checkpoints, steps_in_outboxes
-from learner.mesh import Ranks
+from learner.model.adapter.base import AdapterOf
 from learner.model.critic import Critic, CriticResult
 from learner.model.gradients import BatchResult
 from learner.model.optimizer import Schedule
@@ -39,11 +37,13 @@ from learner.objective.scoring_pass import score_batch
 from learner.publish.probe import Prober
 from learner.publish.publishing import Publishing
 from learner.publish.rounding import with_wire_precision
+from learner.ranks.beats import RankBeats
+from learner.ranks.mesh import Ranks
+from learner.ranks.stop_flag import StopFlag
 from learner.record.process_use import ProcessUse
 from learner.record.quarantine import NOT_FINITE, Quarantine
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
-from learner.stop_flag import StopFlag
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config, PublishWhen
@@ -152,9 +152,10 @@ class Run:
                 share = self.hub.next_batch(self.version)
             if share is None:
                 return None
+            rules = self.objective.reward_rules
             with self.timed("pack"):
                 rows, cause = read_share(
-                    self.reader, share, self.objective, learner_epoch=self.learner_epoch,
+                    self.reader, share, learner_epoch=self.learner_epoch, check_rewards=rules and rules.check,
                     max_tokens=self.config.learner.max_tokens_per_device,
                 )
                 if not self.ranks.maximum(float(bool(cause))):

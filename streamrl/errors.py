@@ -29,6 +29,9 @@ Peers' mistakes are `WireError`s: they are counted and never end the process tha
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 
 class StreamrlError(Exception):
     """Root of everything below; catching it catches no programming error."""
@@ -127,3 +130,12 @@ def one_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename} cannot be read or written: {error.strerror}"
     return str(error)
+
+
+def describe(error: BaseException) -> str:
+    """The error with the innermost place where it happened, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, SyntaxError):  # its text holds the place, too
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
+    return f"{type(error).__name__}: {error}{where}"

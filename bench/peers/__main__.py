@@ -138,8 +138,8 @@ def trl(case: Case, folder: Path, model: str, seed: int, peer: str, num_threads:
 def tiny_model(root: Path) -> str:
     """The quickstart's model after its supervised start, as a checkpoint directory."""
     from envs.registry import load_task
-    from learner.mesh import Ranks
     from learner.model.paths import model_directory
+    from learner.ranks.mesh import Ranks
     from streamrl.config.load import load_config
 
     config = load_config(["experiment=quickstart", f"policy.tiny.cache_dir={root / 'models'}"])

@@ -9,9 +9,8 @@ import threading
 from typing import Any
 
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask
-from envs.task_file import describe
 from streamrl.environment import ChatMessage, Record
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, describe
 
 _RESET = threading.Lock()
 """GEM seeds the generators of the whole process and draws the game from them: one reset at a time."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from envs.rewards.extract import last_answer_tag
 from envs.rewards.workers import GraderError, WorkerPool
-from envs.task_file import describe, refuse_unknown
+from envs.task_file import refuse_unknown
 from envs.tasks.countdown import score_countdown
 from streamrl.environment import Record, SingleTurnTask, Step
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, describe
 from streamrl.extension import did_you_mean
 
 log = logging.getLogger("streamrl.actor")

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.audit.agreements import Agreements
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
 from learner.hub.ledger.prompts import member_seed
-from learner.mesh import Ranks
 from learner.model.policy import Inspect, Inspected, Policy
+from learner.objective.agreements import Agreements
 from learner.publish.rounding import other_weights, trained_shards
+from learner.ranks.mesh import Ranks
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import Config
 from streamrl.messages.draws import draw_gaps, uniforms

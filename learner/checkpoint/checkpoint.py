@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
 from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.checkpoint.transfer import collect, distribute
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError, RunLockedError, one_sentence
 from streamrl.metrics.files import text_of
 

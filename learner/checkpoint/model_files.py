@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from learner.checkpoint.shards import local_box
-from learner.mesh import Ranks, local_part
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
 from streamrl.errors import ConfigError
 

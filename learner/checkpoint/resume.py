@@ -12,7 +12,7 @@ from typing import Any
 
 from learner.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from learner.checkpoint.run_lock import write_durably
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError

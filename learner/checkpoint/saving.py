@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from learner.background import Background
 from learner.checkpoint.checkpoint import write_checkpoint
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.shards import copied
-from learner.hub_client.link import HubLink
-from learner.mesh import Ranks
-from learner.publish.background import Background
+from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError
+
+
+class KeepsLedger(Protocol):
+    """The hub as a checkpoint needs it: its ledger goes in, and actors hear that it is durable."""
+
+    def freeze(self, version: int) -> bytes: ...
+
+    def saved(self, version: int) -> None: ...
 
 
 class Saving:
@@ -27,7 +34,7 @@ class Saving:
     """
 
     def __init__(
-        self, run_dir: Path, hub: HubLink, ranks: Ranks, *, num_keep: int, lock: RunLock | None = None,
+        self, run_dir: Path, hub: KeepsLedger, ranks: Ranks, *, num_keep: int, lock: RunLock | None = None,
         beside: Background[Path] | None = None, version: int = -1,
     ) -> None:
         self._run_dir, self._hub, self._ranks, self._beside = run_dir, hub, ranks, beside

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.mesh import local_part
+from learner.ranks.mesh import local_part
 from streamrl.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError
 
 PIECE_BYTES = 64 << 20

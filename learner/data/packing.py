@@ -24,7 +24,7 @@ from torch import Tensor
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.shared_prompts import Family, find_families
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 from streamrl.messages import PlanRow
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.objective.objective import Objective
 from streamrl.errors import ContentError, WireError
 from streamrl.messages import BatchShare
 
 
 def read_share(
-    reader: TrajectoryReader, share: BatchShare, objective: Objective, *, learner_epoch: int, max_tokens: int
+    reader: TrajectoryReader, share: BatchShare, *, learner_epoch: int, max_tokens: int,
+    check_rewards: Callable[[Sequence[Trajectory]], None] | None = None,
 ) -> tuple[list[Trajectory], str]:
     """The trajectories of this rank, and why packing or the objective would fail on them; "" if they would not.
 
     Args:
         max_tokens: that one micro-batch holds.
+        check_rewards: raises a WireError for rows whose rewards the objective cannot use.
     """
     try:
         rows = reader.read(share.groups, version=share.version, learner_epoch=learner_epoch, origins=share.origins)
         planned = {(row.group_id, row.index) for row in share.plan}
         for row in rows:
             _check(row, planned, max_tokens)
-        if objective.reward_rules is not None:
-            objective.reward_rules.check(rows)
+        if check_rewards is not None:
+            check_rewards(rows)
     except WireError as error:
         return [], str(error)
     return rows, ""

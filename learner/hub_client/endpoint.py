@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.transport.keys import ActorKey, actor_key
 from streamrl.transport.rank_keys import RankKeys
 

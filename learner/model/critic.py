@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors
 from learner.data.packing import MicroBatch
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import dueling_q, value_loss
 
 if TYPE_CHECKING:

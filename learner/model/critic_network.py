@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from learner.data.layout import PackedLayout
-from learner.mesh import Ranks
-from learner.model.attention import decoder_of, packed_states, registered
+from learner.model.attention.packed import decoder_of, packed_states, registered
 from learner.model.critic import Critic
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, decoder_layers, load_policy, shard
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
 from streamrl.config.schema import CriticConfig, CriticKind
 from streamrl.errors import ConfigError

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from learner.mesh import Ranks, local_part
 from learner.model.optimizer import Schedule
+from learner.ranks.mesh import Ranks, local_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from learner.mesh import local_part
+from learner.ranks.mesh import local_part
 from streamrl.config.schema import OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve

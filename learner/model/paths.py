@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from learner.mesh import Ranks
+from learner.model.config_file import model_config
 from learner.model.tiny import prepare_tiny_model
-from learner.preflight import model_config
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import Config, WireDtype
 from streamrl.environment import Task
 from streamrl.errors import ConfigError

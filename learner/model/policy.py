@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from learner.attention.choice import choose_attention
 from learner.checkpoint.model_files import (
     ModelFiles,
     empty_model,
@@ -27,11 +26,12 @@ from learner.checkpoint.model_files import (
     spread,
 )
 from learner.data.layout import PackedLayout, make_layout
-from learner.mesh import Ranks
-from learner.model.attention import ATTENTION, decoder_of, packed_states, registered
+from learner.model.attention.choice import choose_attention
+from learner.model.attention.packed import ATTENTION, decoder_of, packed_states, registered
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
 from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
+from learner.ranks.mesh import Ranks
 from streamrl.architectures.rope import fix_rope
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.schema import Config
@@ -74,7 +74,7 @@ class Policy(nn.Module):
         self.shares_prompts = False
         """Sequences may be packed with their common beginning once (`learner.data.packing.pack(share=True)`)."""
         self.attention = "sdpa"
-        """The kind of `learner.attention.choice.ATTENTIONS` that it computes with."""
+        """The kind of `learner.model.attention.choice.ATTENTIONS` that it computes with."""
 
     def forward(
         self,
@@ -150,7 +150,7 @@ def load_policy(
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
         max_tokens: of the run's longest sequence; it decides between the frequencies of a longrope model.
-        attention: "auto" or a kind of `learner.attention.choice.ATTENTIONS`.
+        attention: "auto" or a kind of `learner.model.attention.choice.ATTENTIONS`.
         share_prompts: find out whether a common beginning of sequences may be packed once (`Policy.shares_prompts`).
         compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
         adapt: changes its layers, before they are sharded.

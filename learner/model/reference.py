@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
-from learner.mesh import Ranks, local_part
 from learner.model.policy import Policy, load_policy, pass_options
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
 from learner.objective.advantages import Advantages, RowAdvantages, discounts
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import TokenBatch
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import Estimator, aggregation_weights, reward_to_go, rho_bar_for_ess, seq_tis_weights, whiten
 from streamrl.algorithms.estimators.groups import group_advantages, group_mean, leave_one_out, opob
 from streamrl.algorithms.staleness.lag import split_by_lag

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.audit.agreements import Agreements
 from learner.data.packing import MicroBatch
 from learner.data.selection import LeaveOut, places_with_gradient
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
 from learner.model.critic import Targets
 from learner.objective import batch_stats
 from learner.objective.advantages import Advantages, RowAdvantages, token_advantages
+from learner.objective.agreements import Agreements
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import TokenMasks, token_masks
 from learner.objective.options import WEIGHTED_BASELINES, anchor_of, check_settings, surrogate_options, vanishes_at_zero
@@ -45,6 +44,7 @@ from learner.objective.statistics import (
     measure_traces,
 )
 from learner.objective.token_batch import EWMA, FROZEN, POLICY, PROXIMAL, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import aggregate, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.types import ClipBounds, TokenLoss
 from streamrl.config.schema import AdvantageConfig, LossConfig

@@ -16,16 +16,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
 
-from learner.mesh import Ranks
 from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_parts
+from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
 from streamrl.weights.document import PIECE_BYTES, PROBE_BYTES
@@ -37,7 +36,6 @@ from streamrl.weights.shm.writer import DocumentWriter
 
 log = logging.getLogger("streamrl.learner")
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,6 @@ class PublishedVersion:
     nbytes: int
     seconds: float
     device_manifest: Manifest | None  # the same document in digest_kind 1, if the publisher makes one
-
-
-def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
-    """(checkpoint name, parameter) in module order; of tied copies only the first, wrappers' prefixes removed."""
-    return [
-        (reduce(lambda left, wrapper: left.replace(wrapper, ""), _WRAPPERS, name), parameter)
-        for name, parameter in model.named_parameters()
-    ]
 
 
 class Publisher:

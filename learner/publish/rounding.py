@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.checkpoint.shards import reshard
-from learner.mesh import local_part
+from learner.ranks.mesh import local_part
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from learner.checkpoint.shards import local_box
-from learner.mesh import local_part
+from learner.ranks.mesh import local_part
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout
 from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, digest_all, unpack_header

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub.passed_over import draw_key
-from learner.mesh import Ranks
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError

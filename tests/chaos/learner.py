@@ -17,8 +17,9 @@ from learner.hub.ledger.groups import GroupState
 from learner.hub.ledger.snapshots import LedgerSnapshot, read_snapshot
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
-from learner.mesh import Ranks
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.model.parameters import policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from streamrl.errors import StreamrlError
 from streamrl.messages import TO_HUB, BatchShare, Group, Lineage, MemberStatus, VersionRef
 from streamrl.messages.codec import Decoder

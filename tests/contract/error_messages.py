@@ -26,14 +26,14 @@ HOLE = "…"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Settings": (
         "streamrl/config/", "streamrl/extension.py", "streamrl/named_code.py", "streamrl/algorithms/",
-        "learner/objective/", "learner/dry_run.py",
+        "learner/objective/", "learner/setup/dry_run.py",
         "learner/hub/ledger/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
         "streamrl/sweep/", "streamrl/cli.py",
     ),
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py", "actors/trajectory/"),
     "Model and optimizer": ("learner/model/", "learner/data/"),
-    "Devices and packages": ("learner/preflight.py", "learner/mesh.py", "streamrl/weights/gpu/", "streamrl/gpus.py",
-                             "actors/runtime.py"),
+    "Devices and packages": ("learner/setup/preflight.py", "learner/ranks/mesh.py", "streamrl/weights/gpu/",
+                             "streamrl/gpus.py", "actors/runtime.py"),
     "Engines": ("actors/engines/", "actors/weights/"),
     "Run directories and checkpoints": (
         "streamrl/run_dirs.py", "learner/checkpoint/", "learner/hub/ledger/snapshots.py", "streamrl/metrics/",

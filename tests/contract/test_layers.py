@@ -26,8 +26,8 @@ TRACKERS = {  # each in the module that is named after its library
 }
 PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ONE_DOOR = TRACKERS | {
-    "bitsandbytes": {"learner/model/optimizer.py", "learner/adapter/quantize.py"},
-    "peft": {"learner/adapter/lora.py", "learner/adapter/quantize.py"},
+    "bitsandbytes": {"learner/model/optimizer.py", "learner/model/adapter/quantize.py"},
+    "peft": {"learner/model/adapter/lora.py", "learner/model/adapter/quantize.py"},
     "hydra": {"streamrl/config/load.py", "streamrl/config/sweep_words.py"},
     "optuna": {"streamrl/sweep/study.py"},
     "omegaconf": {"streamrl/config/load.py"},

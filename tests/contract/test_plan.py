@@ -29,6 +29,30 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""
 
+INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "learner": (
+        ("ranks",),
+        ("background", "hub"),
+        ("checkpoint", "data", "hub_client", "broadcaster"),
+        ("model",),
+        ("objective", "publish"),
+        ("audit", "control", "record"),
+        ("run",),
+        ("loop", "finish", "setup"),
+        ("__main__", "conform"),
+    ),
+    "envs": (
+        ("adapters", "data", "json_handler", "reward_values", "sandbox"),
+        ("rewards", "task_file", "tools"),
+        ("reward_file", "check"),
+        ("data_task",),
+        ("tasks",),
+        ("registry",),
+        ("catalog",),
+    ),
+}
+"""The same inside a package: its folders and loose modules, from the bottom up."""
+
 SIDEWAYS = {
     ("streamrl.weights", "streamrl.transport"),  # the relay is an actor to the hub: it joins through a session
 }
@@ -110,6 +134,23 @@ def test_a_module_imports_only_downward(name):
         other_floor, other_room = room_of(other)
         if room != other_room and (room, other_room) not in SIDEWAYS:
             assert other_floor < floor, f"{name} (floor {floor}) imports {other} (floor {other_floor})"
+
+
+def part_of(module: str) -> str:
+    """The folder or loose module of a package in which a module lies; "" for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_the_parts_of_a_package_import_only_downward(package):
+    level = {part: number for number, parts in enumerate(INSIDE[package]) for part in parts}
+    edges = {
+        (part_of(name), part_of(other)): f"{name} imports {other}"
+        for name in modules() for other in imports(name)
+        if name.startswith(f"{package}.") and other.startswith(f"{package}.") and part_of(name) != part_of(other)
+    }
+    assert {part_of(name) for name in modules() if name.startswith(f"{package}.")} == level.keys()
+    assert {edge: why for edge, why in edges.items() if level[edge[1]] >= level[edge[0]]} == {}
 
 
 def test_every_exception_to_the_direction_is_used():

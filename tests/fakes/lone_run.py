@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import torch
 
 from learner.data.packing import MicroBatch
-from learner.mesh import Ranks
 from learner.model.optimizer import Schedule
 from learner.model.policy import Policy
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import Config
 
 

@@ -21,9 +21,9 @@ import pytest
 import streamrl
 from actors.local_policy import local_config, open_policy
 from learner.checkpoint.resume import find_resume_state
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
-from learner.setup import same_address
+from learner.setup.compose import same_address
 from streamrl.cli import report
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from learner.attention.choice import choose_attention, difference_from_sdpa, why_not
+from learner.model.attention.choice import choose_attention, difference_from_sdpa, why_not
 
 device, kind = torch.device("cuda", 0), sys.argv[1]
 reason = why_not(kind, device=device, dtype=torch.bfloat16)
@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learner.data.packing import pack
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from learner.model.policy import load_policy
 
 folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)

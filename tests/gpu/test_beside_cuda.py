@@ -13,11 +13,11 @@ from actors.engines.native.engine import build_model
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.worker import Staging
 from actors.weights.probe import first_difference
+from learner.background import Background
 from learner.checkpoint.shards import copied
-from learner.mesh import Ranks
 from learner.model.scoring.logprob_head import score_tokens
-from learner.publish.background import Background
 from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.pinned import Download, Upload
@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from learner.model.policy import load_policy
 
 

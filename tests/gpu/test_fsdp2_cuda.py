@@ -19,8 +19,9 @@ from learner.data.layout import make_layout
 from learner.model.gradients import optimizer_step
 from learner.model.policy import load_policy
 from learner.model.optimizer import Schedule, make_optimizer
-from learner.publish.publisher import Publisher, policy_parameters
-from learner.mesh import Ranks
+from learner.model.parameters import policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document

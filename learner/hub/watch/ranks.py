@@ -1,7 +1,7 @@
 """Watches the learner's process group from outside torch: which rank is dead, stopped or has failed, and who waits.
 
 A collective in which one rank is missing ends by torch's own time-out, after minutes and without a name. Every rank
-sends beats from a thread of its own (`learner.group.beats`); a rank that is killed or stopped sends none. Pure but for
+sends beats from a thread of its own (`learner.ranks.beats`); a rank that is killed or stopped sends none. Pure but for
 `process_state`, which is asked about processes of this machine.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from learner.group.activity import host_id
+from learner.ranks.activity import host_id
 from streamrl.messages import RankBeat
 from streamrl.processes import process_state
 

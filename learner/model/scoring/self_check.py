@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.model.attention import ATTENTION, decoder_of
+from learner.model.attention.packed import ATTENTION, decoder_of
 from learner.model.scoring.logit_rule import LogitRule, measure_logit_rule
 from streamrl.architectures.config_key import ConfigKey
 from streamrl.architectures.miniature import build_miniature, check_rows, rows_for

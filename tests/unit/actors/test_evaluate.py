@@ -18,10 +18,10 @@ from actors.evaluate import Progress, evaluate, main, summary, text_of
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
 from learner.checkpoint.checkpoint import save_checkpoint
-from learner.mesh import Ranks
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model
+from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config, to_yaml
 from streamrl.config.schema import OptimizerConfig
 from streamrl.environment import ChatMessage

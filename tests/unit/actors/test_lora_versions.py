@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
-from learner.adapter.base import describe_adapter
-from learner.adapter.lora import add_adapter
 from learner.checkpoint.checkpoint import save_checkpoint
-from learner.mesh import Ranks
-from learner.model.export import export_model
+from learner.model.adapter.base import describe_adapter
+from learner.model.adapter.lora import add_adapter
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model
+from learner.publish.export import export_model
+from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config, to_yaml
 from streamrl.config.schema import LoraConfig, OptimizerConfig
 from streamrl.errors import CheckpointError, ConfigError

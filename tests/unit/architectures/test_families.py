@@ -17,7 +17,7 @@ from actors.engines.native.attention import ATTENTION_NAME
 from actors.engines.native.forward import Forward
 from actors.engines.native.scheduler import Scheduler, Sequence
 from actors.engines.native.self_check import prepare as prepare_engine
-from learner.model.attention import ATTENTION
+from learner.model.attention.packed import ATTENTION
 from learner.model.policy import score_rows, score_shared
 from learner.model.scoring.self_check import NotExact
 from learner.model.scoring.self_check import prepare as prepare_learner

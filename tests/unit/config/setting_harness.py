@@ -17,10 +17,11 @@ from learner.hub.server import HubServer
 from learner.hub.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
-from learner.mesh import Ranks
+from learner.model.parameters import policy_parameters
 from learner.model.paths import wire_dtype
 from learner.model.tiny import make_tiny_model
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import Config
 from streamrl.messages import TO_ACTOR, Hello, Manifest, Message, Probe, VersionRef, Welcome

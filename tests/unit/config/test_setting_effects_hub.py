@@ -16,9 +16,9 @@ from learner.hub.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
-from learner.mesh import Ranks
 from learner.model.paths import wire_dtype
 from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
 from learner.record.step_samples import StepSamples
 from learner.run import Run
 from streamrl.errors import StreamrlError

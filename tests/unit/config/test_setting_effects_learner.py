@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from envs.registry import load_task
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, model_directory
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from learner.record.recorder import Recorder
-from learner.setup import fit_to_records, start_ranks
+from learner.setup.compose import fit_to_records, start_ranks
 from streamrl.errors import ConfigError
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.run_dirs import choose_run_dir

@@ -9,7 +9,7 @@ import pytest
 
 from envs.data import hub
 from envs.data.sources import open_source
-from learner.model_hub import find_models
+from learner.setup.model_hub import find_models
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, TaskError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from learner.hub.broadcaster_process import EXIT_NO_MEMORY
-from learner.preflight import check_transports
+from learner.setup.preflight import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import (

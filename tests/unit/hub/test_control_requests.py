@@ -8,8 +8,8 @@ import time
 import pytest
 import zmq
 
-from learner.group.beats import RankBeats
-from learner.mesh import Ranks
+from learner.ranks.beats import RankBeats
+from learner.ranks.mesh import Ranks
 from streamrl.errors import ControlError
 from streamrl.messages import HUB_TO_RANK, ActorHeartbeat, ActorState, Drain, EndGroup, Leases, RankBeat, VersionRef
 from streamrl.messages.codec import Decoder, encode

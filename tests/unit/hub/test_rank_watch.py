@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from learner.group.activity import host_id
 from learner.hub.watch.ranks import NO_BETTER_CAUSE_S, RankWatch, process_state
+from learner.ranks.activity import host_id
 from streamrl.messages import RankBeat
 
 SILENT_S = 20.0

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.checkpoint.model_files import ModelFiles
-from learner.mesh import Ranks
 from learner.model.policy import load_policy
+from learner.ranks.mesh import Ranks
 
 WIDTH, NUM_LAYERS = 512, 12  # 8 MiB a layer in float32
 

@@ -21,16 +21,16 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from learner.attention import choice
-from learner.attention.blocks import attend_in_blocks
-from learner.attention.choice import ATTENTIONS, choose_attention
-from learner.attention.flex import attend_flex
-from learner.attention.varlen import attend_varlen
 from learner.checkpoint.resume import ResumeState
 from learner.data.layout import make_layout
-from learner.mesh import Ranks
-from learner.model.build import load_networks
+from learner.model.attention import choice
+from learner.model.attention.blocks import attend_in_blocks
+from learner.model.attention.choice import ATTENTIONS, choose_attention
+from learner.model.attention.flex import attend_flex
+from learner.model.attention.varlen import attend_varlen
 from learner.model.policy import decoder_layers, load_policy
+from learner.ranks.mesh import Ranks
+from learner.setup.networks import load_networks
 from streamrl.architectures.masks import CAUSAL, MaskRule, carry
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of, tiny_model

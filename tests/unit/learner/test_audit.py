@@ -14,12 +14,12 @@ from actors.episode import EpisodeRunner
 from actors.render import Renderer
 from actors.rollout import run_group
 from actors.runtime import episode_rules
-from learner.audit.agreements import Agreements
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
 from learner.hub.ledger.prompts import member_seed
-from learner.mesh import Ranks
 from learner.model.policy import load_policy
+from learner.objective.agreements import Agreements
+from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.messages import GroupOrigin
 from streamrl.messages.codec import encode

@@ -20,11 +20,11 @@ from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.shards import Box
 from learner.data.packing import pack
 from learner.loop import forward_backward
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
 from tests.unit.learner.learner_factories import batch, plan_of

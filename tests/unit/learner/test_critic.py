@@ -9,12 +9,12 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.model.critic_network import build_critic
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, CriticConfig, CriticKind, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import VOCAB, batch, plan_of

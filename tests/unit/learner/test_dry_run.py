@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import configs
-from learner.dry_run import run_dry
 from learner.hub_client.settings import answer_limit, limits, response_limit
+from learner.setup.dry_run import run_dry
 from streamrl.algorithms import ESTIMATORS, SURROGATES
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError

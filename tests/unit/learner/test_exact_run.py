@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner import setup
 from learner.checkpoint.checkpoint import find_checkpoint
 from learner.loop import train
-from learner.mesh import Ranks
-from learner.setup import build_run, tear_down
+from learner.ranks.mesh import Ranks
+from learner.setup import compose
+from learner.setup.compose import build_run, tear_down
 from streamrl.config.load import load_config
 from tests.fakes.batch_log import FakeHubLink, FakeHubProcess
 
@@ -53,8 +53,8 @@ class FakeStop:
 @pytest.fixture
 def learn(monkeypatch, tmp_path):
     """Train in `folder` until the log ends, or as if killed after so many batches."""
-    monkeypatch.setattr(setup, "HubProcess", FakeHubProcess)
-    monkeypatch.setattr(setup, "HubLink", FakeHubLink)
+    monkeypatch.setattr(compose, "HubProcess", FakeHubProcess)
+    monkeypatch.setattr(compose, "HubLink", FakeHubLink)
 
     def learn(folder: Path, *words: str, killed_after: int | None = None) -> None:
         config = load_config([*SMALL, f"policy.tiny.cache_dir={tmp_path / 'models'}", *words])

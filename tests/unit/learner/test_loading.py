@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from learner.checkpoint.model_files import ModelFiles, empty_model
 from learner.data.packing import pack
-from learner.mesh import Ranks, local_part
-from learner.model.attention import ATTENTION
+from learner.model.attention.packed import ATTENTION
 from learner.model.policy import load_policy
 from learner.model.reference import load_reference
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch

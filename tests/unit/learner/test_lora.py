@@ -12,17 +12,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from learner.adapter import quantize as quantization
-from learner.adapter.base import check_resumed, describe_adapter
-from learner.adapter.frozen import FrozenAdapter
-from learner.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_parameters, describe
-from learner.adapter.quantize import Dequantized, check_quantization
 from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.data.packing import pack
-from learner.mesh import Ranks
-from learner.model.export import export_model
+from learner.model.adapter import quantize as quantization
+from learner.model.adapter.base import check_resumed, describe_adapter
+from learner.model.adapter.frozen import FrozenAdapter
+from learner.model.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_parameters, describe
+from learner.model.adapter.quantize import Dequantized, check_quantization
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
+from learner.publish.export import export_model
+from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit, OptimizerConfig, SchedulerConfig
 from streamrl.errors import CheckpointError, ConfigError

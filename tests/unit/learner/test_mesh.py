@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from learner.hub.handlers.ranks import share_batch
-from learner.mesh import Coordinates, Mesh, Ranks
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Coordinates, Mesh, Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ContentError
 from tests.unit.hub.test_batches import held
@@ -75,7 +75,7 @@ def test_the_objective_looks_up_its_trajectories_by_data_parallel_rank():
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_sums_count_each_share_of_the_batch_and_each_part_of_the_model_once(mesh, monkeypatch):
     # Leaves what this rank would add.
-    monkeypatch.setattr("learner.mesh.dist.all_reduce", lambda tensor, op, group=None: None)
+    monkeypatch.setattr("learner.ranks.mesh.dist.all_reduce", lambda tensor, op, group=None: None)
     ranks = [Ranks(rank=rank, mesh=mesh) for rank in range(mesh.world)]
 
     assert sum(one.all_reduce([1.0])[0] for one in ranks) == mesh.dp_size

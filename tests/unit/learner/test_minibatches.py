@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from learner.checkpoint.resume import find_resume_state
 from learner.data.packing import pack_minibatches
 from learner.loop import update
-from learner.mesh import Ranks
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from learner.run import Run
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError

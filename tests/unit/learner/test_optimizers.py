@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from learner.mesh import Ranks
 from learner.model import optimizer as optimizers
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
 from learner.model.policy import load_policy
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.test_checkpoint import Training, equal

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.dry_run import run_dry
+from learner.setup.dry_run import run_dry
 from streamrl.algorithms import Estimator, Returns, Surrogate, TokenLoss
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError

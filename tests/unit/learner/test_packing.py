@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.data.packing import empty_micro_batch, equalize, pack
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, trajectory
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import streamrl.metrics.trackers.registry as trackers
-from learner import preflight
 from learner.model.tiny import make_tiny_model
-from learner.model_hub import find_models
-from learner.preflight import check_run
+from learner.setup import preflight
+from learner.setup.model_hub import find_models
+from learner.setup.preflight import check_run
 from streamrl.config.load import load_config
 from streamrl.config.rules import ENGINES
 from streamrl.errors import ConfigError, StreamrlError

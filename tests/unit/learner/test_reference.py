@@ -7,10 +7,10 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import empty_micro_batch, pack
-from learner.mesh import Ranks, local_part
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, tiny_checkpoint

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from learner.data.packing import pack
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.mesh import Ranks
 from learner.model.critic_network import build_critic
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import reward_to_go
 from streamrl.config.schema import AdvantageConfig, CriticConfig, LossConfig
 from streamrl.errors import ContentError

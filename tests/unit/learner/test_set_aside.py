@@ -14,12 +14,12 @@ import pytest
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.retries import SaveRetries
 from learner.data.trajectories import TrajectoryReader
-from learner.mesh import Ranks
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.objective.rewards import RewardRules
+from learner.ranks.mesh import Ranks
 from learner.record.quarantine import CAUSES, Quarantine
 from learner.run import Run
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OptimizerConfig, OverlongConfig

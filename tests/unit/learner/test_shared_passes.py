@@ -8,12 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from learner.attention import blocks
 from learner.checkpoint.resume import ResumeState
 from learner.data.packing import pack
 from learner.loop import forward_backward
-from learner.mesh import Ranks
-from learner.model.build import load_networks
+from learner.model.attention import blocks
 from learner.model.critic_network import CriticModel, ValueHead
 from learner.model.policy import Inspect, load_policy
 from learner.model.reference import FrozenPolicy
@@ -21,6 +19,8 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import score_batch
+from learner.ranks.mesh import Ranks
+from learner.setup.networks import load_networks
 from streamrl.architectures.miniature import build_miniature
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from tests.unit.config.setting_harness import config_of, tiny_model

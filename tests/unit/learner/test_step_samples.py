@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.data.packing import pack
 from learner.data.trajectories import TrajectoryReader
-from learner.mesh import Ranks
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from learner.record.drafts import draft, draw_groups, draw_member, draw_prompts, token_texts
 from learner.record.step_samples import open_samples
 from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 from tests.unit.learner import two_ranks
 from tests.unit.learner.learner_factories import tiny_checkpoint
 

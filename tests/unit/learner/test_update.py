@@ -10,12 +10,12 @@ import torch
 
 from learner.data.packing import pack
 from learner.loop import forward_backward
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of

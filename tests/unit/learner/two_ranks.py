@@ -26,14 +26,12 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.adapter.frozen import FrozenAdapter
-from learner.adapter.lora import add_adapter
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import equalize, pack, pack_minibatches
 from learner.data.selection import LeaveOut
 from learner.loop import forward_backward, update
-from learner.mesh import Ranks, local_part
-from learner.model.export import export_model
+from learner.model.adapter.frozen import FrozenAdapter
+from learner.model.adapter.lora import add_adapter
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
@@ -42,6 +40,8 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import score_batch
+from learner.publish.export import export_model
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from learner.group.beats import RankBeats
 from learner.hub_client import link
 from learner.hub_client.link import HubLink
-from learner.mesh import Ranks
+from learner.ranks.beats import RankBeats
+from learner.ranks.mesh import Ranks
 from streamrl.errors import StreamrlError
 from streamrl.messages import RANK_TO_HUB, RankBeat
 from streamrl.messages.codec import Decoder

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.mesh import Mesh, Ranks
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.model.parameters import policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Mesh, Ranks
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
 

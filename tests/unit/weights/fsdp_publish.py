@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import learner.publish.publisher as publisher_module
-from learner.mesh import Mesh, Ranks
+from learner.model.parameters import policy_parameters
 from learner.publish import rows
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Mesh, Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from actors.runtime import weight_source
-from learner.preflight import check_transports
+from learner.setup.preflight import check_transports
 from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.messages import Hello, InstallSource, Offer, Welcome

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.model.parameters import policy_parameters
+from learner.publish.publisher import Publisher
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import Manifest, VersionRef
 from streamrl.weights.document import Document

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.objective.advantages import segment_ids
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, Discount, LossConfig, Segment
 from streamrl.errors import ConfigError

@@ -11,7 +11,6 @@ import torch
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
 from learner.loop import forward_backward
-from learner.mesh import Ranks
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
@@ -22,6 +21,7 @@ from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import score_batch
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import kl_estimate
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import AdvantageConfig, OptimizerConfig

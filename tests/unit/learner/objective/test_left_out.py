@@ -14,14 +14,14 @@ from learner.control.staleness import StalenessControl
 from learner.data.packing import pack_minibatches
 from learner.data.selection import LeaveOut
 from learner.loop import forward_backward
-from learner.mesh import Ranks
 from learner.model.policy import load_policy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.options import surrogate_options, vanishes_at_zero
 from learner.objective.regularizers import Regularizers
-from learner.setup import leaves_out
+from learner.ranks.mesh import Ranks
+from learner.setup.compose import leaves_out
 from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate
 from streamrl.algorithms.surrogates.registry import SURROGATE_ENTRIES
 from streamrl.algorithms.types import TokenLoss

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
@@ -20,6 +19,7 @@ from learner.objective.masks import CAUSES, token_masks
 from learner.objective.objective import Objective
 from learner.objective.scoring_pass import score_batch
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
 from learner.record.quarantine import Quarantine
 from learner.run import Run
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction

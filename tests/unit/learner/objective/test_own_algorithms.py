@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.dry_run import run_dry
-from learner.mesh import Ranks
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
+from learner.setup.dry_run import run_dry
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError

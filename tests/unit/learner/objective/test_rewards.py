@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.objective.objective import Objective
 from learner.objective.rewards import RewardRules
+from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig

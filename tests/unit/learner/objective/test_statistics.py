@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.mesh import Ranks
 from learner.objective.objective import Objective
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.metrics.names import METRICS
 from tests.unit.learner.learner_factories import batch, plan_of

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from learner.adapter.quantize import Dequantized, dequantized, quantize
+from learner.model.adapter.quantize import Dequantized, dequantized, quantize
+from learner.model.parameters import policy_parameters
 from learner.model.policy import Policy
-from learner.publish.publisher import policy_parameters
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit
 from streamrl.errors import ConfigError
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.attention.blocks import attend_in_blocks
 from learner.data.layout import PackedLayout
+from learner.model.attention.blocks import attend_in_blocks
 from streamrl.architectures.masks import MaskRule
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from learner.attention.blocks import attend_in_blocks
-from learner.attention.choice import ATTENTIONS, Attention
 from learner.data.layout import PackedLayout
+from learner.model.attention.blocks import attend_in_blocks
+from learner.model.attention.choice import ATTENTIONS, Attention
 from streamrl.architectures.attend import check_extras
 from streamrl.architectures.masks import carry, register, rule_of
 

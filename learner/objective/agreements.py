@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import msgspec
 
 from learner.data.trajectories import Trajectory
-from learner.mesh import Ranks
 from learner.objective.token_batch import TokenBatch
+from learner.ranks.mesh import Ranks
 from streamrl.messages import Agreement
 
 

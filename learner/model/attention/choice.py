@@ -21,10 +21,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from learner.attention.blocks import attend_in_blocks
-from learner.attention.flex import attend_flex
-from learner.attention.varlen import attend_varlen, flash_attention_2, flash_attention_3, torch_varlen
 from learner.data.layout import make_layout
+from learner.model.attention.blocks import attend_in_blocks
+from learner.model.attention.flex import attend_flex
+from learner.model.attention.varlen import attend_varlen, flash_attention_2, flash_attention_3, torch_varlen
 from streamrl.architectures.masks import CAUSAL
 from streamrl.errors import ConfigError
 

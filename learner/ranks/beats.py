@@ -18,8 +18,8 @@ from types import TracebackType
 import torch.distributed as dist
 import zmq
 
-from learner.group.activity import host_id
-from learner.mesh import Ranks
+from learner.ranks.activity import host_id
+from learner.ranks.mesh import Ranks
 from streamrl.errors import WireError
 from streamrl.messages import HUB_TO_RANK, EndGroup, RankBeat
 from streamrl.messages.codec import Decoder, encode

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from learner.group.activity import Activity
+from learner.ranks.activity import Activity
 from streamrl.errors import ConfigError
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.adapter.lora import adapter_parameters, base_parameters, save_adapter, scale_of
-from learner.adapter.quantize import Dequantized
-from learner.mesh import Ranks
+from learner.model.adapter.lora import adapter_parameters, base_parameters, save_adapter, scale_of
+from learner.model.adapter.quantize import Dequantized
+from learner.model.parameters import policy_parameters
 from learner.model.policy import Policy
-from learner.publish.publisher import policy_parameters
+from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LoraConfig
 from streamrl.weights.adapter import merged
 

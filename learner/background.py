@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from learner.mesh import Ranks
+from learner.ranks.mesh import Ranks
 
 T = TypeVar("T")
 

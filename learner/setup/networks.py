@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from learner.adapter.frozen import FrozenAdapter
-from learner.adapter.lora import add_adapter, describe
 from learner.checkpoint.checkpoint import Checkpoint
 from learner.checkpoint.resume import ResumeState
-from learner.mesh import Ranks
+from learner.model.adapter.frozen import FrozenAdapter
+from learner.model.adapter.lora import add_adapter, describe
 from learner.model.critic import Critic
 from learner.model.critic_network import build_critic
 from learner.model.optimizer import allocate_moments, make_optimizer
 from learner.model.paths import compute_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.reference import FrozenPolicy, load_reference
+from learner.ranks.mesh import Ranks
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.schema import Config, LoraConfig
 

@@ -7,18 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from learner.adapter.lora import base_parameters, scale_of
-from learner.mesh import Ranks
-from learner.model.policy import Policy
-from learner.publish.publisher import Publisher
-from streamrl.config.schema import Config, LoraConfig
-from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import Base
-from streamrl.weights.adapter import BASE_REF
+from learner.ranks.mesh import Ranks
+from streamrl.config.schema import LoraConfig
+from streamrl.errors import ConfigError
 from streamrl.weights.saved import weights_digest
-from streamrl.weights.shm.transport import ShmPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +81,3 @@ def _difference(saved: Mapping[str, Any] | None, now: AdapterOf | None) -> str:
 def _words(value: Any) -> str:
     """As it is written on a command line."""
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
-
-
-def publish_base(
-    policy: Policy, config: Config, *, wire_dtype: torch.dtype, ranks: Ranks, shm: ShmPublisher | None
-) -> tuple[Base, str] | None:
-    """Stage the frozen weights for as long as the learner lives; a collective call.
-
-    Returns:
-        what to announce, and the document's path; None on ranks other than 0.
-    Raises:
-        WeightsError: no room.
-    """
-    publisher = Publisher(
-        list(base_parameters(policy)), wire_dtype=wire_dtype, bucket_bytes=config.publish.bucket_bytes, shm=shm,
-        ranks=ranks, for_good=True,
-    )
-    try:
-        published = publisher.publish(BASE_REF)
-    except WeightsError as error:
-        raise WeightsError(f"the base of policy.lora.rank={config.policy.lora.rank}: {error}") from error
-    if published is None:
-        return None
-    return Base(published.manifest, publisher.layout, scale_of(config.policy.lora)), str(published.path)

@@ -19,15 +19,13 @@ from envs.check import check_task
 from envs.data.sources import absolute
 from envs.data_task import DataTask
 from envs.registry import task_of
-from learner.adapter.base import check_resumed, describe_adapter, publish_base
-from learner.adapter.lora import adapter_parameters
+from learner.background import Background
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.checkpoint.saving import Saving
 from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import TrajectoryReader
-from learner.group.beats import RankBeats
 from learner.hub_client.endpoint import RankDoor, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
@@ -38,28 +36,32 @@ from learner.hub_client.settings import (
     stall_fail_s,
     steps_between_checkpoints,
 )
-from learner.mesh import Ranks
-from learner.model.build import load_networks
+from learner.model.adapter.base import check_resumed, describe_adapter
+from learner.model.adapter.lora import adapter_parameters
 from learner.model.optimizer import make_schedule
+from learner.model.parameters import policy_parameters
 from learner.model.paths import compute_dtype, model_directory, policy_vocab_size, wire_dtype
 from learner.model.policy import Policy
-from learner.model_hub import find_models
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.preflight import check_settings, checked_eval_sets, template_text
-from learner.publish.background import Background
+from learner.publish.base import publish_base
 from learner.publish.probe import Prober, probe_tokens
-from learner.publish.publisher import Publisher, policy_parameters
+from learner.publish.publisher import Publisher
 from learner.publish.publishing import Publishing
 from learner.publish.rounding import round_frozen
+from learner.ranks.beats import RankBeats
+from learner.ranks.mesh import Ranks
+from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
 from learner.run import Run
-from learner.stop_flag import StopFlag
+from learner.setup.model_hub import find_models
+from learner.setup.networks import load_networks
+from learner.setup.preflight import check_settings, checked_eval_sets, template_text
 from streamrl.config.addresses import is_wildcard
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.load import to_plain

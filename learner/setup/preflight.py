@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, TemplateError
 
 from envs.check import check_task
 from envs.registry import task_of
 from learner.data.dialogues import task_dialogues
-from learner.model_hub import find_models
+from learner.model.config_file import model_config
+from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
 from streamrl.config.schema import Config, LoraBase
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     import torch
 
 
-SMOLLM2 = "smollm2-135m"  # the folder of experiment=smollm2
 NUM_PROMPTS, MEASURE_S = 64, 0.5
 """Records whose prompts are measured, and the time for it."""
 
@@ -60,7 +60,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
                 "or take adamw."
             )
     if config.policy.lora.base_quantization is not LoraBase.none:
-        from learner.adapter.quantize import check_quantization
+        from learner.model.adapter.quantize import check_quantization
 
         check_quantization(config.policy.lora.base_quantization)
     _check_models(config, notify)
@@ -135,8 +135,8 @@ def template_text(given: str | None) -> str | None:
 
 def check_settings(config: Config, device: torch.device) -> None:
     """Transports on this device, and one objective step on synthetic data. Raises ConfigError."""
-    from learner.dry_run import run_dry
     from learner.model.optimizer import check_optimizer
+    from learner.setup.dry_run import run_dry
 
     check_transports(config.publish.transports, device)
     run_dry(config)
@@ -168,27 +168,6 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
 
     for name in transports:
         load_transport(name, setting="publish.transports").require(str(device))
-
-
-def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ConfigError."""
-    if not Path(directory).exists():
-        made = "run `make smollm2`, which makes it, or " if Path(directory).name == SMOLLM2 else ""
-        raise ConfigError(
-            f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
-            "checkpoint directory, or a name of the model hub."
-        )
-    try:
-        found = json.loads((Path(directory) / "config.json").read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory, or a name of "
-            "the model hub."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
-    assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
-    return found
 
 
 def check_keys(config: Config) -> None:

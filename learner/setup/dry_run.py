@@ -18,7 +18,6 @@ from learner.data.packing import MicroBatch, pack
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import Trajectory
 from learner.hub_client.settings import answer_limit
-from learner.mesh import Ranks
 from learner.objective.kl_options import check_regularizers, entropy_options
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
@@ -26,6 +25,7 @@ from learner.objective.objective import Objective
 from learner.objective.options import unused
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import PassOutputs
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
 from streamrl.config.rules import largest_max_lag, steps_per_batch
 from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig

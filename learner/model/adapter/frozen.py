@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from learner.adapter.lora import UP_FACTOR
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch
-from learner.mesh import local_part
+from learner.model.adapter.lora import UP_FACTOR
 from learner.model.policy import Policy
 from learner.model.reference import FrozenPolicy
+from learner.ranks.mesh import local_part
 
 
 class FrozenAdapter(FrozenPolicy):

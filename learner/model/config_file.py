@@ -1,0 +1,32 @@
+"""The config.json of a model's checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+SMOLLM2 = "smollm2-135m"  # the folder of experiment=smollm2
+
+
+def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises ConfigError."""
+    if not Path(directory).exists():
+        made = "run `make smollm2`, which makes it, or " if Path(directory).name == SMOLLM2 else ""
+        raise ConfigError(
+            f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
+            "checkpoint directory, or a name of the model hub."
+        )
+    try:
+        found = json.loads((Path(directory) / "config.json").read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory, or a name of "
+            "the model hub."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
+    assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
+    return found
