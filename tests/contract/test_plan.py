@@ -42,8 +42,9 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__", "conform"),
     ),
     "envs": (
-        ("adapters", "data", "json_handler", "reward_values", "sandbox"),
-        ("rewards", "task_file", "tools"),
+        ("data", "json_handler", "reward_values", "sandbox"),
+        ("adapters", "rewards"),
+        ("task_file", "tools"),
         ("reward_file", "check"),
         ("data_task",),
         ("tasks",),
