@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any
 
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.prompts import PromptStream
+from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub_client.settings import ledger_settings, wire_sampling
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config

@@ -6,8 +6,8 @@ import time
 from collections import deque
 
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.prompts import PromptStream
-from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.settings import LedgerSettings
 from streamrl.lag_rule import LagRule
 from streamrl.messages import (
     ActorHeartbeat,

@@ -20,7 +20,7 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
-from learner.hub.ledger.prompts import member_seed
+from learner.hub.ledger.tables.prompts import member_seed
 from learner.model.policy import Inspect, Inspected, Policy
 from learner.objective.agreements import Agreements
 from learner.publish.rounding import other_weights, trained_shards

@@ -13,8 +13,8 @@ import torch
 import zmq
 
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.broadcaster_process import EXIT_NO_MEMORY
-from learner.hub.settings import HubSettings, read_settings
+from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY
+from learner.hub.shared.settings import HubSettings, read_settings
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch

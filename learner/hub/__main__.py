@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.server import HubServer
-from learner.hub.settings import read_settings
+from learner.hub.shared.settings import read_settings
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch

@@ -19,17 +19,17 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from learner.hub.broadcaster_process import BroadcasterProcess
-from learner.hub.context import HubContext, Outbound
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.handlers.connections import Connections
 from learner.hub.handlers.control import ControlHandler
 from learner.hub.handlers.ranks import RankHandler
-from learner.hub.settings import HubSettings
 from learner.hub.setup import build_ledger
+from learner.hub.shared.broadcaster_process import BroadcasterProcess
+from learner.hub.shared.connections import Connections
+from learner.hub.shared.context import HubContext, Outbound
+from learner.hub.shared.settings import HubSettings
+from learner.hub.shared.weight_server import WeightServer
 from learner.hub.status import write_hub_json, write_status
-from learner.hub.weight_server import WeightServer
 from streamrl.config.addresses import is_wildcard
 from streamrl.messages import InstallSource
 from streamrl.transport.authentication import Authenticator

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from envs.data.shapes import too_long
 from envs.registry import task_of
-from learner.hub.ledger.evals import EvalSource
-from learner.hub.ledger.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.prompts import PromptStream
-from learner.hub.settings import HubSettings
+from learner.hub.ledger.tables.evals import EvalSource
+from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, first_of, zero_std
+from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.shared.settings import HubSettings
 from streamrl.environment import Task
 from streamrl.errors import TaskError
 from streamrl.messages.work import MAX_RECORD_BYTES

@@ -9,7 +9,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from learner.hub.settings import HubSettings, write_settings
+from learner.hub.shared.settings import HubSettings, write_settings
 from learner.hub.status import note_lost
 from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.settings import EvalSetSettings, HubSettings
+from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.shared.settings import EvalSetSettings, HubSettings
 from streamrl.config import schema
 from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain

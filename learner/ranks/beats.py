@@ -2,7 +2,7 @@
 
 A rank that waits inside a collective cannot be interrupted, and the time-out of the process group is long, because an
 honest wait may be. So every rank tells the hub twice a second what it does. The hub sees which rank is dead, stopped or
-has failed, and orders the others to exit (`learner.hub.watch.ranks`).
+has failed, and orders the others to exit (`learner.hub.liveness.ranks`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from learner.data.trajectories import Trajectory
-from learner.hub.ledger.prompts import mix64
-from learner.hub.passed_over import draw_key
+from learner.hub.ledger.tables.passed_over import draw_key
+from learner.hub.ledger.tables.prompts import mix64
 from streamrl.messages import EVAL_BIT
 from streamrl.metrics.samples import Sample, SampleTokens, Turn
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from learner.hub.arrivals import PREFIX
+from learner.hub.observe.arrivals import PREFIX
 from learner.record.hub_counts import HubCounts
 from learner.record.pareto import ParetoArchive
 from streamrl.config.load import to_plain, to_yaml

@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.hub.passed_over import draw_key
+from learner.hub.ledger.tables.passed_over import draw_key
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts

@@ -12,10 +12,10 @@ from typing import Any
 
 import learner.hub.__main__ as program
 from learner.hub.ledger.accept import Acceptance, AcceptResult
-from learner.hub.ledger.actors import Handshake, JoinResult
-from learner.hub.ledger.groups import GroupRecord
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.settings import HubSettings, write_settings
+from learner.hub.ledger.handshake import Handshake, JoinResult
+from learner.hub.ledger.tables.groups import GroupRecord
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.shared.settings import HubSettings, write_settings
 from streamrl import parent_watch
 from streamrl.errors import StreamrlError
 from streamrl.messages import EVAL_BIT, Group, Hello

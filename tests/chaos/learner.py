@@ -13,8 +13,8 @@ import xxhash
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.run_lock import lock_run_dir
-from learner.hub.ledger.groups import GroupState
 from learner.hub.ledger.snapshots import LedgerSnapshot, read_snapshot
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
 from learner.model.parameters import policy_parameters

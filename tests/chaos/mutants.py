@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.actors import Handshake
-from learner.hub.ledger.dedup import DedupEntry, DedupTable
+from learner.hub.ledger.handshake import Handshake
+from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
 
 
 def no_dedupe(role: str) -> None:

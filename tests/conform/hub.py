@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from learner.hub.context import Outbound
-from learner.hub.ledger.dedup import DedupEntry
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.server import POLL_MS, TICK_S, HubServer
-from learner.hub.settings import HubSettings
+from learner.hub.shared.context import Outbound
+from learner.hub.shared.settings import HubSettings
 from streamrl.messages import (
     PROTOCOL,
     Ack,

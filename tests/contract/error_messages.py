@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Settings": (
         "streamrl/config/", "streamrl/extension.py", "streamrl/named_code.py", "streamrl/algorithms/",
         "learner/objective/", "learner/setup/dry_run.py",
-        "learner/hub/ledger/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
+        "learner/hub/ledger/tables/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
         "streamrl/sweep/", "streamrl/cli.py",
     ),
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py", "actors/trajectory/"),

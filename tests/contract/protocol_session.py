@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from learner.hub.context import HubContext
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.handlers.connections import Connections
 from learner.hub.setup import build_ledger
-from learner.hub.weight_server import WeightServer
+from learner.hub.shared.connections import Connections
+from learner.hub.shared.context import HubContext
+from learner.hub.shared.weight_server import WeightServer
 from streamrl.config.load import load_config
 from streamrl.messages import (
     FROM_WEIGHTS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -96,8 +97,8 @@ def room_of(module: str) -> tuple[int, str]:
     return max(rooms, key=lambda found: len(found[1]))
 
 
-def circles() -> list[list[str]]:
-    """Strongly connected components with more than one module (Tarjan)."""
+def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Strongly connected components of a graph with more than one node (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -106,7 +107,7 @@ def circles() -> list[list[str]]:
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(imports(name)):
+        for other in sorted(edges[name]):
             if other not in index:
                 visit(other)
                 low[name] = min(low[name], low[other])
@@ -118,14 +119,35 @@ def circles() -> list[list[str]]:
             if len(component) > 1:
                 found.append(sorted(component))
 
-    for name in modules():
+    for name in edges:
         if name not in index:
             visit(name)
     return found
 
 
+def folder_of(module: str) -> str:
+    """The folder of a module, by its dotted name; the modules that lie in a package beside its folders are one node."""
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def folder_edges(package: str) -> dict[str, set[str]]:
+    """The folders of a package, at any depth, and for each the others of the package that its modules import."""
+    edges: dict[str, set[str]] = {}
+    for name in modules():
+        if name == package or name.startswith(f"{package}."):
+            others = {folder_of(other) for other in imports(name)}
+            mine = edges.setdefault(folder_of(name), set())
+            mine |= {one for one in others if one == package or one.startswith(f"{package}.")} - {folder_of(name)}
+    return edges
+
+
 def test_no_modules_import_each_other_in_a_circle():
-    assert circles() == []
+    assert cycles({name: imports(name) for name in modules()}) == []
+
+
+@pytest.mark.parametrize("package", ["learner.hub"])
+def test_no_folders_import_each_other_in_a_circle(package):
+    assert cycles(folder_edges(package)) == []
 
 
 @pytest.mark.parametrize("name", sorted(modules()))

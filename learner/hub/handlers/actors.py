@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import msgspec
 
-from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.handlers.connections import Connection, shut_out, stop_of
 from learner.hub.ledger.grant import in_messages
-from learner.hub.ledger.groups import GroupState
+from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.shared.connections import Connection, shut_out, stop_of
+from learner.hub.shared.context import HubContext
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from learner.hub.context import HubContext
-from learner.hub.watch.sentences import sentences
+from learner.hub.handlers.sentences import sentences
+from learner.hub.shared.context import HubContext
 from streamrl.errors import ControlError
 from streamrl.messages import Drain
 

@@ -12,11 +12,11 @@ from functools import partial
 
 import msgspec
 
-from learner.hub.context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.ledger.groups import HeldGroup
-from learner.hub.watch.ranks import Finding
-from learner.hub.watch.rewards import all_dropped, all_equal
+from learner.hub.ledger.tables.groups import HeldGroup
+from learner.hub.liveness.ranks import Finding
+from learner.hub.observe.rewards import all_dropped, all_equal
+from learner.hub.shared.context import HubContext
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,

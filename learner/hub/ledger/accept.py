@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.hub.ledger.actors import Actor, LedgerPart
-from learner.hub.ledger.dedup import DedupEntry
-from learner.hub.ledger.evals import EvalSource
-from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
+from learner.hub.ledger.tables.actors import Actor, LedgerPart
+from learner.hub.ledger.tables.dedup import DedupEntry
+from learner.hub.ledger.tables.evals import EvalSource
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason, Sampling
 from streamrl.messages.validate import MemberSummary, check_group, is_full

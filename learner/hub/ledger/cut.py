@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from learner.hub.ledger.actors import LedgerPart
-from learner.hub.ledger.filters import dropped_by
-from learner.hub.ledger.groups import GroupRecord, GroupState, HeldGroup
-from learner.hub.ledger.lifecycle import GROUPS
+from learner.hub.ledger.tables.actors import LedgerPart
+from learner.hub.ledger.tables.filters import dropped_by
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, HeldGroup
+from learner.hub.ledger.tables.lifecycle import GROUPS
 from streamrl.messages import Group, MemberStatus
 
 

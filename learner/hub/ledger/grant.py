@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from learner.hub.ledger.actors import Actor, LedgerPart
-from learner.hub.ledger.evals import EvalRun, EvalSource
-from learner.hub.ledger.groups import GroupRecord, GroupState
-from learner.hub.ledger.prompts import member_seed
+from learner.hub.ledger.tables.actors import Actor, LedgerPart
+from learner.hub.ledger.tables.evals import EvalRun, EvalSource
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState
+from learner.hub.ledger.tables.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation

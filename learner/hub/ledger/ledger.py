@@ -27,19 +27,20 @@ from typing import Any, Self
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.actors import MAX_LEASES, Actor, ActorTable, Effect, Handshake
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.dedup import DedupTable
-from learner.hub.ledger.evals import EvalRun, EvalSource, EvalTable
-from learner.hub.ledger.filters import GroupFilter
 from learner.hub.ledger.grant import Grants
-from learner.hub.ledger.groups import GroupState, GroupTable, SettledSinceCheckpoint
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.ledger.prompts import PromptStream
-from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.handshake import Handshake
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
-from learner.hub.ledger.versions import LagBounds, Versions, cut_lineage
-from learner.hub.passed_over import PassedOver
+from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, ActorTable, Effect
+from learner.hub.ledger.tables.dedup import DedupTable
+from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
+from learner.hub.ledger.tables.filters import GroupFilter
+from learner.hub.ledger.tables.groups import GroupState, GroupTable, SettledSinceCheckpoint
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.passed_over import PassedOver
+from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.ledger.tables.versions import LagBounds, Versions, cut_lineage
 from streamrl.messages import ANSWERED_STEPS, Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
 
 _ALWAYS = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from learner.hub.ledger.dedup import DedupRow
-from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState, SettledRow
+from learner.hub.ledger.tables.dedup import DedupRow
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, SettledRow
 from streamrl.errors import CheckpointError
 from streamrl.messages import Lineage
 

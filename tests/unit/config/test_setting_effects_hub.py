@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from learner.hub.settings import read_settings, write_settings
+from learner.hub.shared.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints

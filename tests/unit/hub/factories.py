@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 import hypothesis
 
 from learner.hub.ledger.accept import AcceptResult
-from learner.hub.ledger.evals import EvalSource
-from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
-from learner.hub.ledger.prompts import PromptStream
+from learner.hub.ledger.tables.evals import EvalSource
+from learner.hub.ledger.tables.groups import GroupState, HeldGroup
+from learner.hub.ledger.tables.prompts import PromptStream
 from streamrl.lag_rule import LagRule
 from streamrl.messages import (
     Ack,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from learner.hub.ledger.groups import GroupState, HeldGroup
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
+from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from streamrl.lag_rule import LagRule
 from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from streamrl.messages.codec import Decoder

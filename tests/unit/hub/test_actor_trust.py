@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from learner.hub.ledger.groups import GroupState
+from learner.hub.handlers.sentences import sentences
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.trust.actor_trust import NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
 from learner.hub.trust.judge import NUM_KEPT, NUM_LEAST, judge
-from learner.hub.watch.sentences import sentences
 from streamrl.config.schema import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Group, Outcome, ReturnReason, Sampling, Stop, StopReason, Welcome
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.actor_load import ActorLoads
-from learner.hub.arrivals import Arrivals
-from learner.hub.ledger.filters import zero_std
+from learner.hub.ledger.tables.filters import zero_std
+from learner.hub.observe.actor_load import ActorLoads
+from learner.hub.observe.arrivals import Arrivals
 from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
 from tests.unit.hub.factories import FakeActor, make_ledger, member
 

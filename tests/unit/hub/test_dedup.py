@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.ledger.dedup import MAX_FENCED, DedupEntry, DedupTable, SeqWindow, as_ranges, outbox_error
+from learner.hub.ledger.tables.dedup import MAX_FENCED, DedupEntry, DedupTable, SeqWindow, as_ranges, outbox_error
 from streamrl.messages import Rejection, RejectReason
 from tests.unit.hub.factories import STEADY
 

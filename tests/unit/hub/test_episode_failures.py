@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from learner.hub import server
-from learner.hub.episode_failures import NUM_FIRST, EpisodeFailures
+from learner.hub.observe.episode_failures import NUM_FIRST, EpisodeFailures
 from streamrl.errors import TaskError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger.evals import EvalSource
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.tables.evals import EvalSource
 from streamrl.messages import EvalResult, Lease, Purpose, Sampling, VersionRef
 from tests.unit.hub.factories import FakeActor, ledger_arguments, settings
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from learner.hub.ledger.filters import GroupFilter, accuracy_range, zero_std
-from learner.hub.ledger.groups import HeldGroup, HeldMember
+from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, zero_std
+from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 
 
 def group(*members: tuple[float, dict[str, float]]) -> HeldGroup:

@@ -7,8 +7,8 @@ import pytest
 
 from learner.data.packing import pack
 from learner.data.trajectories import TrajectoryReader
-from learner.hub.ledger.actors import MAX_LEASES
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.tables.actors import MAX_LEASES
 from streamrl.messages import Group, Limits, Member, RejectReason, Sampling, SequenceStart, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
 from tests.unit.hub.factories import LIMITS, FakeActor, held_groups, ledger_arguments, make_ledger, settings, train

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from learner.hub.ledger.groups import GroupRecord, GroupState
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
 from tests.unit.hub.simulator import World, derived_bound

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger.filters import zero_std
-from learner.hub.passed_over import PassedOver, draw_key
+from learner.hub.ledger.tables.filters import zero_std
+from learner.hub.ledger.tables.passed_over import PassedOver, draw_key
 from streamrl.messages import Group, GroupOrigin
 from streamrl.messages.codec import Decoder
 from streamrl.messages.work import TO_HUB

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.ledger.prompts import PromptStream, member_seed, permuted
+from learner.hub.ledger.tables.prompts import PromptStream, member_seed, permuted
 from tests.unit.hub.factories import STEADY
 
 

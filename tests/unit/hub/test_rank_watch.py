@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from learner.hub.watch.ranks import NO_BETTER_CAUSE_S, RankWatch, process_state
+from learner.hub.liveness.ranks import NO_BETTER_CAUSE_S, RankWatch, process_state
 from learner.ranks.activity import host_id
 from streamrl.messages import RankBeat
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from learner.hub.ledger.grant import LEASES_PER_MESSAGE, MAX_PASSED_OVER, in_messages
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.prompts import NUM_FIRST, PromptStream
+from learner.hub.ledger.tables.prompts import NUM_FIRST, PromptStream
 from learner.hub.setup import record_of
 from streamrl.errors import DataChangedError, TaskError
 from streamrl.messages import TO_ACTOR, Lease, Leases, Limits, Sampling, VersionRef

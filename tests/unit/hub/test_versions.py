@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.ledger.versions import Versions, cut_lineage
+from learner.hub.ledger.tables.versions import Versions, cut_lineage
 from streamrl.messages import Lineage, VersionRef
 
 

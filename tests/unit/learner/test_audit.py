@@ -16,7 +16,7 @@ from actors.rollout import run_group
 from actors.runtime import episode_rules
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
-from learner.hub.ledger.prompts import member_seed
+from learner.hub.ledger.tables.prompts import member_seed
 from learner.model.policy import load_policy
 from learner.objective.agreements import Agreements
 from learner.ranks.mesh import Ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from learner.hub.ledger.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
-from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.tables.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
+from learner.hub.ledger.tables.settings import LedgerSettings
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 

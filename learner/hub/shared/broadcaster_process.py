@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from learner.hub.settings import HubSettings, write_settings
+from learner.hub.shared.settings import HubSettings, write_settings
 from streamrl.parent_watch import child_environment, program
 
 START_S = 300.0

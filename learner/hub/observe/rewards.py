@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from learner.hub.ledger.filters import dropped_by
+from learner.hub.ledger.tables.filters import dropped_by
 
 ENOUGH_GROUPS = 8
 ENOUGH_STEPS = 3

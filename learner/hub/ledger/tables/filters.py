@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from learner.hub.ledger.groups import HeldGroup
+from learner.hub.ledger.tables.groups import HeldGroup
 
 GroupFilter = Callable[[HeldGroup], str | None]
 REASONS = ("zero_std", "accuracy_range")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from learner.hub.ledger.prompts import mix64
+from learner.hub.ledger.tables.prompts import mix64
 from streamrl.messages import GroupOrigin, KeptGroup
 
 _STREAM = 0x5A3D  # of its own: the seed also decides what members sample

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from learner.hub.ledger.settings import LedgerSettings
+from learner.hub.ledger.tables.settings import LedgerSettings
 from streamrl.config.schema import (
     DataConfig,
     EnvConfig,

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from learner.hub.actor_load import ActorLoads
-from learner.hub.arrivals import Arrivals
-from learner.hub.episode_failures import EpisodeFailures
-from learner.hub.handlers.connections import Connections
-from learner.hub.hung_calls import HungCalls
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.settings import HubSettings
+from learner.hub.liveness.ranks import RankWatch
+from learner.hub.observe.actor_load import ActorLoads
+from learner.hub.observe.arrivals import Arrivals
+from learner.hub.observe.episode_failures import EpisodeFailures
+from learner.hub.observe.hung_calls import HungCalls
+from learner.hub.shared.connections import Connections
+from learner.hub.shared.settings import HubSettings
+from learner.hub.shared.weight_server import WeightServer
 from learner.hub.trust.actor_trust import ActorTrust
-from learner.hub.watch.ranks import RankWatch
-from learner.hub.weight_server import WeightServer
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from learner.hub.context import HubContext
-from learner.hub.handlers.connections import Connection
+from learner.hub.shared.connections import Connection
+from learner.hub.shared.context import HubContext
 
 SILENT_BEATS = 3
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from learner.hub.ledger.groups import Delivery
+from learner.hub.ledger.tables.groups import Delivery
 from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
 
 MAX_FENCED = 64  # incarnations remembered for each actor

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from learner.hub.ledger.dedup import DedupTable
-from learner.hub.ledger.filters import GroupFilter
-from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.prompts import PromptStream
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds
-from learner.hub.passed_over import PassedOver
+from learner.hub.ledger.tables.dedup import DedupTable
+from learner.hub.ledger.tables.filters import GroupFilter
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.tables.passed_over import PassedOver
+from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.ledger.tables.versions import LagBounds
 from streamrl.errors import WireError
 from streamrl.messages import TO_HUB, Group
 from streamrl.messages.codec import Decoder

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import nan
 
-from learner.hub.ledger.groups import Delivery, GroupRecord, GroupState
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, Sampling
 from streamrl.messages.validate import MemberSummary
 

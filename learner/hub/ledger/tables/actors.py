@@ -7,14 +7,14 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from learner.hub.lease_shares import LeaseShares
-from learner.hub.ledger.dedup import DedupEntry, DedupTable, outbox_error
-from learner.hub.ledger.evals import EvalTable
-from learner.hub.ledger.groups import GroupRecord, GroupState, GroupTable, OpenLease
-from learner.hub.ledger.lifecycle import GroupLifecycle
-from learner.hub.ledger.settings import LedgerSettings
-from learner.hub.ledger.versions import LagBounds, Versions
-from streamrl.messages import EVAL_BIT, ActorHeartbeat, Hello, LeaseRef, SeqRange, Stop, StopReason, VersionRef
+from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
+from learner.hub.ledger.tables.evals import EvalTable
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, OpenLease
+from learner.hub.ledger.tables.lease_shares import LeaseShares
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.ledger.tables.versions import LagBounds, Versions
+from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef, VersionRef
 
 MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
 RETURN_WITHIN = 6  # times `dead_after_s`: leases of the run before wait no longer for their actors
@@ -279,22 +279,6 @@ class ActorTable:
         self.shares.check(self._actors.values())
 
 
-@dataclass(frozen=True, slots=True)
-class JoinResult:
-    """The answer to a HELLO: `stop`, or everything that WELCOME says about delivery and leases.
-
-    `fenced` is the incarnation that this HELLO superseded: its link, if there is one, gets STOP(FENCED).
-    """
-
-    stop: Stop | None = None
-    settled_upto: int = 0
-    settled: tuple[SeqRange, ...] = ()
-    durable_upto: int = 0
-    durable: tuple[SeqRange, ...] = ()
-    held: tuple[tuple[LeaseRef, bool], ...] = ()
-    fenced: int | None = None
-
-
 @dataclass
 class LedgerPart:
     """The tables of one ledger, shared by the parts that act on them."""
@@ -308,90 +292,3 @@ class LedgerPart:
     lag: LagBounds
     lifecycle: GroupLifecycle
     actors: ActorTable
-
-
-class Handshake(LedgerPart):
-    """What a HELLO of this run and protocol does: bind the actor, and settle what both sides know of each other."""
-
-    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
-        stop = self._refuse(actor_id, hello)
-        if stop is not None:
-            return JoinResult(stop=stop)
-        self.actors.start_grace(now, survived_restart=hello.run_id is not None)
-        entry, fenced = self.dedup.open(actor_id, hello.incarnation)
-        if fenced is not None:
-            self.counts["num_actor_restarts"] += 1
-        entry.forget_all_but(hello.outbox, hello.next_seq)
-        actor = self._bind(actor_id, hello, now)
-        held = tuple((ref, self._keep(actor, ref, now)) for ref in hello.held)
-        # A lease that this HELLO does not list is lost, unless its group is among what the actor will send again.
-        kept = {ref for ref, keeps in held if keeps}
-        for group_id, lease in actor.open_leases():
-            lease.orphan = (group_id, lease.attempt) not in kept
-        actor.resend_upto = hello.next_seq - 1
-        self.actors.release_orphans(actor, entry, now)
-        return JoinResult(
-            settled_upto=entry.settled.upto, settled=entry.settled.ranges(),
-            durable_upto=entry.durable.upto, durable=entry.durable.ranges(), held=held, fenced=fenced,
-        )
-
-    def _refuse(self, actor_id: str, hello: Hello) -> Stop | None:
-        if hello.incarnation == 0 or hello.next_seq == 0:
-            return _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: incarnation and next_seq must not be 0")
-        if self.dedup.is_fenced(actor_id, hello.incarnation):
-            detail = f"a newer process took the name {actor_id}: give every actor a name of its own"
-            return _stop(StopReason.FENCED, 3, detail)
-        wrong = outbox_error(hello.outbox, hello.next_seq, self.settings.dedupe_window)
-        return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
-
-    def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:
-        """The actor of this HELLO; a new incarnation starts without the leases of the one before."""
-        actor = self.actors.get(actor_id)
-        if actor is not None and actor.incarnation != hello.incarnation:
-            # The old process is gone or fenced. Its attempts count as failures, or a prompt that kills every process
-            # that touches it would be leased forever.
-            self.actors.remove(actor, now, failed=True)
-            actor = None
-        if actor is None:
-            survived_restart = self.actors.restored and hello.run_id is not None
-            actor = Actor(actor_id, hello.incarnation, now, survived_restart, moved_at=now)
-            self.actors.add(actor)
-        actor.state, actor.heard_at = "JOINING", now
-        actor.train.limit = max(min(hello.max_leases, MAX_LEASES), len(actor.train.leases))
-        actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
-        actor.revocations.clear()
-        actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))
-        self.actors.shares.touch(actor)
-        return actor
-
-    def _keep(self, actor: Actor, ref: LeaseRef, now: float) -> bool:
-        """Whether a lease that a HELLO lists goes on: it must be this actor's, and its group with no other actor."""
-        group_id, attempt = ref
-        if group_id & EVAL_BIT:
-            record = self.evals.record(group_id)
-            return record is not None and record.is_with(actor.actor_id, attempt)
-        # After a restart the actor may hold a group that was dispatched after the checkpoint: its number says which
-        # prompt it is, so drawing up to it restores the record.
-        if group_id >= self.groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
-            return False
-        record = self.groups.live.get(group_id)
-        if record is None:
-            return False
-        if record.lease is not None:
-            return record.is_with(actor.actor_id, attempt)
-        mine = record.was_granted(actor.actor_id, attempt)
-        full = len(actor.train.leases) >= actor.train.limit
-        if record.state is not GroupState.READY or not (mine or actor.survived_restart) or full:
-            return False
-        # Another attempt may have completed some of its members since: then it would generate them twice.
-        missing = self.lifecycle.missing(record)
-        members = record.grants[attempt].members if mine else missing
-        if not set(members) <= set(missing):
-            return False
-        self.actors.lease(actor, record, attempt, members, now)
-        return True
-
-
-def _stop(reason: StopReason, exit_code: int, detail: str) -> Stop:
-    return Stop(reason=reason, rejoin=False, retry_after_s=0.0, exit_code=exit_code, detail=detail[:512])
