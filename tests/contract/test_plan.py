@@ -40,7 +40,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("audit", "control", "record"),
         ("run",),
         ("loop", "finish", "setup"),
-        ("__main__", "conform"),
+        ("__main__",),
     ),
     "envs": (
         ("data", "json_handler", "reward_values", "sandbox"),
