@@ -36,21 +36,19 @@ def find_isolation(wanted: str = "auto") -> Isolation:
                 return candidate
             reasons.append(reason)
     raise TaskError(
-        f"Sandbox level {wanted} does not work here: {'; '.join(reasons)}. Level 2 needs a kernel that lets this user "
-        "make namespaces, or the package bubblewrap with such rights; level 1 protects less."
+        f"Sandbox level {wanted} does not work here: {'; '.join(reasons) or 'there is no program bwrap'}. "
+        "Level 2 needs the package bubblewrap, and a kernel that lets it make namespaces; level 1 protects less."
     )
 
 
 def _candidates() -> Iterator[Isolation]:
     root = os.getuid() == 0
     pythons = [python for python in dict.fromkeys((base_python(), "/usr/bin/python3")) if os.access(python, os.X_OK)]
-    candidates = [(2, False), (1, False)]
-    if shutil.which("bwrap"):
-        candidates.insert(0, (2, True))
-    for level, bubblewrap in candidates:
+    bubblewrap = shutil.which("bwrap")
+    for made_by in (None,) if bubblewrap is None else (bubblewrap, None):
         for drops_root in (True, False) if root else (False,):
             for python in pythons:
-                yield Isolation(level, python, drops_root, bubblewrap)
+                yield Isolation(python, drops_root, made_by)
 
 
 def why_not(isolation: Isolation) -> str | None:

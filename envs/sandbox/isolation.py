@@ -2,8 +2,8 @@
 
     level 1  a process of its own: resource limits, no environment, no new privileges, killed with all its descendants.
              Robustness against mistakes, NOT security: a program can read the user's files and open connections.
-    level 2  level 1 inside namespaces of its own (made by bubblewrap, or by namespaces.py): no network, no processes
-             but its own, no files but a read-only Python and an empty /tmp of limited size.
+    level 2  level 1 inside namespaces of its own, which bubblewrap makes: no network, no processes but its own, no
+             files but a read-only Python and an empty /tmp of limited size.
 
 Neither protects from faults of the kernel. For hostile code use a virtual machine behind reward.code.url.
 """
@@ -15,14 +15,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 WORDS = {
     1: "level 1: limits and no privileges, but programs can read this user's files and use the network",
     2: "level 2: no network, no files but a read-only Python, no processes but its own",
 }
 _SUPERVISOR = Path(__file__).with_name("supervisor.py").read_text()
-_NAMESPACES = Path(__file__).with_name("namespaces.py").read_text()
 _FIRST_UID = 200_000_000
 """Start of the user numbers that programs run under where we are root; one for each sandbox of each actor."""
 
@@ -32,37 +31,41 @@ class Isolation:
     """A way to start a supervisor that was seen to work here.
 
     Args:
-        level: 1 or 2.
         python: the interpreter that programs run in.
         drops_root: programs run under a user number of their own; only where we are root.
-        bubblewrap: it makes the namespaces of level 2, which we make ourselves otherwise.
+        bubblewrap: path of the program bwrap, which makes the namespaces of level 2; without it this is level 1.
     """
 
-    level: int
     python: str
     drops_root: bool = False
-    bubblewrap: bool = False
+    bubblewrap: str | None = None
+
+    @property
+    def level(self) -> int:
+        return 1 if self.bubblewrap is None else 2
 
     def command(self, work: str, uid: int | None, tmp_bytes: int) -> list[str]:
         """Command line of a supervisor; `work` is its directory (at level 2 one inside its own /tmp)."""
-        python = [self.python, "-I", "-S", "-c"]
-        if self.level == 2 and not self.bubblewrap:
-            return [*python, _NAMESPACES, json.dumps(_namespaces(self.python, work, uid, tmp_bytes))]
-        supervisor = [*python, _SUPERVISOR, json.dumps({"uid": uid, "work": "/tmp" if self.level == 2 else work})]
-        return supervisor if self.level == 1 else [*_bubblewrap(self.python, uid, tmp_bytes), *supervisor]
+        supervisor = [self.python, "-I", "-S", "-c", _SUPERVISOR]
+        if self.bubblewrap is None:
+            return [*supervisor, json.dumps({"uid": uid, "work": work})]
+        namespaces = _namespaces(self.bubblewrap, self.python, uid, tmp_bytes)
+        return [*namespaces, *supervisor, json.dumps({"uid": uid, "work": "/tmp"})]
 
     def uid(self, slot: int) -> int | None:
         return _FIRST_UID + (os.getpid() % 4_000_000) * 256 + slot % 256 if self.drops_root else None
 
 
-def _bubblewrap(python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:
-    yield from ("bwrap", "--die-with-parent", "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin")
+def _namespaces(bubblewrap: str, python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:
+    yield from (bubblewrap, "--die-with-parent", "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin")
     yield from ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
     if uid is None:
         yield from ("--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL")
     else:  # root makes the namespaces, then the supervisor gives root up
         yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     folders, links, files = _visible(python)
+    for parent in sorted({str(parent) for folder in folders for parent in PurePath(folder).parents[:-1]}):
+        yield from ("--dir", parent)  # for everyone: those that --ro-bind makes are closed to the program's user
     for path in (*folders, *files):
         yield from ("--ro-bind", path, path)
     for name, target in links.items():
@@ -70,15 +73,6 @@ def _bubblewrap(python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
     yield from ("--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm")
     yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
-
-
-def _namespaces(python: str, work: str, uid: int | None, tmp_bytes: int) -> dict[str, object]:
-    """What namespaces.py is told; `work` is where it builds the new root."""
-    folders, links, files = _visible(python)
-    return {
-        "uid": uid, "work": work, "tmp_bytes": tmp_bytes, "folders": folders, "links": links, "files": files,
-        "supervisor": _SUPERVISOR,
-    }  # fmt: skip
 
 
 def _visible(python: str) -> tuple[list[str], dict[str, str], list[str]]:

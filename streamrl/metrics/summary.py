@@ -166,7 +166,7 @@ def waited_share(idle: float | None) -> str:
 
 WEAK_SANDBOX = (
     "programs of the model ran at sandbox level 1, which limits but does not isolate: they could read the files of the "
-    "actor's user and use the network; install bubblewrap, or allow user namespaces"
+    "actor's user and use the network; install bubblewrap, and allow user namespaces"
 )
 ENOUGH_STEPS = 3
 """With a reward; fewer may be equal by chance."""

@@ -221,7 +221,7 @@ REMEDIES: dict[str, str] = {
     "which this record does not have": "take a field that it lists, or add the field to every record",
     "1 to … printable characters": "shorten the name",
     "a sandbox pool has 1 to 128 workers": "a number in this range",
-    "Level 2 needs a kernel": "allow user namespaces, install bubblewrap, or take level 1: [the sandbox](sandbox.md)",
+    "Level 2 needs": "install bubblewrap, allow user namespaces, or take level 1: [the sandbox](sandbox.md)",
     "this sandbox pool is closed": "make a new pool; this one is past its `with` block",
     "no sandbox could be started": "the reason follows: [the sandbox](sandbox.md)",
     # model and optimizer

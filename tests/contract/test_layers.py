@@ -78,8 +78,8 @@ def test_heavy_libraries_have_one_door(library):
     assert users <= ONE_DOOR[library]
 
 
-IN_SANDBOX = {ROOT / "envs/sandbox/supervisor.py", ROOT / "envs/sandbox/namespaces.py"}
-"""Run as a process of its own, which gave up its privileges first; nothing imports them."""
+IN_SANDBOX = {ROOT / "envs/sandbox/supervisor.py"}
+"""Runs as a process of its own, which gave up its privileges first; nothing imports it."""
 
 
 def test_nothing_reads_the_wall_clock_or_runs_foreign_code():

@@ -23,6 +23,7 @@ from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, Step
 from streamrl.errors import ConfigError, TaskError
+from tests.unit.envs.sandbox.bubblewrap import path_with_bwrap
 
 RIGHT = r"so \boxed{4}"
 ADD = "```python\nprint(int(input()) + int(input()))\n```"
@@ -156,13 +157,14 @@ def test_programs_are_graded_by_their_cases(play, completion, words, reward, sco
 
 
 @pytest.mark.shows("reward.code.any_order", "reward.code.sandbox")
-def test_order_and_sandbox_are_set(play):
+def test_order_and_sandbox_are_set(play, monkeypatch):
     record = {"question": "?", "test_cases": {"inputs": [""], "outputs": ["1 2"]}}
     program = "```python\nprint('2 1')\n```"
     assert play(program, "reward.type=code", record=record).reward == 0
     assert play(program, "reward.type=code", "reward.code.any_order=true", record=record).reward == 1
     spy = "```python\nimport os\nprint('1 2' if os.path.exists('/etc/passwd') else 'hidden')\n```"
     assert play(spy, "reward.type=code", "reward.code.sandbox=limited", record=record).reward == 1
+    monkeypatch.setenv("PATH", path_with_bwrap())
     try:
         SandboxPool("2", 1).close()
     except TaskError as error:

@@ -13,6 +13,7 @@ from envs.sandbox import Limits, SandboxPool
 from envs.sandbox import pool as pool_module
 from envs.sandbox.detect import find_isolation, why_not
 from envs.sandbox.isolation import Isolation, base_python
+from tests.unit.envs.sandbox.bubblewrap import bwrap
 from tests.unit.envs.sandbox.programs import ATTEMPTS, Attempt
 
 LIMITS = Limits(timeout_s=1.0, memory_bytes=512 << 20)
@@ -20,20 +21,19 @@ ABSTRACT = f"streamrl-sandbox-test-{os.getpid()}"
 
 
 ISOLATIONS = {
-    "level 1": None,
-    "bubblewrap": Isolation(2, base_python(), bubblewrap=True),
-    "user namespace": Isolation(2, base_python()),
-    "namespaces made by root": Isolation(2, base_python(), drops_root=True),
+    "level 1": lambda: find_isolation("1"),  # works everywhere
+    "level 2": lambda: Isolation(base_python(), bubblewrap=bwrap()),
+    "level 2, namespaces made by root": lambda: Isolation(base_python(), drops_root=True, bubblewrap=bwrap()),
 }
 
 
 @pytest.fixture(scope="module", params=ISOLATIONS)
 def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
-    isolation = ISOLATIONS[request.param] or find_isolation("1")  # level 1 works everywhere
+    isolation = ISOLATIONS[request.param]()
     if isolation.drops_root and os.getuid() != 0:
         pytest.skip("only root can make namespaces without one for users")
     if reason := why_not(isolation):
-        pytest.skip(reason)
+        pytest.skip(f"NOT TESTED, escapes from {request.param}: {reason}")
     os.environ["SANDBOX_TEST_SECRET"] = "secret"
     try:
         with patch.object(pool_module, "find_isolation", lambda level: isolation):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from envs.sandbox import Limits, SandboxPool
+from tests.unit.envs.sandbox.bubblewrap import path_with_bwrap
 
 LIMITS = Limits(timeout_s=40.0, memory_bytes=256 << 20)
 GREEDY = """
@@ -33,9 +36,10 @@ print(sum(os.waitpid(child, 0)[1] >> 8 for child in children))
 """
 
 
-@pytest.fixture(scope="module", params=["1", "auto"])
+@pytest.fixture(scope="module", params=["1", "2"])
 def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
-    with SandboxPool(request.param, num_workers=1, limits=LIMITS) as made:
+    path = os.environ["PATH"] if request.param == "1" else path_with_bwrap()
+    with patch.dict(os.environ, PATH=path), SandboxPool(request.param, num_workers=1, limits=LIMITS) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from envs.sandbox import Call, Case, Limits, SandboxPool
+from envs.sandbox.detect import find_isolation
 from streamrl.errors import TaskError
 
 
@@ -89,3 +90,22 @@ def test_programs_of_many_threads_run_and_their_answers_are_theirs(pool: Sandbox
 def test_a_level_that_is_none_is_refused() -> None:
     with pytest.raises(TaskError, match="auto, 1, 2"):
         SandboxPool("3")
+
+
+def test_without_bubblewrap_level_two_is_refused_and_auto_is_level_one(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find = find_isolation.__wrapped__  # without its memory of what was found with another path
+    with pytest.raises(TaskError, match="there is no program bwrap. Level 2 needs the package bubblewrap"):
+        find("2")
+    assert find("auto").level == 1
+
+
+def test_a_bubblewrap_that_may_not_make_namespaces_is_refused_with_its_own_words(monkeypatch, tmp_path) -> None:
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find = find_isolation.__wrapped__
+    with pytest.raises(TaskError, match="level 2: bwrap: No permissions to create new namespace"):
+        find("2")
+    assert find("auto").level == 1
