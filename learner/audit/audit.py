@@ -20,14 +20,13 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
-from learner.hub.ledger.tables.prompts import member_seed
 from learner.model.policy import Inspect, Inspected, Policy
 from learner.objective.agreements import Agreements
 from learner.publish.rounding import other_weights, trained_shards
 from learner.ranks.mesh import Ranks
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import Config
-from streamrl.messages.draws import draw_gaps, uniforms
+from streamrl.messages.draws import draw_gaps, member_seed, uniforms
 
 DRAW_SLACK = 0.02
 """A draw may lie this far from its token in the cumulative distribution: bfloat16 moves it by some thousandths."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from streamrl.metrics.hub_names import ARRIVED
 from streamrl.metrics.names import METRICS
 
 _RENAMED = {
@@ -39,7 +40,7 @@ class HubCounts:
         """A hub that was restarted counts from 0 again; sums of rewards may also shrink."""
         before = self._before.get(name, 0.0)
         self._before[name] = value
-        return value - before if value >= before or name.startswith("arrived_") else value
+        return value - before if value >= before or name.startswith(ARRIVED) else value
 
 
 def _dropped(added: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 
-from learner.hub.observe.arrivals import PREFIX
 from learner.record.hub_counts import HubCounts
 from learner.record.pareto import ParetoArchive
 from streamrl.config.load import to_plain, to_yaml
@@ -23,6 +22,7 @@ from streamrl.config.schema import Config, EvalConfig, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.eval_scores import Estimate, estimates
 from streamrl.metrics.files import append_lines, if_it_can_be_written, write_atomic
+from streamrl.metrics.hub_names import ARRIVED
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import member, of_set
 from streamrl.metrics.run_record import read_metrics
@@ -191,7 +191,7 @@ def hub_keys(status: HubStatus) -> dict[str, float]:
     """The hub's counters under their metric names."""
     return {
         _RENAMED.get(name, f"hub/{name}"): value for name, value in status.counters.items()
-        if (name in _RENAMED or math.isfinite(value)) and not name.startswith(PREFIX)
+        if (name in _RENAMED or math.isfinite(value)) and not name.startswith(ARRIVED)
     }
 
 

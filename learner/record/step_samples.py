@@ -14,13 +14,13 @@ import msgspec
 from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.hub.ledger.tables.passed_over import draw_key
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup
+from streamrl.messages.draws import draw_key
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
 
 log = logging.getLogger("streamrl.learner")

@@ -1,4 +1,4 @@
-"""What follows from the seeds of a lease: the numbers that tokens are drawn with, and whether a token was drawn so."""
+"""Seeded draws that several processes repeat: members' seeds, their tokens' numbers, groups kept to be read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ import numpy as np
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK64 = (1 << 64) - 1
+_KEPT_GROUPS = 0x5A3D  # a stream of its own: the seed of the run also decides what members sample
+
+
+def mix64(*words: int) -> int:
+    """A well-mixed u64 of some integers; the finalizer of SplitMix64 (Steele, Lea, Flood 2014) over each word."""
+    state = 0
+    for word in words:
+        state = (state ^ (word & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def member_seed(run_seed: int, group_id: int, member: int) -> int:
+    """Sampling seed of a member, u64."""
+    # The attempt is left out: a repeated group is the same draw.
+    return mix64(run_seed, group_id, member)
+
+
+def draw_key(seed: int, group_id: int) -> int:
+    """The groups with the smallest keys are kept to be read, of those trained on and those passed over together."""
+    return mix64(seed, group_id, _KEPT_GROUPS)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

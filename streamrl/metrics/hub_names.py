@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from streamrl.metrics.metric import Metric, section
 
+ARRIVED = "arrived_"
+"""Prefix of the hub's sums over what arrived: a row of metrics holds the means of its step, not the sums."""
+
 HUB_METRICS: list[Metric] = section(
     ("hub/num_actors", "actors", "last", "Connected actors."),
     ("hub/num_groups_queued", "groups", "last", "Finished groups that wait to be trained on."),

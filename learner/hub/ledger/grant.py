@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from learner.hub.ledger.tables.actors import Actor, LedgerPart
 from learner.hub.ledger.tables.evals import EvalRun, EvalSource
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
-from learner.hub.ledger.tables.prompts import member_seed
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
+from streamrl.messages.draws import member_seed
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
 LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20

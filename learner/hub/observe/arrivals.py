@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from streamrl.messages import EVAL_BIT, Group, MemberStatus
-
-PREFIX = "arrived_"
-"""Of the names among the hub's counters: a row of metrics holds their means, not the sums."""
+from streamrl.metrics.hub_names import ARRIVED
 
 
 class Arrivals:
@@ -47,4 +45,4 @@ class Arrivals:
             self._sums[name] += value
 
     def metrics(self) -> dict[str, float]:
-        return {PREFIX + name: value for name, value in self._sums.items()}
+        return {ARRIVED + name: value for name, value in self._sums.items()}

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.ledger.tables.prompts import PromptStream, member_seed, permuted
+from learner.hub.ledger.tables.prompts import PromptStream, permuted
+from streamrl.messages.draws import member_seed
 from tests.unit.hub.factories import STEADY
 
 

@@ -16,14 +16,13 @@ from actors.rollout import run_group
 from actors.runtime import episode_rules
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
-from learner.hub.ledger.tables.prompts import member_seed
 from learner.model.policy import load_policy
 from learner.objective.agreements import Agreements
 from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.messages import GroupOrigin
 from streamrl.messages.codec import encode
-from streamrl.messages.draws import draw_gaps, uniforms
+from streamrl.messages.draws import draw_gaps, member_seed, uniforms
 from tests.unit.actors.fakes import lease
 from tests.unit.engines.tiny_models import VOCAB, character_tokenizer, engine_for, qwen3
 from tests.unit.learner.test_ratio_at_lag_zero import two_turns

@@ -5,15 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from learner.hub.ledger.tables.prompts import mix64
 from streamrl.messages import GroupOrigin, KeptGroup
-
-_STREAM = 0x5A3D  # of its own: the seed also decides what members sample
-
-
-def draw_key(seed: int, group_id: int) -> int:
-    """The groups with the smallest keys are drawn, from trained and passed over ones together."""
-    return mix64(seed, group_id, _STREAM)
+from streamrl.messages.draws import draw_key
 
 
 class PassedOver:

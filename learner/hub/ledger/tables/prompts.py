@@ -10,22 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from streamrl.errors import DataChangedError, TaskError
+from streamrl.messages.draws import mix64
 
-_MASK64 = (1 << 64) - 1
 _ROUNDS = 6
 NUM_FIRST = 256
 """So many bad records end a run that has had no good one: a task may have more than can be gone through."""
-
-
-def mix64(*words: int) -> int:
-    """A well-mixed u64 of some integers; the finalizer of SplitMix64 (Steele, Lea, Flood 2014) over each word."""
-    state = 0
-    for word in words:
-        state = (state ^ (word & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
-        state ^= state >> 31
-    return state
 
 
 def permuted(index: int, size: int, key: int) -> int:
@@ -107,9 +96,3 @@ class PromptStream:
         prompt = self.at(self.cursor)
         self.cursor += 1
         return prompt
-
-
-def member_seed(run_seed: int, group_id: int, member: int) -> int:
-    """Sampling seed of a member, u64."""
-    # The attempt is left out: a repeated group is the same draw.
-    return mix64(run_seed, group_id, member)
