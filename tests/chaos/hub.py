@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import learner.hub.__main__ as program
-from learner.hub.ledger.accept import Acceptance, AcceptResult
+from learner.hub.ledger.accept import Acceptance
 from learner.hub.ledger.handshake import Handshake, JoinResult
+from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.refusal import AcceptResult
 from learner.hub.ledger.tables.groups import GroupRecord
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.shared.settings import HubSettings, write_settings
@@ -65,6 +67,7 @@ def _run(spec: ChaosSpec, path: Path, read_end: int) -> None:
         os.closerange(3, 1024)  # with them the learner's locks, which must end with the learner
         os.environ[parent_watch.VARIABLE] = "stdin"
         spec.log_to("hub")
+        LagProof.frames_every = 1
         history = History(spec.history, "hub")
         observe(history)
         if spec.mutant:

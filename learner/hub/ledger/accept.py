@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
-from learner.hub.ledger.tables.actors import Actor, LedgerPart
-from learner.hub.ledger.tables.dedup import DedupEntry
-from learner.hub.ledger.tables.evals import EvalSource
-from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
-from streamrl.errors import ContentError
-from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason, Sampling
-from streamrl.messages.validate import MemberSummary, check_group, is_full
-
-# Handed back for a fault of the prompt: no other actor could do better, so the group is dropped at once.
-HOPELESS = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON)
-# Handed back for a reason that has nothing to do with the group: no failure is counted.
-BLAMELESS = (ReturnReason.DRAIN, ReturnReason.NO_SLOT)
-
-Summaries = tuple[MemberSummary, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptResult:
-    """accepted; rejected, with its reason; repeat (answered before, answered again); no_link (answer STOP(NO_LINK)).
-
-    `strike` marks what no honest actor would send.
-    """
-
-    kind: Literal["accepted", "rejected", "repeat", "no_link"]
-    reason: RejectReason = RejectReason.NONE
-    detail: str = ""
-    strike: bool = False
-
-
-class _Refused(Exception):
-    """This group is rejected."""
-
-    def __init__(self, reason: RejectReason, detail: str, *, strike: bool = False) -> None:
-        super().__init__(detail)
-        self.result = AcceptResult("rejected", reason, detail, strike)
+from learner.hub.ledger.accept_eval import EvalAcceptance
+from learner.hub.ledger.accept_train import TrainAcceptance
+from learner.hub.ledger.refusal import AcceptResult, Refused
+from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
+from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason
 
 
 @dataclass
-class Acceptance(LedgerPart):
-    """Judges GROUP messages; `sampling` and `eval_sources` say how leases have answers drawn."""
+class Acceptance:
+    """Judges GROUP messages: their sender and number here, their lease and contents by purpose."""
 
-    sampling: Sampling
-    eval_sources: Mapping[str, EvalSource]
+    counts: Counter[str]
+    dedup: DedupTable
+    actors: ActorTable
+    train: TrainAcceptance
+    evals: EvalAcceptance
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -70,7 +43,7 @@ class Acceptance(LedgerPart):
             return AcceptResult("repeat")
         if place == "beyond":
             # Left unsettled, so that an honest re-send of this number is still possible.
-            detail = f"seq {group.seq} is more than {self.settings.dedupe_window} ahead of {entry.settled.upto}"
+            detail = f"seq {group.seq} is more than {self.dedup.window} ahead of {entry.settled.upto}"
             return self._reject(entry, group, AcceptResult("rejected", RejectReason.MALFORMED, detail, True), False)
         result = self._decide(actor, entry, group, frame, now)
         self.actors.release_orphans(actor, entry, now)
@@ -79,11 +52,9 @@ class Acceptance(LedgerPart):
     def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
         lease = actor.credit(group.group_id).leases.get(group.group_id)
         try:
-            if group.group_id & EVAL_BIT:
-                durable = self._accept_eval(actor, group, frame, now)
-            else:
-                durable = self._accept_train(actor, group, frame, now)
-        except _Refused as refused:
+            judge = self.evals if group.group_id & EVAL_BIT else self.train
+            durable = judge.accept(actor, group, frame, now)
+        except Refused as refused:
             # The actor believes that it is done: unless more was to follow, its lease must not stay open forever.
             lease = actor.credit(group.group_id).leases.get(group.group_id)  # a stale group has ended it
             if group.outcome != Outcome.PARTIAL and lease is not None and lease.attempt == group.attempt:
@@ -105,188 +76,3 @@ class Acceptance(LedgerPart):
         self.counts[f"num_rejected_{result.reason.name.lower()}"] += 1
         self.counts["num_duplicates_dropped"] += result.reason is RejectReason.DUPLICATE
         return result
-
-    # --- training groups ----------------------------------------------------------------------------------------------
-
-    def _accept_train(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
-        """Take a training group in; True if its delivery needs no checkpoint. Raises _Refused."""
-        record = self.groups.live.get(group.group_id)
-        mine = record is not None and record.was_granted(actor.actor_id, group.attempt)
-        leased = record.grants[group.attempt].members if mine else range(self.settings.group_size)
-        summaries = self._check_content(group, leased)
-        if record is None:
-            record = self._find(actor, group, summaries)
-        elif not mine and not actor.survived_restart:
-            raise _Refused(
-                RejectReason.NO_LEASE,
-                f"group {group.group_id} attempt {group.attempt} was never leased to {actor.actor_id}", strike=True,
-            )
-        # No content to judge, and nothing that a restart could lose: durable at once.
-        if group.outcome == Outcome.RETURNED and not summaries:
-            self._hand_back(actor, record, group, now)
-            return True
-        self._check_open(record, group, summaries)
-        # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
-        self._check_sampling(group, self.sampling, or_full=actor.survived_restart)
-        self._check_versions(group, summaries)
-        self._check_age(actor, record, group, frame, summaries)
-        self._store(actor, record, group, summaries, bytes(frame))
-        self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
-        return False
-
-    def _check_content(self, group: Group, leased: Collection[int]) -> Summaries:
-        try:
-            return check_group(group, self.settings.limits, leased)
-        except ContentError as error:
-            self.counts[f"num_malformed_{error.check}"] += 1
-            raise _Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
-
-    def _check_sampling(self, group: Group, leased: Sampling, *, or_full: bool = False) -> None:
-        if not group.members or group.sampling == leased or (or_full and is_full(group.sampling)):
-            return
-        self.counts["num_malformed_sampling"] += 1
-        detail = f"sampling: group {group.group_id} was drawn with {group.sampling}, the lease asked for {leased}"
-        raise _Refused(RejectReason.MALFORMED, detail, strike=True)
-
-    def _find(self, actor: Actor, group: Group, summaries: Summaries) -> GroupRecord:
-        """A group that is not live: it has ended, or it was dispatched by a start of the learner that died since."""
-        group_id = group.group_id
-        if group_id >= self.groups.next_id:
-            if not actor.survived_restart:
-                raise _Refused(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
-            self._check_versions(group, summaries)  # before anything is drawn for work of a dead branch
-            if not summaries or not self.lifecycle.draw_upto(group_id):
-                raise _Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
-            return self.groups.live[group_id]
-        row = self.groups.settled.get(group_id)  # None once a checkpoint covers it, and all before it
-        if row is not None and row.state is GroupState.DROPPED:
-            raise _Refused(RejectReason.NO_LEASE, f"group {group_id} was dropped: {row.reason}")
-        raise _Refused(RejectReason.DUPLICATE, f"group {group_id} has been trained on")
-
-    def _check_open(self, record: GroupRecord, group: Group, summaries: Summaries) -> None:
-        if record.state in (GroupState.HELD, GroupState.IN_BATCH):
-            raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id} is complete")
-        # (group, member) is the authority on duplicates: sequence numbers are forgotten with their sender.
-        done = [one.index for one in summaries if not one.aborted and one.index in record.members]
-        if done:
-            raise _Refused(RejectReason.DUPLICATE, f"group {group.group_id}: members {done} came from another attempt")
-
-    def _check_versions(self, group: Group, summaries: Summaries) -> None:
-        for one in summaries:
-            for ref in one.all_versions:
-                if self.versions.usable(ref) is None:
-                    raise _Refused(
-                        RejectReason.VERSION,
-                        f"group {group.group_id} member {one.index} has tokens of version {ref}, which is not in "
-                        f"this history (now {self.versions.ref})",
-                    )
-
-    def _check_age(
-        self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, summaries: Summaries
-    ) -> None:
-        """L2, a cheap first look; the cut looks again."""
-        version = self.versions.current
-        stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
-        if not stale:
-            return
-        oldest = min(span.version for one in stale for span in one.spans)
-        # A late copy of an older attempt says nothing about the attempt that is out now: only its own lease ends.
-        if record.is_with(actor.actor_id, group.attempt):
-            self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
-            self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
-            self.lifecycle.expire_stale(record)
-        origin = GroupOrigin(actor.actor_id, record.prompt_index)
-        self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
-        last = self.lag.rule.last_step(version)
-        raise _Refused(
-            RejectReason.STALE,
-            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {last - oldest} > "
-            f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {last})",
-        )
-
-    def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
-        """Keep what arrived: the summaries for the ledger, the frame for the learner."""
-        delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
-        fresh = {one.index: one for one in summaries if not one.aborted}
-        self.counts["num_members_aborted"] += len(summaries) - len(fresh)
-        self.counts["num_members_accepted"] += len(fresh)
-        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
-        record.holder = ""
-        if fresh:
-            record.members.update(fresh)
-            record.frames.append(frame)
-            record.deliveries.append(delivery)
-        else:
-            self.groups.recent.deliveries.append(delivery)  # nothing in it waits for the group to end
-
-    def _settle_lease(self, actor: Actor, record: GroupRecord, group: Group, fresh: set[int], now: float) -> None:
-        """End the open lease if this message completes or ends it, and move the group on."""
-        lease = record.lease
-        current = record.is_with(actor.actor_id, group.attempt)
-        complete = len(record.members) == self.settings.group_size
-        over = current and group.outcome != Outcome.PARTIAL
-        # First valid completion wins; an attempt that lost part of its members to another is called off.
-        beaten = lease is not None and not current and bool(set(lease.members) & fresh)
-        if lease is not None and (complete or over or beaten):
-            self.actors.detach(record, revoke=not over)
-        if complete:
-            self.counts["num_groups_accepted"] += 1
-            self.lifecycle.hold(record)
-        elif over or beaten:
-            self._retry(record, group, now, failed=over and _is_failure(group))
-
-    def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
-        """RETURNED without members. From an attempt that is no longer current it changes nothing."""
-        reason = group.reason.name.lower()
-        self.counts[f"num_returned_{reason}"] += 1
-        if not record.is_with(actor.actor_id, group.attempt):
-            return
-        self.actors.detach(record, revoke=False)
-        if group.reason in HOPELESS:
-            self.lifecycle.drop(record, reason)
-        else:
-            self._retry(record, group, now, failed=_is_failure(group))
-
-    def _retry(self, record: GroupRecord, group: Group, now: float, *, failed: bool) -> None:
-        self.lifecycle.retry(record, now, failed=failed)
-        # Leased again for a fault of the environment: no recovery from a lost actor, so it is counted apart.
-        self.counts["num_leases_retried"] += record.state is GroupState.READY and group.num_failed_episodes > 0
-
-    # --- evaluation groups --------------------------------------------------------------------------------------------
-
-    def _accept_eval(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
-        """The same order of tests, without capacity and age; durable at once. Raises _Refused."""
-        summaries = self._check_content(group, (0,))
-        record = self.evals.record(group.group_id)
-        name = f"evaluation group {group.group_id:#x}"
-        if record is None:
-            raise _Refused(RejectReason.NO_LEASE, f"{name} is not under way")
-        if not record.was_granted(actor.actor_id, group.attempt):
-            raise _Refused(
-                RejectReason.NO_LEASE, f"{name} attempt {group.attempt} was never leased to {actor.actor_id}",
-                strike=not actor.survived_restart,
-            )
-        scored = [one for one in summaries if not one.aborted]
-        if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
-            raise _Refused(RejectReason.DUPLICATE, f"{name} has its score")
-        self._check_sampling(group, self.eval_sources[self.evals.run_of(record).dataset].sampling)
-        self._check_versions(group, summaries)
-        current = record.is_with(actor.actor_id, group.attempt)
-        if scored and not self.evals.run_of(record).counts(scored[0]):
-            self.counts["num_eval_discarded"] += 1
-            if current:
-                self.actors.release(group.group_id, now, failed=False)  # no fault of the prompt: it is asked again
-        elif scored:
-            if record.lease is not None:
-                self.actors.detach(record, revoke=not current)
-            self.counts["num_eval_groups"] += 1
-            self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq),
-                              group.answers[0] if group.answers else "")
-        elif current:
-            self.actors.release(group.group_id, now, failed=_is_failure(group))
-        return True
-
-
-def _is_failure(group: Group) -> bool:
-    """Whether an attempt that left members missing counts against the group."""
-    return group.outcome != Outcome.RETURNED or group.reason not in BLAMELESS

@@ -9,17 +9,22 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from learner.hub.ledger.tables.actors import LedgerPart
-from learner.hub.ledger.tables.filters import dropped_by
-from learner.hub.ledger.tables.groups import GroupRecord, GroupState, HeldGroup
-from learner.hub.ledger.tables.lifecycle import GROUPS
-from streamrl.messages import Group, MemberStatus
+from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, HeldGroup
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.versions import LagBounds, Versions
 
 
 @dataclass
-class BatchCutter(LedgerPart):
-    """From HELD to TRAINED."""
+class BatchCutter:
+    """Takes groups from HELD to TRAINED."""
 
+    counts: Counter[str]
+    versions: Versions
+    groups: GroupTable
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    proof: LagProof
     # (version it trains at, groups) of each batch that was cut, oldest first
     in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
     looked_at: int = -1  # the last version that held groups were judged at
@@ -53,7 +58,7 @@ class BatchCutter(LedgerPart):
         self.in_flight.append((version, batch))
         self.counts_at_cut = self.counts.copy()
         held = [self.lag.held(record, version) for record in batch]
-        self.counts["num_lag_violations"] += sum(self._num_violations(group) for group in held)
+        self.counts["num_lag_violations"] += self.proof.num_violations(list(zip(batch, held, strict=True)))
         return held
 
     def check_version(self, version: int) -> None:
@@ -99,60 +104,3 @@ class BatchCutter(LedgerPart):
                 yield record
             elif record.state is not GroupState.IN_BATCH and num_overtaken is None:
                 num_overtaken = self.groups.num_consumed_after(record.group_id)
-
-    def _num_violations(self, group: HeldGroup) -> int:
-        """Members with a token older than their group's bound, read from the frames themselves."""
-        # On purpose this shares no code with acceptance or `lag_rule`: it is the proof that L2 works, and must stay 0.
-        oldest = group.version + self.settings.lag.steps_per_batch - 1 - group.max_lag  # at the batch's last step
-        num = 0
-        for frame in group.frames:
-            message = GROUPS.decode(frame)
-            assert isinstance(message, Group)
-            for member in message.members:
-                if member.status == MemberStatus.ABORTED:
-                    continue
-                fresh = [
-                    span.version >= oldest for span in member.versions
-                    if any(span.start < stop and begin < span.end for begin, stop in member.mask)
-                ]
-                num += not (any(fresh) if self.settings.mode == "mask_old_tokens" else all(fresh))
-        return num
-
-    def why_waiting(self, now: float) -> str:
-        """What the next batch waits for, as a sentence for a person."""
-        have, needed = sum(1 for _ in self.consumable()), self.lag.rule.groups_per_batch
-        if have >= needed:
-            return "nothing: a batch can be cut"
-        num_dropped, filters = dropped_by(self.counts, self.counts_at_cut)
-        dropped = f", {num_dropped} more were dropped by {filters}" if num_dropped else ""
-        lead = f"{have} of {needed} groups are there{dropped}; "
-        open_states = (GroupState.READY, GroupState.LEASED)
-        first = next((record for record in self.groups.in_order() if record.state in open_states), None)
-        if first is None:
-            return lead + self._why_nothing_is_out()
-        done = f"{len(first.members)} of {self.settings.group_size} members done"
-        group = f"group {first.group_id} (prompt {first.prompt_index}"
-        if first.lease is None:
-            return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
-        lease = first.lease
-        held_for = f"for {now - lease.granted_at:.0f} s"
-        return f"{lead}{group}, attempt {lease.attempt}) is with actor {lease.actor_id} {held_for}, {done}"
-
-    def _why_nothing_is_out(self) -> str:
-        if self.lag.num_free > 0:
-            return f"{self.lag.num_free} more may be leased; {self._who()}"
-        if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
-            return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
-        return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
-
-    def _who(self) -> str:
-        actors = sorted(self.actors.all(), key=lambda one: one.actor_id)
-        if not actors:
-            return "no actor is connected"
-        names = []
-        for actor in actors[:4]:
-            has = f"with version {actor.installed} and {actor.train.free} free slots"
-            names.append(f"{actor.actor_id} is {actor.state} "
-                         + (has if actor.installed is not None else "and has no usable version yet"))
-        more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
-        return f"learner is at {self.versions.ref}; " + ", ".join(names) + more

@@ -7,12 +7,15 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from learner.hub.ledger.tables.actors import Actor, LedgerPart
-from learner.hub.ledger.tables.evals import EvalRun, EvalSource
-from learner.hub.ledger.tables.groups import GroupRecord, GroupState
+from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 from streamrl.messages.draws import member_seed
 
@@ -22,18 +25,67 @@ MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with othe
 
 
 @dataclass
-class Grants(LedgerPart):
+class EvalGrants:
+    """Makes leases of evaluations for actors with a version that may answer them."""
+
+    run_seed: int
+    lease_ttl_s: float
+    counts: Counter[str]
+    versions: Versions
+    evals: EvalTable
+    sources: Mapping[str, EvalSource]
+
+    def grant(self, actor: Actor, now: float) -> list[Lease]:
+        leases: list[Lease] = []
+        while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
+            run = self.evals.next_for(actor.installed.version)
+            if run is None:
+                break
+            leases.append(self._lease(actor, run, now))
+        return leases
+
+    def _lease(self, actor: Actor, run: EvalRun, now: float) -> Lease:
+        assert actor.installed is not None
+        record, source = self.evals.take(run, actor.installed.version), self.sources[run.dataset]
+        place = record.group_id & 0xFFFFFFFF  # of prompt and answer
+        lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
+        actor.eval.leases[record.group_id] = lease
+        actor.eval.free -= 1
+        self.counts["num_eval_leases"] += 1
+        # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
+        pinned = run.pin is not None
+        asked_for = None if pinned else self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
+        return Lease(
+            group_id=record.group_id, attempt=lease.attempt, prompt_index=record.prompt_index,
+            pass_index=record.pass_index, members=(0,),
+            prompt=source.record(record.prompt_index),
+            # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
+            seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
+            min_version=asked_for or actor.installed, sampling=source.sampling,
+            ttl_s=self.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
+            keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
+        )
+
+
+@dataclass
+class Grants:
     """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
     run_seed: int
+    lease_ttl_s: float
     sampling: Sampling
-    eval_sources: Mapping[str, EvalSource]
+    counts: Counter[str]
+    groups: GroupTable
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    actors: ActorTable
+    evals: EvalGrants
     num_grants: int = 0
 
     def order(self) -> list[str]:
         """Actors that could take what there is: those that hold least first, of these the one that waited longest."""
         num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
-        if not self.evals.any_waiting():
+        if not self.evals.evals.any_waiting():
             return self.actors.shares.first(num, self._admits()) if num else []
         ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
         return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
@@ -46,44 +98,12 @@ class Grants(LedgerPart):
         actor = self.actors.get(actor_id)
         if actor is None or actor.state != "READY":
             return []
-        leases = self._grant_eval(actor, now) + self._grant_train(actor, now)
+        leases = self.evals.grant(actor, now) + self._grant_train(actor, now)
         if leases:
             self.num_grants += 1
             actor.granted_no = self.num_grants
             self.actors.shares.touch(actor)
         return leases
-
-    def what_it_does(self, actor_id: str, now: float) -> str:
-        """What an actor works on, or what it waits for, as words for a person."""
-        actor = self.actors.get(actor_id)
-        if actor is None:
-            return "waits to join again: the hub gave its leases to others"
-        train, evals = len(actor.train.leases), len(actor.eval.leases)
-        work = " and ".join(_count(num, what) for num, what in ((train, "group"), (evals, "evaluation answer")) if num)
-        if actor.state == "LEAVING":
-            return f"is leaving: it finishes {work}" if work else "is leaving"
-        if work:
-            oldest = min(lease.granted_at for _, lease in actor.open_leases())
-            return f"generates {work}, the oldest for {now - oldest:.1f} s"
-        if actor.installed is None:
-            return "waits for weights: it has no usable version yet"
-        return f"waits for {self._why_none(actor)}"
-
-    def _why_none(self, actor: Actor) -> str:
-        assert actor.installed is not None
-        if not actor.train.trust:
-            return "its own first group: others waited for it, so it gets no more leases before it delivers"
-        if not actor.train.room:
-            return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
-        ready = self.groups.in_state(GroupState.READY)
-        if not ready and self.lag.num_free <= 0:
-            if self.lag.capacity == self.settings.num_groups_total:
-                return "nothing: every group of the run is trained, held or with another actor"
-            return f"the learner: the lead of {self.lag.rule.eta} batches is used up until its next step"
-        rank = self.groups.rank(ready[0].group_id) if ready else self.groups.num_live()
-        if not self.lag.may_grant(rank, actor.installed.version):
-            return f"a newer version: with {actor.installed} its next group could become too old"
-        return "its next lease"
 
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
@@ -144,40 +164,10 @@ class Grants(LedgerPart):
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=prompt, members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
-            min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
+            min_version=actor.installed, sampling=self.sampling, ttl_s=self.lease_ttl_s,
             purpose=Purpose.TRAIN,
         )
 
-    def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
-        leases: list[Lease] = []
-        while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
-            run = self.evals.next_for(actor.installed.version)
-            if run is None:
-                break
-            leases.append(self._lease_eval(actor, run, now))
-        return leases
-
-    def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
-        assert actor.installed is not None
-        record, source = self.evals.take(run, actor.installed.version), self.eval_sources[run.dataset]
-        place = record.group_id & 0xFFFFFFFF  # of prompt and answer
-        lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
-        actor.eval.leases[record.group_id] = lease
-        actor.eval.free -= 1
-        self.counts["num_eval_leases"] += 1
-        # The version that was asked for, named in this epoch if it belongs to it, else what the actor has.
-        pinned = run.pin is not None
-        asked_for = None if pinned else self.versions.usable(VersionRef(self.versions.learner_epoch, run.version))
-        return Lease(
-            group_id=record.group_id, attempt=lease.attempt, prompt_index=record.prompt_index,
-            pass_index=record.pass_index, members=(0,),
-            prompt=source.record(record.prompt_index),
-            # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
-            seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
-            min_version=asked_for or actor.installed, sampling=source.sampling,
-            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
-            keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
-        )
 
 
 def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:
@@ -192,7 +182,3 @@ def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:
         parts[-1].append(lease)
         nbytes += size
     return [tuple(part) for part in parts]
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}{'s' if num != 1 else ''}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, LedgerPart
-from learner.hub.ledger.tables.dedup import outbox_error
-from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, ActorTable
+from learner.hub.ledger.tables.dedup import DedupTable, outbox_error
+from learner.hub.ledger.tables.evals import EvalTable
+from learner.hub.ledger.tables.groups import GroupState, GroupTable
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.versions import Versions
 from streamrl.messages import EVAL_BIT, Hello, LeaseRef, SeqRange, Stop, StopReason
 
 
@@ -26,8 +30,17 @@ class JoinResult:
     fenced: int | None = None
 
 
-class Handshake(LedgerPart):
-    """What a HELLO of this run and protocol does: bind the actor, and settle what both sides know of each other."""
+@dataclass
+class Handshake:
+    """Answers the HELLO of an actor: binds it to its link, and settles what both sides know of each other."""
+
+    counts: Counter[str]
+    versions: Versions
+    groups: GroupTable
+    dedup: DedupTable
+    evals: EvalTable
+    lifecycle: GroupLifecycle
+    actors: ActorTable
 
     def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
         """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
@@ -58,7 +71,7 @@ class Handshake(LedgerPart):
         if self.dedup.is_fenced(actor_id, hello.incarnation):
             detail = f"a newer process took the name {actor_id}: give every actor a name of its own"
             return _stop(StopReason.FENCED, 3, detail)
-        wrong = outbox_error(hello.outbox, hello.next_seq, self.settings.dedupe_window)
+        wrong = outbox_error(hello.outbox, hello.next_seq, self.dedup.window)
         return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
 
     def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:

@@ -14,8 +14,8 @@ seconds, and every answer is a value. Its promises:
     no token is older than max_lag at a step that trains it; with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
-It is composed of tables (`groups`, `actors`, `dedup`, `evals`, `versions`) and of a part for each long verb (`grant`,
-`accept`, `cut`, the handshake in `actors`); `lifecycle` has the transitions that parts share.
+It is composed of tables (`learner.hub.ledger.tables`), each given to the parts that use it. A verb is a method here and
+its work a part's: `handshake`, `membership`, `grant`, `accept`, `cut`, `expiry`, `explain`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,39 @@ from typing import Any, Self
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance
+from learner.hub.ledger.accept_eval import EvalAcceptance
+from learner.hub.ledger.accept_train import TrainAcceptance
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.grant import Grants
-from learner.hub.ledger.handshake import Handshake
+from learner.hub.ledger.expiry import Expiry
+from learner.hub.ledger.explain import Explanations
+from learner.hub.ledger.grant import EvalGrants, Grants
+from learner.hub.ledger.handshake import Handshake, JoinResult
+from learner.hub.ledger.membership import Membership
+from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.refusal import AcceptResult, GroupChecks
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
-from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, ActorTable, Effect
+from learner.hub.ledger.tables.actors import ActorTable, Effect
 from learner.hub.ledger.tables.dedup import DedupTable
-from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
+from learner.hub.ledger.tables.evals import EvalSource, EvalTable
 from learner.hub.ledger.tables.filters import GroupFilter
-from learner.hub.ledger.tables.groups import GroupState, GroupTable, SettledSinceCheckpoint
+from learner.hub.ledger.tables.groups import GroupState, GroupTable, HeldGroup, SettledSinceCheckpoint
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.passed_over import PassedOver
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.ledger.tables.versions import LagBounds, Versions, cut_lineage
-from streamrl.messages import ANSWERED_STEPS, Ack, ActorHeartbeat, LeaseRef, Lineage, RejectReason, Sampling, VersionRef
+from streamrl.messages import (
+    Ack,
+    ActorHeartbeat,
+    Group,
+    Hello,
+    Lease,
+    LeaseRef,
+    Lineage,
+    RejectReason,
+    Sampling,
+    VersionRef,
+)
 
 _ALWAYS = (
     "sandbox_level",
@@ -80,69 +98,75 @@ class Ledger:
             settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over
         )
         self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
-        tables = (
-            settings, self.counts, self.versions, self.groups, self.dedup, self.evals, self.lag, self.lifecycle,
-            self.actors,
-        )
-        # The long verbs are their parts' own methods.
-        self.hello = Handshake(*tables).hello
+        # Every part gets the tables that it uses: what it may change can be read here.
+        counts, versions, groups, lag = self.counts, self.versions, self.groups, self.lag
+        dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
         self.eval_sources = eval_sources or {}
-        self.accept = Acceptance(*tables, sampling, self.eval_sources).accept
-        grants = Grants(*tables, run_seed, sampling, self.eval_sources)
-        self.grant_order, self.grant, self.what_it_does = grants.order, grants.grant, grants.what_it_does
-        self.cutter = BatchCutter(*tables)
-        self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
-        self.why_waiting = self.cutter.why_waiting
+        self._handshake = Handshake(counts, versions, groups, dedup, evals, lifecycle, actors)
+        self._membership = Membership(counts, versions, groups, dedup, lifecycle, actors)
+        self._expiry = Expiry(
+            settings, counts, versions, groups, evals, lag, lifecycle, actors, self._membership
+        )
+        checks = GroupChecks(settings.limits, counts, versions)
+        self._acceptance = Acceptance(
+            counts, dedup, actors,
+            TrainAcceptance(settings.group_size, checks, counts, groups, lag, lifecycle, actors, sampling),
+            EvalAcceptance(checks, counts, evals, actors, self.eval_sources),
+        )
+        eval_grants = EvalGrants(run_seed, settings.lease_ttl_s, counts, versions, evals, self.eval_sources)
+        self._grants = Grants(
+            run_seed, settings.lease_ttl_s, sampling, counts, groups, lag, lifecycle, actors, eval_grants
+        )
+        proof = LagProof(settings.lag.steps_per_batch, settings.mode == "mask_old_tokens")
+        self.cutter = BatchCutter(counts, versions, groups, lag, lifecycle, proof)
+        self._explanations = Explanations(
+            settings.group_size, settings.num_groups_total, counts, versions, groups, lag, actors, self.cutter
+        )
         self.refused_on_resume: list[str] = []
         self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def grant_order(self) -> list[str]:
+        """Actors that could take what there is, in the order in which to ask for grants."""
+        return self._grants.order()
+
+    def grant(self, actor_id: str, now: float) -> list[Lease]:
+        """Leases for this actor, at most a fair share; ask the others too, then ask again."""
+        return self._grants.grant(actor_id, now)
+
+    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
+        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
+        return self._acceptance.accept(actor_id, group, frame, now)
+
+    def check_version(self, version: int) -> None:
+        """Raise ValueError if no batch can be cut for this version now."""
+        self.cutter.check_version(version)
+
+    def cut_batch(self, version: int) -> list[HeldGroup] | None:
+        """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
+
+        Raises ValueError: `version` is not the learner's, nor that of the next batch ahead.
+        """
+        return self.cutter.cut_batch(version)
+
+    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
+        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
+        self.cutter.trained(version_after, skipped, reason)
 
     def tick(self, now: float) -> list[Effect]:
         """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
-        # Silent actors first: their leases then return by eviction, not one by one as expired.
-        silent = [actor for actor in self.actors.all() if now - actor.heard_at >= self.settings.dead_after_s]
-        effects = [Effect("evict", one.actor_id, tuple(self.evict(one.actor_id, now))) for one in silent]
-        self.actors.expire_leases(now)
-        if not self.groups.num(GroupState.READY) and self.lag.num_free <= 0:  # there is nothing else for who waits
-            self.actors.spread(now)
-        if self.settings.group_deadline_s > 0:
-            self._expire_groups(now)
-        self._check_pins(now)
-        effects += self.actors.take_revocations()
+        effects = self._expiry.tick(now)
         self.check()
         return effects
 
-    def _check_pins(self, now: float) -> None:
-        """No evaluation waits for a version that no actor has, or keeps actors from a newer one for too long."""
-        # A dead actor has left the table by now, and its leases are with the others that have the version.
-        for run in self.evals.lost({one.installed.version for one in self.actors.all() if one.installed is not None}):
-            self._end_leases(run, now)
-            self.counts["num_evals_started_again"] += 1
-            self.evals.start_again(run)
-        for run in self.evals.overdue(self.versions.newest_published, now):
-            self._end_leases(run, now)
-            self.evals.give_up(run)
+    def why_waiting(self, now: float) -> str:
+        """What the next batch waits for, as a sentence for a person."""
+        return self._explanations.why_waiting(now)
 
-    def _end_leases(self, run: EvalRun, now: float) -> None:
-        for record in run.records:
-            if record.lease is not None:
-                self.actors.release(record.group_id, now, failed=False, revoke=True)
-
-    def _expire_groups(self, now: float) -> None:
-        """Incomplete groups that are overdue: their lease ends, and `group_policy` says what follows."""
-        settings = self.settings
-        for record in self.groups.in_order():
-            partial = settings.group_policy == "accept_partial" and len(record.members) >= settings.min_members
-            # A group that may be accepted as it is has waited since its first lease, any other since the present one.
-            since = record.first_granted_at if partial or record.lease is None else record.lease.granted_at
-            if since is None or now - since < settings.group_deadline_s:
-                continue
-            if record.state is GroupState.LEASED:
-                self.counts["num_groups_overdue"] += 1
-                self.actors.release(record.group_id, now, failed=True, revoke=True)
-            elif record.state is GroupState.READY and partial:
-                self.lifecycle.retry(record, now, failed=False)
+    def what_it_does(self, actor_id: str, now: float) -> str:
+        """What an actor works on, or what it waits for, as words for a person."""
+        return self._explanations.what_it_does(actor_id, now)
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
@@ -204,87 +228,40 @@ class Ledger:
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
-    def _heard(self, actor_id: str, now: float) -> Actor | None:
-        """Any message proves that an actor lives."""
-        actor = self.actors.get(actor_id)
-        if actor is not None:
-            actor.heard_at = now
-        return actor
+    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
+        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
+        return self._handshake.hello(actor_id, hello, now)
 
     def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
         """Renew its leases if it makes progress, except those it calls stuck or does not hold; note what it has free.
 
         False: no link, or a fenced one; answer STOP(NO_LINK).
         """
-        actor = self.actors.get(actor_id)
-        if actor is None or actor.incarnation != beat.incarnation:
-            return False
-        actor.heard_at = now
-        actor.show((beat.tokens_total, beat.stats.get(ANSWERED_STEPS, 0.0)), now)
-        actor.train.free, actor.train.limit = beat.free, min(beat.max_leases or actor.train.limit, MAX_LEASES)
-        actor.eval.free, actor.eval.limit = beat.free_eval, min(max(actor.eval.limit, beat.free_eval), MAX_LEASES)
-        actor.install(self.versions.usable(beat.installed))
-        self.actors.shares.touch(actor)
-        self.actors.renew(actor, beat, now)
-        return True
+        return self._membership.beat(actor_id, beat, now)
 
     def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
         """A version is live at this actor, or it refused it. The shell has checked that the root was published."""
-        actor = self._heard(actor_id, now)
-        if actor is not None:
-            self.counts["num_installs" if ok else "num_install_failures"] += 1
-            if ok:
-                actor.install(self.versions.usable(ref))
-                self.actors.shares.touch(actor)
+        self._membership.installed(actor_id, ref, ok, now)
 
     def suspend(self, actor_id: str, now: float) -> None:
         """Its weights are not to be trusted: its leases go to others, and it gets none until `installed` says so."""
-        actor = self._heard(actor_id, now)
-        if actor is not None:
-            actor.install(None)
-            self.actors.shares.touch(actor)
-            for group_id, _ in actor.open_leases():
-                self.actors.release(group_id, now, failed=False, revoke=True)
+        self._membership.suspend(actor_id, now)
 
     def distrust(self, actor_id: str, now: float) -> None:
-        """Cut an actor off that is not believed: groups with data of it, unless a batch has them, are generated again.
-
-        As a group, with the other members too: siblings share a baseline.
-        """
-        self._disconnect(actor_id, now, failed=False)
-        for record in self.groups.in_order():
-            mine = any(one.actor_id == actor_id for one in record.deliveries)
-            if not mine or record.state is GroupState.IN_BATCH:
-                continue
-            self.counts["num_groups_distrusted"] += 1
-            if record.lease is not None:
-                self.actors.detach(record, revoke=True)
-            self.lifecycle.again(record, "distrusted")
+        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
+        self._membership.distrust(actor_id, now)
 
     def drain(self, actor_id: str, now: float) -> None:
         """It is leaving: no new leases, but it may finish those it has."""
-        actor = self._heard(actor_id, now)
-        if actor is not None:
-            actor.state = "LEAVING"
-            self.actors.shares.touch(actor)
+        self._membership.drain(actor_id, now)
 
     def bye(self, actor_id: str, now: float) -> None:
         """It has left. What it still held goes back to the pool and counts as no failure of the group."""
-        self._disconnect(actor_id, now, failed=False)
+        self._membership.disconnect(actor_id, now, failed=False)
 
     def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
         """Cut an actor off; its leases go back to the pool, each group at its old place."""
-        if self.actors.get(actor_id) is not None:
-            self.counts["num_evictions"] += 1
-        return self._disconnect(actor_id, now, failed=True)
-
-    def _disconnect(self, actor_id: str, now: float, *, failed: bool) -> list[LeaseRef]:
-        actor = self.actors.get(actor_id)
-        if actor is None:
-            return []
-        refs = self.actors.remove(actor, now, failed=failed)
-        self.dedup.depart(actor_id, actor.incarnation)  # what it delivered is remembered, in case it returns
-        return refs
+        return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
         """Open leases of an actor; 0 for one that is not linked."""

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from learner.hub.ledger.proof import LagProof
 from tests.unit.config.setting_harness import tiny_model
 from tests.unit.hub.broadcast_harness import BroadcastHarness
+
+
+@pytest.fixture(autouse=True)
+def every_batch_is_proved(monkeypatch):
+    """Read every batch from its frames, not only each sixteenth: see `learner.hub.ledger.proof`."""
+    monkeypatch.setattr(LagProof, "frames_every", 1)
 
 
 @pytest.fixture(scope="module")

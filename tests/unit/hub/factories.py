@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 
 import hypothesis
 
-from learner.hub.ledger.accept import AcceptResult
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
+from learner.hub.ledger.refusal import AcceptResult
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from learner.hub.ledger.tables.prompts import PromptStream

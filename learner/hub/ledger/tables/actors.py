@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
+from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.ledger.tables.evals import EvalTable
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, OpenLease
 from learner.hub.ledger.tables.lease_shares import LeaseShares
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds, Versions
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef, VersionRef
 
 MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
@@ -69,12 +67,12 @@ class Actor:
     resend_upto: int = 0  # orphaned leases wait until its numbers up to here have been answered
     granted_no: int = 0  # when it last got a lease, for round robin
     moved_at: float = 0.0  # when it last showed progress: tokens, answers of environments, a group
-    shown: tuple[float, ...] = ()
+    progress: tuple[float, ...] = ()  # the counters of its last heartbeat
 
-    def show(self, progress: tuple[float, ...], now: float) -> None:
-        """What its heartbeat counts; more than before is progress, and so is what a new process begins with."""
-        if progress != self.shown:
-            self.shown, self.moved_at = progress, now
+    def record_progress(self, progress: tuple[float, ...], now: float) -> None:
+        """Note the heartbeat's counters; any change counts as progress, also to the zeros of a new process."""
+        if progress != self.progress:
+            self.progress, self.moved_at = progress, now
 
     @property
     def num_train(self) -> int:
@@ -277,18 +275,3 @@ class ActorTable:
         leased = groups.num(GroupState.LEASED)
         assert held == leased, f"actors hold {held} leases, the table has {leased}"
         self.shares.check(self._actors.values())
-
-
-@dataclass
-class LedgerPart:
-    """The tables of one ledger, shared by the parts that act on them."""
-
-    settings: LedgerSettings
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    dedup: DedupTable
-    evals: EvalTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable

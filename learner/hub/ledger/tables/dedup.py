@@ -196,7 +196,7 @@ class DedupTable:
 
     def __init__(self, window: int) -> None:
         self.num_saves = 0
-        self._window = window
+        self.window = window
         self._entries: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
         self._current: dict[str, int] = {}
         self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
@@ -220,7 +220,7 @@ class DedupTable:
         self._current[actor_id] = incarnation
         entry = self._entries.get((actor_id, incarnation))
         if entry is None:
-            entry = DedupEntry(actor_id, incarnation, self._window, self.due)
+            entry = DedupEntry(actor_id, incarnation, self.window, self.due)
             self._entries[actor_id, incarnation] = entry
         entry.departed_at = None
         return entry, fenced
@@ -276,7 +276,7 @@ class DedupTable:
         for actor_id, incarnations in fenced:
             self._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
         for row in rows:
-            entry = DedupEntry(row.actor_id, row.incarnation, self._window, self.due)
+            entry = DedupEntry(row.actor_id, row.incarnation, self.window, self.due)
             entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
             entry.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
             entry.departed_at = 0

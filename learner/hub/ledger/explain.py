@@ -1,0 +1,101 @@
+"""What the learner and every actor wait for, in words for a person; nothing here changes a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from learner.hub.ledger.cut import BatchCutter
+from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.filters import dropped_by
+from learner.hub.ledger.tables.groups import GroupState, GroupTable
+from learner.hub.ledger.tables.versions import LagBounds, Versions
+
+
+@dataclass
+class Explanations:
+    """Answers why nothing happens."""
+
+    group_size: int
+    num_groups_total: int | None
+    counts: Counter[str]
+    versions: Versions
+    groups: GroupTable
+    lag: LagBounds
+    actors: ActorTable
+    cutter: BatchCutter
+
+    def why_waiting(self, now: float) -> str:
+        """What the next batch waits for, as a sentence for a person."""
+        have, needed = sum(1 for _ in self.cutter.consumable()), self.lag.rule.groups_per_batch
+        if have >= needed:
+            return "nothing: a batch can be cut"
+        num_dropped, filters = dropped_by(self.counts, self.cutter.counts_at_cut)
+        dropped = f", {num_dropped} more were dropped by {filters}" if num_dropped else ""
+        lead = f"{have} of {needed} groups are there{dropped}; "
+        open_states = (GroupState.READY, GroupState.LEASED)
+        first = next((record for record in self.groups.in_order() if record.state in open_states), None)
+        if first is None:
+            return lead + self._why_nothing_is_out()
+        done = f"{len(first.members)} of {self.group_size} members done"
+        group = f"group {first.group_id} (prompt {first.prompt_index}"
+        if first.lease is None:
+            return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
+        lease = first.lease
+        held_for = f"for {now - lease.granted_at:.0f} s"
+        return f"{lead}{group}, attempt {lease.attempt}) is with actor {lease.actor_id} {held_for}, {done}"
+
+    def _why_nothing_is_out(self) -> str:
+        if self.lag.num_free > 0:
+            return f"{self.lag.num_free} more may be leased; {self._who()}"
+        if self.num_groups_total is not None and self.lag.capacity == self.num_groups_total:
+            return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
+        return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
+
+    def _who(self) -> str:
+        actors = sorted(self.actors.all(), key=lambda one: one.actor_id)
+        if not actors:
+            return "no actor is connected"
+        names = []
+        for actor in actors[:4]:
+            has = f"with version {actor.installed} and {actor.train.free} free slots"
+            names.append(f"{actor.actor_id} is {actor.state} "
+                         + (has if actor.installed is not None else "and has no usable version yet"))
+        more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
+        return f"learner is at {self.versions.ref}; " + ", ".join(names) + more
+
+    def what_it_does(self, actor_id: str, now: float) -> str:
+        """What an actor works on, or what it waits for, as words for a person."""
+        actor = self.actors.get(actor_id)
+        if actor is None:
+            return "waits to join again: the hub gave its leases to others"
+        train, evals = len(actor.train.leases), len(actor.eval.leases)
+        work = " and ".join(_count(num, what) for num, what in ((train, "group"), (evals, "evaluation answer")) if num)
+        if actor.state == "LEAVING":
+            return f"is leaving: it finishes {work}" if work else "is leaving"
+        if work:
+            oldest = min(lease.granted_at for _, lease in actor.open_leases())
+            return f"generates {work}, the oldest for {now - oldest:.1f} s"
+        if actor.installed is None:
+            return "waits for weights: it has no usable version yet"
+        return f"waits for {self._why_none(actor)}"
+
+    def _why_none(self, actor: Actor) -> str:
+        assert actor.installed is not None
+        if not actor.train.trust:
+            return "its own first group: others waited for it, so it gets no more leases before it delivers"
+        if not actor.train.room:
+            return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
+        ready = self.groups.in_state(GroupState.READY)
+        if not ready and self.lag.num_free <= 0:
+            if self.lag.capacity == self.num_groups_total:
+                return "nothing: every group of the run is trained, held or with another actor"
+            return f"the learner: the lead of {self.lag.rule.eta} batches is used up until its next step"
+        rank = self.groups.rank(ready[0].group_id) if ready else self.groups.num_live()
+        if not self.lag.may_grant(rank, actor.installed.version):
+            return f"a newer version: with {actor.installed} its next group could become too old"
+        return "its next lease"
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}{'s' if num != 1 else ''}"
