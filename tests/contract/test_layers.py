@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,16 @@ ONE_DOOR = TRACKERS | {
 }
 
 
-def imports(path: Path) -> set[str]:
-    """Top-level names of every import in a file, those inside functions too."""
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Modules of every import in a file, those inside functions too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
-    return found
+    return frozenset(found)
 
 
 def tops(path: Path) -> set[str]:
