@@ -1,15 +1,29 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.flow.fork_server import running
+from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import RunHarness
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with running(tmp_path_factory.mktemp("fork_server")):
+        yield
+
+
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[RunHarness]:
-    harness = RunHarness(tmp_path)
+def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunHarness]:
+    """Its processes are forked where that is possible, unless the test is marked `fresh_processes`."""
+    forks = sys.platform == "linux" and request.node.get_closest_marker("fresh_processes") is None
+    if forks:
+        request.getfixturevalue("fork_server")
+    harness = RunHarness(tmp_path, ForkedPopen if forks else subprocess.Popen)
     yield harness
     harness.close()

@@ -44,10 +44,14 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, logs:
 
 
 class RunHarness:
-    """Processes of one test, in one directory."""
+    """Processes of one test, in one directory.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        popen: what starts them: `subprocess.Popen`, or `ForkedPopen` while a fork server runs.
+    """
+
+    def __init__(self, path: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
+        self.path, self._popen = path, popen
         self.run_dir = path / "run"
         self.port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -64,7 +68,7 @@ class RunHarness:
         log = self.path / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as output:
-            process = subprocess.Popen(
+            process = self._popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,
                 env=environment, start_new_session=True,
             )

@@ -13,7 +13,7 @@ import streamrl
 from streamrl.errors import ConfigError
 from tests.flow.processes import ROOT, RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
 
 
 def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, capfd):

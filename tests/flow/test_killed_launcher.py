@@ -10,7 +10,7 @@ import pytest
 
 from tests.flow.processes import RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
 MARK = "STREAMRL_TEST_OF"
 TASK = """
 import pathlib, sys, time

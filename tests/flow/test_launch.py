@@ -13,7 +13,7 @@ from learner.checkpoint.checkpoint import find_checkpoint
 from streamrl.metrics.samples import read_samples
 from tests.flow.processes import RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
 
 
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):

@@ -22,6 +22,7 @@ def test_the_tables_of_the_page_are_the_inputs():
 
 
 @pytest.mark.flow
+@pytest.mark.fresh_processes
 @pytest.mark.timeout(300)
 def test_the_example_trains(harness: RunHarness, tmp_path, monkeypatch):
     (file,) = [item for item in extract(PAGE, PAGE.name) if item.kind == "file"]

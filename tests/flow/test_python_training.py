@@ -10,7 +10,7 @@ import streamrl
 from streamrl.errors import ControlError
 from tests.flow.processes import ROOT, RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(400)]
 
 RECORDS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(10) for b in range(10)]
 POINTS = {"right": 1.0, "wrong": 0.0}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, _command_lines, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(400)]
 NUM_STEPS = 8
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.flow.processes import ROOT, SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(900)]
 
 
 def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness):

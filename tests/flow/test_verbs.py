@@ -10,7 +10,7 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
 
 
 def streamrl(harness: RunHarness, verb: str, *words: str) -> tuple[int, str]:

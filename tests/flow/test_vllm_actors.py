@@ -12,7 +12,7 @@ from actors.engines.vllm.reaper import MARK
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
 pytestmark = [
-    pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(900),
+    pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.vllm, pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
 ]
 VLLM = ("actors.engine=vllm", "actors.device=cpu")

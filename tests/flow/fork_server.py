@@ -1,0 +1,171 @@
+"""`python -m tests.flow.fork_server DESCRIPTOR PADDING`: forks our own programs from a process that has imported them.
+
+A run of two actors imports torch and transformers four times, which takes most of the processor time of a short one.
+The parent imports them once, before there is any thread, socket of ZeroMQ or thread pool of torch, and each program
+begins in a fork of it as if it were a new Python: `runpy` runs its module, in the requested environment and folder,
+with the requested streams. It ends as any Python does. What is different: its parent process, and /proc/PID/environ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("learner", "learner.hub", "actors", "streamrl.cli")
+LIBRARIES = (
+    "learner.preflight", "learner.hub.server", "actors.engines.registry", "actors.runtime", "actors.worker",
+    "streamrl.cli", "streamrl.launch", "streamrl.weights.gpu.cuda_memory",
+)
+"""Beside those that the learner's own main module lists."""
+PADDING = "." * (1 << 16)
+"""An argument of the server: the room in which its children write their own command lines."""
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """Inside there is a server, and `ForkedPopen` uses it; it imports meanwhile, and logs into `folder`."""
+    path = folder / "fork_server.socket"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, (folder / "fork_server.log").open("wb") as log
+    ):
+        listener.bind(str(path))
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.flow.fork_server", str(listener.fileno()), PADDING],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()], env=environment, cwd=ROOT,
+            start_new_session=True,  # Ctrl-C is for the tests, which end it
+        )
+    ForkedPopen.server, ForkedPopen.programs = str(path), PROGRAMS
+    try:
+        yield
+    finally:
+        ForkedPopen.server, ForkedPopen.programs = "", ()
+        server.communicate(timeout=60)
+
+
+def import_programs() -> None:
+    """Import what the programs need; their main modules are run later, as the first time."""
+    main = importlib.import_module("learner.__main__")
+    main.load_libraries()
+    del sys.modules["learner.__main__"]
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page of it
+
+
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork a child for each request and tell its exit status; returns None once standard input ends, in the children
+    their request.
+    """
+    wake, woken = socket.socketpair()
+    for end in (wake, woken):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
+    waiting: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        for readable in (listener, woken, sys.stdin):
+            selector.register(readable, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if sys.stdin in ready:
+                return None
+            if woken in ready:
+                woken.recv(4096)
+                report_ended(waiting)
+            if listener not in ready:
+                continue
+            client = listener.accept()[0]
+            data, streams, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
+            if not data:  # killed meanwhile
+                client.close()
+                continue
+            num_threads = len(os.listdir("/proc/self/task"))
+            assert num_threads == 1, f"{num_threads} threads: a fork of this process could meet a lock of another one"
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for inherited in (listener, client, wake, woken, *waiting.values()):
+                    inherited.close()
+                return {**json.loads(data), "streams": streams}
+            for stream in streams:
+                os.close(stream)
+            client.send(json.dumps({"pid": pid}).encode())
+            waiting[pid] = client
+
+
+def report_ended(waiting: dict[int, socket.socket]) -> None:
+    """Tell who started it how a child ended."""
+    while waiting:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        client = waiting.pop(pid)
+        with suppress(OSError):  # killed, or it has forgotten its child
+            client.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+        client.close()
+
+
+def become(request: dict[str, Any]) -> None:
+    """Make of this process what a new one would have been given."""
+    if request["new_session"]:
+        os.setsid()
+    for number, stream in enumerate(request["streams"]):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    had = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    now = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in now if path and path not in had]
+    write_command_line(request["command"])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        sys.modules["torch"].set_num_threads(int(threads))
+    ForkedPopen.server, ForkedPopen.programs = request["server"], tuple(request["programs"])
+    subprocess.Popen = ForkedPopen
+    sys.argv = [request["module"], *request["words"]]
+
+
+def write_command_line(command: Sequence[str]) -> None:
+    """Show this command in /proc/PID/cmdline, by which tests find processes."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    line = b"".join(word.encode() + b"\0" for word in command)
+    assert len(line) < end - begin, f"{len(line)} bytes of words, the fork server has room for {end - begin}"
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, line, len(line))
+
+
+def main() -> None:
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    import_programs()
+    request = serve(listener)
+    if request is not None:
+        become(request)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
