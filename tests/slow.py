@@ -1,0 +1,106 @@
+"""The tests that `make test` leaves to `make test-all`, each with the reason.
+
+By file below `tests/`: the whole file, or some of its tests, or a case of one. What is not listed is in `make test`:
+tests of every package and every algorithm, and runs of real processes of each kind
+(`tests/contract/test_slow_tests.py`). A test of more than ten seconds belongs here, unless nothing else in `make test`
+shows the like.
+"""
+
+from __future__ import annotations
+
+SLOW: dict[str, str | dict[str, str]] = {
+    "chaos/test_chaos.py": {
+        "test_no_guarantee_breaks_under_faults_of_every_sort": "eight seconds of faults, and a learner",
+        "test_the_checker_notices_what_is_missing": "three runs with faults",
+    },
+    "chaos/test_fuzz.py": {
+        "test_mutated_frames_of_all_directions_are_refused_or_accepted_and_never_crash": "45 seconds of fuzzing",
+        "test_a_hub_answers_an_honest_actor_whatever_comes_to_its_ports": "15 seconds of fuzzing",
+    },
+    "conform/test_conform.py": {
+        "test_a_fault_fails_under_the_name_of_its_requirement": "waits of many faulty actors",
+        "test_a_foreign_actor_without_our_code_passes_as_a_process": "waits for every requirement",
+    },
+    "docs/test_notebook.py": {
+        "test_every_cell_runs": "a run of two steps in a notebook",
+        "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",
+    },
+    "flow/test_adaptive_staleness.py": "six launched runs; unit/learner/test_staleness_control.py has the control",
+    "flow/test_api.py": "two launched runs; test_python_training.py is in `make test`",
+    "flow/test_critic.py": "two launched runs; unit/learner has the critic",
+    "flow/test_damaged_runs.py": "a launched run, and ten readers at every damage of its files",
+    "flow/test_diagnosis.py": "a run of 32 steps that are slow on purpose",
+    "flow/test_elastic_actors.py": "three runs that wait for actors to come and go",
+    "flow/test_equal_rewards.py": "two launched runs",
+    "flow/test_failing_rewards.py": "three launched runs, one with a reward that hangs",
+    "flow/test_full_disk.py": "a launched run on a disk that is full for six seconds, and resumed",
+    "flow/test_hostile_policy.py": "three launched runs",
+    "flow/test_hub_death.py": {
+        "test_a_killed_hub_is_treated_like_a_killed_learner_under_launch": "a launched run, restarted",
+    },
+    "flow/test_killed_launcher.py": "eight launched runs, killed at moments of their start",
+    "flow/test_kl_runs.py": "two launched runs of two ranks",
+    "flow/test_launch.py": {
+        "test_a_dead_actor_is_restarted": "a run of 150 steps",
+        "test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume[at start]":
+            "a launched run; another moment is in `make test`",
+        "test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume[while actors load]":
+            "a launched run; another moment is in `make test`",
+    },
+    "flow/test_lora_commands.py": "a launched run, and ten commands that load its model",
+    "flow/test_lora_runs.py": "a run that learns in 14 steps of large batches, and a resumed one",
+    "flow/test_lost_ranks.py": "a launched run of two ranks, restarted twice",
+    "flow/test_lying_actors.py": "five runs of 60 steps with three actors each",
+    "flow/test_own_algorithm.py": {
+        "test_the_example_trains": "a launched run",
+    },
+    "flow/test_python_training.py": {
+        "test_an_exception_in_a_callback_stops_the_run_and_reaches_the_caller": "a launched run",
+    },
+    "flow/test_ranks_and_sweeps.py": "a run of two ranks, one on two machines, and four jobs of a sweep",
+    "flow/test_relay.py": "runs through relays; unit/weights/test_relay.py has the relay",
+    "flow/test_resume.py": {
+        "test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing": "30 slow steps",
+        "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_run_lock.py has the lock",
+        "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
+        "test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run": "two runs, one learner killed",
+    },
+    "flow/test_search.py": "three launched runs",
+    "flow/test_stopped.py": "a launched run that waits for three processes that are stopped",
+    "flow/test_two_launches.py": "a launched run, and commands beside it",
+    "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
+    "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
+    "slurm/test_jobs.py": {
+        "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",
+    },
+    "unit/bench/test_gpu_dry_run.py": {
+        "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",
+    },
+    "unit/bench/test_interrupts.py": "300 killed processes",
+    "unit/bench/test_staleness_experiment.py": {
+        "test_at_lag_32_stream_default_learns_the_task_and_the_uncorrected_arm_does_not":
+            "two arms of an experiment, trained",
+    },
+    "unit/engines/test_vllm_adapters.py": {
+        "test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_back_with_it":
+            "vLLM starts once more",
+        "test_with_finish_running_sequences_keep_their_adapter_while_others_use_the_new_one": "vLLM starts once more",
+    },
+    "unit/engines/test_vllm_engine.py": {
+        "test_a_load_that_cannot_be_undone_costs_the_running_sequences_and_a_core_but_not_the_old_version":
+            "vLLM starts once more",
+        "test_a_killed_core_fails_its_sequences_and_its_successor_serves_the_former_version_first":
+            "vLLM starts once more",
+        "test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again": "vLLM starts once more",
+        "test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves":
+            "vLLM starts once more",
+        "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder": "vLLM starts once more",
+    },
+    "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
+}
+
+
+def is_slow(file: str, test: str = "", case: str = "") -> bool:
+    """Whether a whole file is slow, or a test of it or a case of that test, by the names that pytest shows."""
+    listed = SLOW.get(file, {})
+    return isinstance(listed, str) or test in listed or case in listed
