@@ -11,12 +11,12 @@ import msgspec
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.grant import in_messages
 from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.observe.observer import Arrival
 from learner.hub.shared.connections import Connection, shut_out, stop_of
 from learner.hub.shared.context import HubContext
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,
-    SANDBOX_LEVEL,
     TO_HUB,
     ActorHeartbeat,
     Bye,
@@ -33,7 +33,6 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, protocol_of
-from streamrl.metrics.summary import WEAK_SANDBOX
 from streamrl.transport.keys import may_be
 from streamrl.transport.log_limit import LogLimit
 
@@ -116,11 +115,12 @@ class ActorHandler:
         match message:
             case Group():
                 result = hub.ledger.accept(actor.actor_id, message, frame, now)
-                if result.kind == "accepted":
-                    hub.failures.add(message, hub.ledger.groups.num(GroupState.LEASED))
-                if result.kind == "accepted" or result.reason == RejectReason.STALE:
-                    hub.arrivals.add(message, len(frame))
-                    hub.trust.arrived(actor.actor_id, message)
+                accepted = result.kind == "accepted"
+                if accepted or result.reason == RejectReason.STALE:
+                    num_open = hub.ledger.groups.num(GroupState.LEASED)
+                    arrival = Arrival(actor.actor_id, message, len(frame), accepted, num_open)
+                    for one in hub.observers:
+                        one.group(arrival)
                 if result.strike or result.kind == "rejected":
                     write = self._told.warning if result.strike else log.debug
                     write("rejected(%s) from %s: %s", result.reason.name.lower(), actor.actor_id, result.detail)
@@ -136,11 +136,8 @@ class ActorHandler:
             case Bye():
                 hub.ledger.bye(actor.actor_id, now)
                 hub.weights.health.forget(actor.actor_id)
-                hub.loads.left(actor.actor_id)
-                hub.hung_calls.left(actor.actor_id)
-                hub.trust.left(actor.actor_id)
                 self._send(actor.routing_id, Bye(message.last_seq, "bye"))
-                hub.connections.drop(actor.actor_id)
+                self._remove(actor)
                 self._moves.info("%s left: %s", actor.actor_id, message.note)
 
     def _hello(self, routing_id: bytes, hello: Hello, now: float, key_name: str | None) -> None:
@@ -207,12 +204,9 @@ class ActorHandler:
         elif known != hello.incarnation:
             self._hub.counters["num_actor_restarts"] += 1
             self._moves.info("actor %s was restarted and joined again", hello.actor_id)
-        if known != hello.incarnation and hello.run_id is None:
-            self._hub.loads.joined(hello.actor_id)
         self._incarnations[hello.actor_id] = hello.incarnation
-        self._hub.trust.joined(
-            hello.actor_id, hello.incarnation, engine=hello.engine, max_leases=hello.max_leases
-        )
+        for one in self._hub.observers:
+            one.joined(hello, is_new=known != hello.incarnation)
         actor = Connection(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
             device=hello.device, max_leases=hello.max_leases,
@@ -232,23 +226,13 @@ class ActorHandler:
         if not actor.max_leases:
             actor.state = "relay"
         actor.stats = beat.stats
-        if actor.max_leases:
-            hub.loads.beat(actor.actor_id, beat.stats)
-        hub.hung_calls.beat(actor.actor_id, beat.stats, now)
-        self._note_sandbox(actor.actor_id, int(beat.stats.get(SANDBOX_LEVEL, 0)))
+        for one in hub.observers:
+            one.beat(actor.actor_id, beat.stats, now)
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)
         self._broadcast.beat(actor, trusted, now)
         # An actor in quarantine has the newest version: another announcement would only make it fail again.
         self._announce_again(actor, beat if quarantined else trusted, now)
         self._send(actor.routing_id, self._beat_of_hub())
-
-    def _note_sandbox(self, actor_id: str, level: int) -> None:
-        """Keep the lowest level of the run; the first actor at level 1 is a notice."""
-        known = self._hub.counters["sandbox_level"]
-        if level in (1, 2) and (not known or level < known):
-            self._hub.counters["sandbox_level"] = level
-            if level == 1:
-                self._hub.notify(f"{actor_id}: {WEAK_SANDBOX}. See docs/sandbox.md")
 
     def _beat_of_hub(self) -> HubHeartbeat:
         hub = self._hub
@@ -388,9 +372,12 @@ class ActorHandler:
     def _evict(self, actor: Connection, detail: str, now: float, stop: Stop | None = None) -> None:
         self._send(actor.routing_id, stop or stop_of(StopReason.EVICTED, detail, rejoin=True))
         self._hub.ledger.evict(actor.actor_id, now)
-        self._hub.loads.left(actor.actor_id)
-        self._hub.hung_calls.left(actor.actor_id)
-        self._hub.trust.left(actor.actor_id)
+        self._remove(actor)
+
+    def _remove(self, actor: Connection) -> None:
+        """Forget the connection of an actor that left or was evicted."""
+        for one in self._hub.observers:
+            one.remove(actor.actor_id)
         self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:

@@ -292,9 +292,7 @@ class RankHandler:
             **{key: float(value) for key, value in hub.counters.items()},
             **hub.weights.metrics(),
             **self._broadcast.metrics(),
-            **hub.arrivals.metrics(),
-            **hub.loads.metrics(),
-            **hub.trust.metrics(),
+            **{name: value for one in hub.observers for name, value in one.metrics().items()},
             "num_actors": float(len(hub.connections)),
             "tokens_per_s_generate": sum(actor.tokens_per_s for actor in hub.connections.all()),
         }

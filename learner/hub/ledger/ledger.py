@@ -62,7 +62,6 @@ from streamrl.messages import (
 )
 
 _ALWAYS = (
-    "sandbox_level",
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
     "num_leases_reissued", "num_leases_retried", "num_episodes_failed", "num_groups_completed", "num_groups_zero_std",
     "num_groups_filtered", "num_groups_dropped", "num_groups_partial", "num_groups_overdue", "num_groups_quarantined",

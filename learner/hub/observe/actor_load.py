@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from learner.hub.observe.observer import Observer
+from streamrl.messages import Hello
+
 SUMS = {
     "up_s": "actor_s", "idle_s": "actor_idle_s", "starved_s": "actor_starved_s", "paused_s": "actor_paused_s",
     "generation_s": "episode_generation_s", "environment_s": "episode_environment_s",
@@ -12,7 +15,7 @@ SUMS = {
 P95 = "env_step_p95_s"
 
 
-class ActorLoads:
+class ActorLoads(Observer):
     """Adds what each heartbeat tells beyond the one before, so that actors may come and go."""
 
     def __init__(self) -> None:
@@ -20,13 +23,12 @@ class ActorLoads:
         self._before: dict[str, Mapping[str, float]] = {}  # by the actor's name
         self._p95: dict[str, float] = {}
 
-    def joined(self, actor_id: str) -> None:
-        """A new process, which has done nothing yet: all that it tells from now on counts."""
-        self._before[actor_id] = {}
+    def joined(self, hello: Hello, *, is_new: bool) -> None:
+        if is_new and hello.run_id is None:  # it has done nothing yet: all that it tells from now on counts
+            self._before[hello.actor_id] = {}
 
-    def beat(self, actor_id: str, stats: Mapping[str, float]) -> None:
-        """A heartbeat; one without these numbers is of an actor that is still loading."""
-        if "up_s" not in stats:
+    def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
+        if "up_s" not in stats:  # a relay, or an actor that is still loading
             return
         before = self._before.get(actor_id)
         self._before[actor_id] = stats
@@ -36,8 +38,8 @@ class ActorLoads:
         for name, total in SUMS.items():
             self._sums[total] += max(0.0, stats.get(name, 0.0) - before.get(name, 0.0))
 
-    def left(self, actor_id: str) -> None:
-        """It has gone: forget its last numbers."""
+    def remove(self, actor_id: str) -> None:
+        """Drop a departed actor's counters."""
         self._before.pop(actor_id, None)
         if len(self._p95) > 1:  # of the last one they stay: the end of the run is reported after it
             self._p95.pop(actor_id, None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from streamrl.messages import EVAL_BIT, Group, MemberStatus
+from learner.hub.observe.observer import Arrival, Observer
+from streamrl.messages import EVAL_BIT, MemberStatus
 from streamrl.metrics.hub_names import ARRIVED
 
 
-class Arrivals:
+class Arrivals(Observer):
     """Training groups that are well-formed and no repetition, also those that are too old to be trained on."""
 
     def __init__(self) -> None:
@@ -22,12 +23,8 @@ class Arrivals:
         """The reward of every trajectory so far; None before the first, and if they differ."""
         return self._lowest if self._lowest == self._highest else None
 
-    def add(self, group: Group, num_bytes: int) -> None:
-        """A group that the ledger has accepted, or refused for its age alone.
-
-        Args:
-            num_bytes: of the message on the wire.
-        """
+    def group(self, arrival: Arrival) -> None:
+        group = arrival.group
         if group.group_id & EVAL_BIT:
             return
         members = [member for member in group.members if member.status != MemberStatus.ABORTED]
@@ -36,7 +33,7 @@ class Arrivals:
         self._add(
             trajectories=len(members), reward=sum(rewards), reward_squared=sum(reward * reward for reward in rewards),
             score=sum(member.scores.get("score", member.reward) for member in members),
-            tokens=sum(end - start for member in members for start, end in member.mask), bytes=num_bytes,
+            tokens=sum(end - start for member in members for start, end in member.mask), bytes=arrival.num_bytes,
             failed_groups=bool(group.num_failed_episodes),
         )
 

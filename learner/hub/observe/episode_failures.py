@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from streamrl.messages import Group, MemberStatus, ReturnReason
+from learner.hub.observe.observer import Arrival, Observer
+from streamrl.messages import MemberStatus, ReturnReason
 from streamrl.messages.printable import printable
 
 NUM_FIRST = 32
@@ -14,13 +15,13 @@ actors begin at once, the first to report are those that fail early."""
 NUM_RECENT = 200
 ALARM_SHARE, CALM_SHARE = 0.2, 0.1
 """Of the recent episodes: the warning comes above the one, and again only after the share was below the other."""
-HOPELESS = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID)
+FAULTS_OF_PROMPT = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID)
 """Prompts that come back for these reasons would come back from any actor."""
-NO_FAILURE = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
+NOT_OF_THE_TASK = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
 """Leases that come back for these reasons tell nothing of the task."""
 
 
-class EpisodeFailures:
+class EpisodeFailures(Observer):
     """What accepted groups report of failures in their environments, and of prompts that cannot be used.
 
     Args:
@@ -36,16 +37,19 @@ class EpisodeFailures:
         self.first = self.last = self.fatal = ""
         self._stop_at_long_prompt = stop_at_long_prompt
         self._notify = notify
-        self._num_failed = self._num_hopeless = 0
+        self._num_failed = self._num_unusable = 0
         self._told: set[ReturnReason] = set()
         self._any_came = False
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._alarmed = False
 
-    def add(self, group: Group, num_open: int = 0) -> None:
-        """A group that the ledger has accepted, also one that was handed back, while `num_open` groups are leased."""
+    def group(self, arrival: Arrival) -> None:
+        """An accepted group, also one that was handed back."""
+        if not arrival.accepted:
+            return
+        group, num_open = arrival.group, arrival.num_open
         num_failed, detail = group.num_failed_episodes, printable(group.detail)
-        if detail and not num_failed and group.reason not in NO_FAILURE:
+        if detail and not num_failed and group.reason not in NOT_OF_THE_TASK:
             self._handed_back(group.reason, detail, num_open)
         self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
         self._num_failed += num_failed
@@ -64,9 +68,9 @@ class EpisodeFailures:
     def _handed_back(self, reason: ReturnReason, detail: str, num_open: int) -> None:
         """A lease came back for another reason (prompt too long, engine error ...): the first of each is reported."""
         self.last = detail
-        self._num_hopeless += reason in HOPELESS
-        if self._num_hopeless >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_hopeless} prompts came back, the run stops: {detail}"
+        self._num_unusable += reason in FAULTS_OF_PROMPT
+        if self._num_unusable >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
+            self.fatal = f"all of the first {self._num_unusable} prompts came back, the run stops: {detail}"
             self._notify(self.fatal)
         if reason not in self._told:
             self._told.add(reason)

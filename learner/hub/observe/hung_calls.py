@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from learner.hub.observe.observer import Observer
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S
 
 REPEAT_S = 60.0
@@ -12,7 +13,7 @@ LAST_CHANCE_S = 10.0
 """From the first call that was given up: if no step has returned by then, the run stops."""
 
 
-class HungCalls:
+class HungCalls(Observer):
     """What heartbeats say of calls of environments, by actor.
 
     Attributes:
@@ -28,12 +29,11 @@ class HungCalls:
         self._hung_at: float | None = None
 
     def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
-        """The numbers of one actor's heartbeat."""
         self._stats[actor_id] = stats
         self._check_slow(now)
         self._check_hung(now)
 
-    def left(self, actor_id: str) -> None:
+    def remove(self, actor_id: str) -> None:
         self._stats.pop(actor_id, None)
 
     def _check_slow(self, now: float) -> None:

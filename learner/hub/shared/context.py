@@ -15,6 +15,8 @@ from learner.hub.observe.actor_load import ActorLoads
 from learner.hub.observe.arrivals import Arrivals
 from learner.hub.observe.episode_failures import EpisodeFailures
 from learner.hub.observe.hung_calls import HungCalls
+from learner.hub.observe.observer import Observer
+from learner.hub.observe.sandbox import SandboxLevels
 from learner.hub.shared.connections import Connections
 from learner.hub.shared.settings import HubSettings
 from learner.hub.shared.weight_server import WeightServer
@@ -80,10 +82,10 @@ class HubContext:
     """What a person must see, with the time: in `status.json`, from where `launch` prints it."""
     failures: EpisodeFailures = field(init=False)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    loads: ActorLoads = field(default_factory=ActorLoads)
-    hung_calls: HungCalls = field(init=False)
-    rank_watch: RankWatch = field(init=False)
     trust: ActorTrust = field(init=False)
+    observers: tuple[Observer, ...] = field(init=False)
+    """Those of above and others; each is told of every event of every actor."""
+    rank_watch: RankWatch = field(init=False)
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
     _told_records: LogLimit = field(default_factory=lambda: LogLimit(log))
     _any_passed_over: bool = False
@@ -92,14 +94,17 @@ class HubContext:
         self.ledger.prompts.tell = self._passed_over
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
-        self.hung_calls = HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s)
         self.rank_watch = RankWatch(self.settings.rank_silent_s)
         self.trust = ActorTrust(self.settings.trust, self.settings.publish.probe_tolerance, self.notify)
+        self.observers = (
+            self.failures, self.arrivals, ActorLoads(), SandboxLevels(self.notify), self.trust,
+            HungCalls(self.notify, task=env.path or env.name, limit_s=env.step_timeout_s),
+        )
 
     @property
     def fatal(self) -> str:
         """Why the run must stop; "" while it need not."""
-        return self.failures.fatal or self.hung_calls.fatal or self.ledger.prompts.fatal
+        return next((one.fatal for one in self.observers if one.fatal), self.ledger.prompts.fatal)
 
     def _passed_over(self, text: str) -> None:
         """The first record on the terminal, the others in the log: a broken file has thousands."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from learner.hub.observe.observer import Arrival, Observer
 from learner.hub.trust.judge import NUM_KEPT, Outlier, judge
 from streamrl.config.schema_system import TrustConfig
-from streamrl.messages import EVAL_BIT, Agreement, Group, MemberStatus
+from streamrl.messages import EVAL_BIT, Agreement, Hello, MemberStatus
 
 NUM_LOOKS = 3
 """Optimizer steps in a row that must find the same."""
@@ -69,7 +70,7 @@ class ActorRecord:
         return num_tokens, sum(one.difference * one.num_tokens for one in self.audited) / max(1, num_tokens)
 
 
-class ActorTrust:
+class ActorTrust(Observer):
     """The table of all actors.
 
     Args:
@@ -90,14 +91,14 @@ class ActorTrust:
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
-    def joined(self, actor_id: str, incarnation: int, *, engine: str, max_leases: int) -> None:
+    def joined(self, hello: Hello, *, is_new: bool) -> None:
         """An actor was let in; a new process begins without a record."""
-        known = self._records.get(actor_id)
-        if known is None or known.incarnation != incarnation:
-            by_seed = engine in DRAWS_BY_SEED
-            self._records[actor_id] = ActorRecord(incarnation, by_seed, min(max_leases, MAX_SKIPPED))
+        known = self._records.get(hello.actor_id)
+        if known is None or known.incarnation != hello.incarnation:
+            by_seed, num_skipped = hello.engine in DRAWS_BY_SEED, min(hello.max_leases, MAX_SKIPPED)
+            self._records[hello.actor_id] = ActorRecord(hello.incarnation, by_seed, num_skipped)
 
-    def left(self, actor_id: str) -> None:
+    def remove(self, actor_id: str) -> None:
         self._records.pop(actor_id, None)
 
     def refusal(self, actor_id: str, incarnation: int) -> str:
@@ -114,9 +115,9 @@ class ActorTrust:
 
     # --- what is measured -----------------------------------------------------------------------------------------
 
-    def arrived(self, actor_id: str, group: Group) -> None:
+    def group(self, arrival: Arrival) -> None:
         """A training group that was not refused, also one that is too old."""
-        record = self._records.get(actor_id)
+        record, group = self._records.get(arrival.actor_id), arrival.group
         members = [member for member in group.members if member.status != MemberStatus.ABORTED]
         if record is None or not members or group.group_id & EVAL_BIT:
             return

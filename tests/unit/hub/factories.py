@@ -197,6 +197,11 @@ class FakeActor:
             self.leases.pop(ref, None)
 
 
+def hello_of(actor_id: str, incarnation: int = 1, **changes: object) -> Hello:
+    """The HELLO of an actor, whatever ledger it meets."""
+    return FakeActor(None, actor_id, incarnation).hello(**changes)  # type: ignore[arg-type]
+
+
 def held_groups(ledger: Ledger) -> list[HeldGroup]:
     """Complete groups that wait for a batch, in dispatch order, as they would be trained now."""
     return [ledger.lag.held(record) for record in ledger.groups.in_state(GroupState.HELD)]

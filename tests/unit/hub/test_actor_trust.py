@@ -11,12 +11,13 @@ import pytest
 
 from learner.hub.handlers.sentences import sentences
 from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.observe.observer import Arrival
 from learner.hub.trust.actor_trust import NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
 from learner.hub.trust.judge import NUM_KEPT, NUM_LEAST, judge
 from streamrl.config.schema import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Group, Outcome, ReturnReason, Sampling, Stop, StopReason, Welcome
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
-from tests.unit.hub.factories import FakeActor, held_groups, make_ledger, member, train
+from tests.unit.hub.factories import FakeActor, held_groups, hello_of, make_ledger, member, train
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT = 8.0
@@ -81,13 +82,13 @@ class Table:
         self.trust = ActorTrust(TrustConfig(outlier_errors, audit_share), 0.1, self.told.append)
         self.random = np.random.default_rng(3)
         for name in names or NAMES:
-            self.trust.joined(name, 1, engine=engine, max_leases=0)
+            self.trust.joined(hello_of(name, engine=engine, max_leases=0), is_new=True)
 
     def deliver(self, name: str, reward: float, num_tokens: int = 5, group_id: int = 0) -> None:
         members = tuple(member(0, [(1, 0)] * num_tokens, reward=reward) for _ in range(1))
-        self.trust.arrived(name, Group(
+        self.trust.group(Arrival(name, Group(
             1, 1, group_id, 0, Outcome.COMPLETE, ReturnReason.NONE, "", Sampling(), members, {},
-        ))
+        )))
 
     def step(self, *agreements: Agreement) -> list[tuple[str, str]]:
         self.trust.compared(agreements)
@@ -191,16 +192,17 @@ def test_a_new_process_may_try_once_more():
     assert table.trust.refusal("a", 1).startswith("a was shut out because its log-probs")
     assert table.trust.refusal("a", 2) == table.trust.refusal("b", 1) == ""
 
-    table.trust.joined("a", 2, engine="native", max_leases=0)
+    table.trust.joined(hello_of("a", 2, engine="native", max_leases=0), is_new=True)
     assert table.trust.causes == {}
-    table.trust.joined("a", 2, engine="native", max_leases=0)  # a HELLO after a lost connection changes nothing
+    # A HELLO after a lost connection changes nothing.
+    table.trust.joined(hello_of("a", 2, engine="native", max_leases=0), is_new=False)
     assert len(table.steps(NUM_LOOKS, far)) == 1
     assert "shut out twice" in table.trust.refusal("a", 3) and "it stays out" in table.told[-1]
 
 
 def test_what_an_empty_engine_delivers_first_does_not_count():
     table = Table()
-    table.trust.joined("late", 1, engine="native", max_leases=40)
+    table.trust.joined(hello_of("late", engine="native", max_leases=40), is_new=True)
     for group in range(40 + NUM_LEAST):
         for name in (*NAMES, "late"):
             first = name == "late" and group < 40

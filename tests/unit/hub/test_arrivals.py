@@ -7,8 +7,9 @@ import pytest
 from learner.hub.ledger.tables.filters import zero_std
 from learner.hub.observe.actor_load import ActorLoads
 from learner.hub.observe.arrivals import Arrivals
+from learner.hub.observe.observer import Arrival
 from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
-from tests.unit.hub.factories import FakeActor, make_ledger, member
+from tests.unit.hub.factories import FakeActor, hello_of, make_ledger, member
 
 
 def group(*rewards: float, group_id: int = 0, num_failed: int = 0) -> Group:
@@ -20,9 +21,9 @@ def group(*rewards: float, group_id: int = 0, num_failed: int = 0) -> Group:
 
 def test_sums_are_over_the_training_trajectories_that_came_through():
     arrivals = Arrivals()
-    arrivals.add(group(1.0, -2.0), 100)
-    arrivals.add(group(0.5, num_failed=1), 50)
-    arrivals.add(group(7.0, group_id=EVAL_BIT | 3), 1000)
+    arrivals.group(Arrival("a", group(1.0, -2.0), 100))
+    arrivals.group(Arrival("a", group(0.5, num_failed=1), 50, accepted=False))
+    arrivals.group(Arrival("a", group(7.0, group_id=EVAL_BIT | 3), 1000))
 
     found = arrivals.metrics()
     tokens = sum(end - begin for begin, end in member(0, [(1, 0)]).mask)
@@ -46,17 +47,17 @@ def test_groups_with_equal_rewards_are_counted_before_the_filter_drops_them():
 
 def test_the_time_of_actors_is_added_up_as_they_come_and_go():
     loads = ActorLoads()
-    loads.joined("a")
-    loads.beat("a", {"busy_s": 0.0})  # still loading
-    loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3})
-    loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1})  # known to the learner before this one
-    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7})
+    loads.joined(hello_of("a"), is_new=True)
+    loads.beat("a", {"busy_s": 0.0}, 0.0)  # still loading
+    loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3}, 0.0)
+    loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1}, 0.0)  # known to the learner before this one
+    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7}, 0.0)
     found = loads.metrics()
     assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (5.0, 2.0, 0.7)
 
-    loads.left("b")
-    loads.joined("a")  # restarted: its counters begin again
-    loads.beat("a", {"up_s": 1.0, "idle_s": 0.0, "env_step_p95_s": 0.2})
-    loads.left("a")
+    loads.remove("b")
+    loads.joined(hello_of("a"), is_new=True)  # restarted: its counters begin again
+    loads.beat("a", {"up_s": 1.0, "idle_s": 0.0, "env_step_p95_s": 0.2}, 0.0)
+    loads.remove("a")
     found = loads.metrics()
     assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (6.0, 2.0, pytest.approx(0.2))

@@ -10,6 +10,7 @@ import pytest
 
 from learner.hub import server
 from learner.hub.observe.episode_failures import NUM_FIRST, EpisodeFailures
+from learner.hub.observe.observer import Arrival
 from streamrl.errors import TaskError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,
@@ -47,7 +48,7 @@ def told(*groups: Group) -> tuple[list[str], EpisodeFailures]:
     said: list[str] = []
     failures = EpisodeFailures(said.append)
     for one in groups:
-        failures.add(one)
+        failures.group(Arrival("a", one))
     return said, failures
 
 
@@ -79,8 +80,8 @@ def test_a_prompt_that_is_too_long_ends_the_run_only_if_asked_for():
     assert not failures.fatal
 
     strict = EpisodeFailures(said.append, stop_at_long_prompt=True)
-    strict.add(group(4, 0))
-    strict.add(too_long())
+    strict.group(Arrival("a", group(4, 0)))
+    strict.group(Arrival("a", too_long()))
     assert strict.fatal == "data.prompt_overflow=error, the run stops: the prompt has 99 tokens"
 
 
@@ -202,9 +203,9 @@ def test_the_first_to_fail_of_many_that_began_at_once_stop_no_run(num_failing, s
     failures = EpisodeFailures(lambda text: None)
     long = msgspec.structs.replace(group(0, 1), reason=ReturnReason.TOO_LONG, detail="too long", stats={})
     for _ in range(num_failing):
-        failures.add(group(0, 4), num_open=100)
+        failures.group(Arrival("a", group(0, 4), num_open=100))
     prompts = EpisodeFailures(lambda text: None)
     for _ in range(num_failing):
-        prompts.add(long, num_open=100)
+        prompts.group(Arrival("a", long, num_open=100))
 
     assert bool(failures.fatal) == bool(prompts.fatal) == stops

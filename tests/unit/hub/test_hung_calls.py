@@ -58,7 +58,7 @@ def test_one_step_that_returned_anywhere_keeps_the_run_going():
 def test_an_actor_that_left_no_longer_counts():
     _, calls = hung_calls()
     calls.beat("a", stats(hung=4), 30.0)
-    calls.left("a")
+    calls.remove("a")
     calls.beat("b", stats(), 60.0)
 
     assert calls.fatal == ""

@@ -37,7 +37,8 @@ def test_the_first_actor_without_isolation_is_named_once_a_run(tmp_path):
         notices = hub.server.context.notices
 
         assert [WEAK_SANDBOX in text for text in notices] == [True] and "a0" in notices[0]
-        assert hub.server.context.counters["sandbox_level"] == 1
+        metrics = [one.metrics() for one in hub.server.context.observers]
+        assert [one["sandbox_level"] for one in metrics if "sandbox_level" in one] == [1.0]
 
 
 class FakeExecutor:

@@ -8,6 +8,7 @@ import pytest
 
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
 from learner.hub.observe.arrivals import Arrivals
+from learner.hub.observe.observer import Arrival
 from learner.hub.observe.rewards import all_dropped, all_equal
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger
@@ -53,7 +54,7 @@ def test_whether_all_rewards_are_equal_is_known_from_what_arrived(rewards: list[
     if rewards:
         lease = actor.ask()[0]
         for reward in rewards:
-            arrivals.add(actor.group(lease, members=[0], rewards=[reward]), 1)
+            arrivals.group(Arrival("a", actor.group(lease, members=[0], rewards=[reward]), 1))
 
     assert arrivals.equal_reward == equal
 
