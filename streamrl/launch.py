@@ -42,7 +42,6 @@ from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_settings
 from streamrl.supervise.child import Child, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
-from streamrl.supervise.stopped import StoppedProcesses
 from streamrl.transport.control import ControlServer, ask, is_running, note
 from streamrl.transport.keys import KeyDirectory
 
@@ -94,7 +93,6 @@ class Launcher:
         self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts, self._caller)
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
-        self._stopped = StoppedProcesses(config.learner.rank_silent_s)
         self._endpoint: str | None = None
         self._openmp = openmp_environment(num_threads(config), num_cores(), os.environ)
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
@@ -174,7 +172,6 @@ class Launcher:
             if not interrupts.count and not self._caller.wants_more():
                 interrupts.count = 1
             now = time.monotonic()
-            self._restarts.killed += self._stopped.end(self._learner, self._actors.children, now)
             if interrupts.count and not stopping:
                 stopping, deadline = True, now + 3 * self.config.run.shutdown_s
                 self._learner.process.send_signal(signal.SIGTERM)
@@ -218,8 +215,7 @@ class Launcher:
         """Start a learner again that was killed, or whose ranks lost each other; False if it has ended for good."""
         if self._endpoint is None:
             self._look_for_hub()  # it may have listened for a moment
-        # Before its hub listened nothing was lost: what ended it may stay, if it was not this process.
-        if code == 0 or (self._endpoint is None and not self._restarts.killed):
+        if code == 0 or self._endpoint is None:  # before its hub listened nothing was lost, and what ended it may stay
             return False
         cause = self._restarts.cause(code)
         if not cause or not self._restarts.allowed():
@@ -228,7 +224,6 @@ class Launcher:
         self._caller.say(f"\n{printable_lines(cause)}\nThe learner is started again, from {where}.", error=True)
         assert self._learner is not None
         self._learner.close_pipe()
-        self._restarts.killed = ""
         self._endpoint = None
         self._old_hub = self._written_at("hub.json")
         self._learner = self._standby.take() or self._start_learner(resume=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -28,17 +26,6 @@ def processor_s(pid: int) -> float:
     """Seconds of processor time that it has used so far; 0 if there is no such process."""
     fields = _fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def tree_of(pid: int) -> Iterator[int]:
-    """A process and all that it has started, and they have."""
-    yield pid
-    children: list[str] = []
-    with suppress(OSError):  # it ended meanwhile
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            children += (thread / "children").read_text().split()
-    for child in children:
-        yield from tree_of(int(child))
 
 
 def _fields(pid: int) -> list[str]:

@@ -52,8 +52,7 @@ class LearnerConfig:
     """Longest wait of a rank for the others before the process group gives up."""
     rank_silent_s: float = ranged(20.0, ge=0)
     """With several ranks: one that has sent no heartbeat for this long (stopped, swapped out, cut off) ends the
-    process group, by name; a killed one ends it at once. 0 waits for `learner.rank_timeout_s`. With any number:
-    5 s later the launcher kills a process of the run that is stopped (SIGSTOP), and starts it again; not with 0."""
+    process group, by name; a killed one ends it at once. 0 waits for `learner.rank_timeout_s`."""
     stall_report_s: float = ranged(30.0, gt=0)
     """With no batch for this long, report what the run waits for; repeated at this interval."""
     stall_fail_s: float = ranged(600.0, ge=0)

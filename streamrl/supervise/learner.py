@@ -66,8 +66,6 @@ class LearnerRestarts:
     def __init__(self, run_dir: Path, num_max: int) -> None:
         self._run_dir, self._num_max = run_dir, num_max
         self._num, self._from = 0, ""
-        self.killed = ""
-        """Why the launcher itself has killed a process of this learner."""
 
     def cause(self, code: int) -> str:
         """Why the learner is gone, if a new start may go well; "" if not. Waits for the end of its hub."""
@@ -75,8 +73,6 @@ class LearnerRestarts:
         deadline = time.monotonic() + HUB_ENDS_S
         while is_running(hub) and time.monotonic() < deadline:
             time.sleep(0.05)  # not a child of this process: there is no event to wait for
-        if self.killed:
-            return self.killed
         lost = str(self._status().get("lost", ""))
         if code >= 0:
             return lost

@@ -14,13 +14,12 @@ from pathlib import Path
 
 if sys.argv[1:2] == ["--check"]:
     sys.exit(0)
-if sys.argv[1:2] == ["--standby"] and not sys.stdin.read(1):
-    sys.exit(0)
 here = Path.cwd()
+if sys.argv[1:2] == ["--standby"]:
+    (here / "stands-by").touch()
+    if not sys.stdin.read(1):
+        sys.exit(0)
 rank = int(os.environ.get("RANK", "0"))
-if (here / "frozen-learner").exists():
-    (here / "frozen-learner").unlink()
-    os.kill(os.getpid(), signal.SIGSTOP)
 (here / f"learner-{rank}").write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 (here / f"openmp-{os.getpid()}").write_text(os.environ.get("OMP_WAIT_POLICY", ""))
 if (here / "stubborn").exists():
@@ -41,6 +40,8 @@ if (here / "hub-please").exists() and rank == 0:
         time.sleep(1.0)
     wanted = int((here / "hub-please").read_text())
     deadline = time.monotonic() + 30
+    while (here / "awaits-standby").exists() and not (here / "stands-by").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
     life = len(list(here.glob("life-*")))
@@ -90,9 +91,6 @@ import os, signal, sys
 from pathlib import Path
 
 here = Path.cwd()
-if (here / "frozen-actor").exists():
-    (here / "frozen-actor").unlink()
-    os.kill(os.getpid(), signal.SIGSTOP)
 draft = here / f"draft-{os.getpid()}"
 draft.write_text(" ".join([*sys.argv[1:], f"GPUS={os.environ.get('CUDA_VISIBLE_DEVICES')}"]))
 (here / f"openmp-{os.getpid()}").write_text(os.environ.get("OMP_WAIT_POLICY", ""))

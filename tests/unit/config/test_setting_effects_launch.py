@@ -214,23 +214,6 @@ def test_a_killed_learner_is_started_again_as_often_as_set(here, capfd, num_max,
     assert ("killed by SIGKILL" in said) is (num_deaths > 0)
 
 
-@pytest.mark.parametrize("frozen", ["learner", "actor"])
-def test_a_process_that_was_stopped_is_killed_and_started_again(here, monkeypatch, caplog, frozen):
-    """The learner before its hub listens, where a learner that dies by itself is not started again."""
-    monkeypatch.setattr("streamrl.supervise.stopped.GRACE_S", 0.3)
-    monkeypatch.setattr("streamrl.supervise.stopped.LOOK_S", 0.05)
-    (here / "hub-please").write_text("1")
-    (here / f"frozen-{frozen}").touch()
-
-    assert launch(here, "launch.num_actors=1", "learner.rank_silent_s=0.1") == 0
-
-    (learner,) = started(here, "learner")
-    assert ("checkpoint.resume=true" in learner) is (frozen == "learner")
-    assert len(started(here, "actor")) == 1
-    (killed,) = [line for line in caplog.messages if "(SIGSTOP)" in line]
-    assert f"of {frozen}" in killed and killed.endswith("and has been killed")
-
-
 def test_a_newer_checkpoint_sets_the_count_of_learner_restarts_back(here):
     (here / "hub-please").write_text("1")
     (here / "saves").touch()
@@ -279,8 +262,9 @@ def test_the_launcher_keeps_as_many_actors_as_it_is_told(here):
 def test_a_learner_that_stands_by_takes_over_if_one_is_asked_for(here, monkeypatch, stands_by):
     monkeypatch.setattr("streamrl.supervise.learner.STANDBY_AFTER_S", 0.0)
     (here / "hub-please").write_text("1")
-    (here / "patient").touch()
     (here / "lethal").write_text("1")
+    if stands_by:
+        (here / "awaits-standby").touch()
 
     assert launch(here, "launch.num_actors=1", f"launch.standby_learner={stands_by}") == 0
 
