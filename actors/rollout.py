@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -17,10 +16,9 @@ from actors.env_calls.group_step import GroupStep
 from actors.episode import EpisodeRunner, PromptTooLongError
 from actors.render import SharedPrompts
 from envs.rewards.extract import stated_answer
-from streamrl.errors import EngineError, WireError
+from streamrl.errors import ContentError, EngineError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,
-    TO_HUB,
     Group,
     Lease,
     Limits,
@@ -30,7 +28,7 @@ from streamrl.messages import (
     Purpose,
     ReturnReason,
 )
-from streamrl.messages.codec import Decoder, encode, unpack_ids
+from streamrl.messages.codec import unpack_ids
 from streamrl.messages.validate import check_group
 
 MAX_ANSWER_CHARS = 256
@@ -94,28 +92,23 @@ async def _play(
 
 
 def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
-    """The group if the hub will accept it; else the lease handed back with the rule that the group breaks.
+    """The group if it keeps the rules of a group; else the lease handed back with the rule that it breaks.
 
-    The hub's own checks, on the very bytes that would be sent: a group that fails there counts against this actor.
+    These are the hub's own checks: a group that fails there counts against this actor. The session checks what they
+    leave, that the hub can decode the group (`streamrl.transport.session`).
     """
     if group.outcome != Outcome.COMPLETE:
         return group
     try:
         check_group(group, limits, leased=lease.members)
-        _hub_decoder(limits.max_message_bytes).decode(encode(group))
-    except WireError as error:
+    except ContentError as error:
         detail = f"{error.counter}: {error}"
-    except (TypeError, ValueError, OverflowError) as error:  # MessagePack has no form for it
-        detail = f"cannot be encoded: {error}"
+    except (TypeError, ValueError, OverflowError) as error:  # no bytes or no numbers where there must be some
+        detail = f"cannot be checked: {error}"
     else:
         return group
     log.error("a finished group is handed back, the hub would refuse it: %s", detail)
     return returned(lease, ReturnReason.ENV_ERROR, detail)
-
-
-@cache
-def _hub_decoder(max_bytes: int) -> Decoder:
-    return Decoder(TO_HUB, max_bytes)
 
 
 def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:

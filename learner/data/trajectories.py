@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from streamrl.errors import ContentError
 from streamrl.messages import TO_HUB, Group, GroupOrigin, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
+from streamrl.messages.validate import check_mask, check_spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,11 +186,10 @@ def _columns(
     places = [0, *accumulate(len(source.member.token_ids) // 4 for source in sources)]
     mask = np.zeros(len(token_ids), dtype=bool)
     for source, first, last in zip(sources, places, places[1:], strict=False):
-        _check_ranges(source, "mask", source.member.mask, last - first)
+        num_actions = check_mask(source.group, source.member, last - first)
+        check_spans(source.group, source.member, last - first, num_actions)
         for start, end in source.member.mask:
             mask[first + start : first + end] = True
-        _check_ranges(source, "turns", [(turn.start, turn.end) for turn in source.member.turns], last - first)
-        _check_sequences(source, mask[first:last])
     return _Columns(
         places, token_ids, logprobs, mask, _token_versions(sources, places, mask, version, learner_epoch),
         _token_rewards(sources, places, mask), _token_turns(sources, places, mask),
@@ -211,34 +210,12 @@ def _unpacked(sources: Sequence[_Source], vocab_size: int | None) -> tuple[np.nd
         raise
 
 
-def _check_ranges(source: _Source, field: str, ranges: Iterable[tuple[int, int]], num_tokens: int) -> None:
-    previous = 0
-    for start, end in ranges:
-        if not previous <= start < end <= num_tokens:
-            raise ContentError(
-                "range",
-                f"{source.name}: {field} has the range {start}..{end} after one up to {previous}, in {num_tokens} "
-                "tokens",
-            )
-        previous = end
-
-
-def _check_sequences(source: _Source, mask: np.ndarray) -> None:
-    starts = [0, *(start for start, _ in source.later), len(mask)] if source.later else []
-    _check_ranges(source, "sequences", list(pairwise(starts)), len(mask))
-    for start, end in pairwise(starts):
-        if not mask[start:end].any():
-            raise ContentError("range", f"{source.name}: the sequence of tokens {start}..{end} has no action token")
-
-
 def _token_versions(
     sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray, version: int | None, learner_epoch: int | None
 ) -> np.ndarray:
     versions = np.full(len(mask), -1, dtype=np.int64)
-    for source, first, last in zip(sources, places, places[1:], strict=False):
-        spans = source.member.versions
-        _check_ranges(source, "versions", [(span.start, span.end) for span in spans], last - first)
-        for span in spans:
+    for source, first in zip(sources, places, strict=False):
+        for span in source.member.versions:
             late = version is not None and span.version > version
             if late or (learner_epoch is not None and span.learner_epoch > learner_epoch):
                 raise ContentError(
@@ -247,10 +224,6 @@ def _token_versions(
                     f"{span.learner_epoch}:{span.version}, training is at {version}",
                 )
             versions[first + span.start : first + span.end] = span.version
-    missing = mask & (versions < 0)
-    if missing.any():
-        source = sources[bisect_right(places, int(missing.argmax())) - 1]
-        raise ContentError("range", f"{source.name} has action tokens without a version")
     versions[~mask] = -1
     return versions
 

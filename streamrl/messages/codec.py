@@ -30,6 +30,7 @@ PREAMBLE: Final = struct.Struct("<4sHBBQ")
 assert PREAMBLE.size == 16
 
 _ENCODER = msgspec.msgpack.Encoder()
+_RAW = (bytes, bytearray, memoryview)
 
 
 def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
@@ -41,6 +42,25 @@ def encode(message: Message, *, protocol: int = PROTOCOL) -> bytearray:
     body.release()
     PREAMBLE.pack_into(frame, 0, MAGIC, protocol, message.KIND, 0, digest)
     return frame
+
+
+def check_form(message: Message) -> None:
+    """Check a message against the types and limits that its receiver decodes it by. Raises BodyError.
+
+    A struct checks nothing when it is made, so what a sender built may be refused. TypeError: no message can hold it.
+    """
+    # As `Decoder.decode`, but from the objects: nothing is encoded, and no bytes are copied.
+    values = msgspec.to_builtins(message, builtin_types=_RAW)
+    try:
+        msgspec.convert(values, type(message), builtin_types=_RAW)
+    except msgspec.ValidationError as error:
+        raise BodyError(f"kind {message.KIND}: {error}") from error
+
+
+def check_size(frame: bytes | bytearray | memoryview, max_bytes: int) -> None:
+    """Raise FrameError for a frame that its receiver does not read."""
+    if len(frame) > max_bytes:
+        raise FrameError(f"a frame of {len(frame)} bytes is over the limit of {max_bytes} (max_message_bytes)")
 
 
 def protocol_of(frame: bytes | bytearray | memoryview) -> int | None:
@@ -61,8 +81,7 @@ class Decoder:
     def decode(self, frame: bytes | bytearray | memoryview) -> Message:
         """The message in `frame`. Raises FrameError, ProtocolVersionError, KindError, DigestError or BodyError."""
         view = memoryview(frame)
-        if len(view) > self._max_bytes:
-            raise FrameError(f"a frame of {len(view)} bytes is over the limit of {self._max_bytes} (max_message_bytes)")
+        check_size(view, self._max_bytes)
         if len(view) < PREAMBLE.size:
             raise FrameError(f"a frame of {len(view)} bytes is shorter than the {PREAMBLE.size}-byte preamble")
         magic, protocol, kind, flags, digest = PREAMBLE.unpack_from(view)

@@ -113,21 +113,41 @@ def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> I
     places = _check_lengths(group, members, limits)
     _check_vocabulary(group, members, limits)
     lengths = [last - first for first, last in pairwise(places)]
-    for member, length in zip(members, lengths, strict=True):
-        _check_ranges(member.mask, length, "mask", group, member)
+    num_actions = [check_mask(group, member, length) for member, length in zip(members, lengths, strict=True)]
     _check_logprobs(group, members, limits, places)
-    num_actions = [sum([end - start for start, end in member.mask]) for member in members]
     _check_counts(group, members, limits, num_actions)
     of_versions, num_tokens = [], []
     for member, length, wanted in zip(members, lengths, num_actions, strict=True):
-        of_versions.append(_cover(group, member, member.versions, length, wanted, "version"))
-        _cover(group, member, member.turns, length, wanted, "turn")
+        of_versions.append(check_spans(group, member, length, wanted))
         _check_rewards(group, member)
-        num_later = _check_sequences(group, member, limits, length)
+        num_later = _check_sequences(group, member, limits)
         num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
         num_tokens.append(num_prompt + num_later + length)
         _check_total(group, member, limits, num_tokens[-1])
     return map(_summary, members, num_tokens, num_actions, of_versions)
+
+
+def check_mask(group: Group, member: Member, num_tokens: int) -> int:
+    """Check the ranges of the mask of a member with so many tokens; returns how many of them are actions."""
+    _check_ranges(member.mask, num_tokens, "mask", group, member)
+    return sum([end - start for start, end in member.mask])
+
+
+def check_spans(group: Group, member: Member, num_tokens: int, num_actions: int) -> list[int]:
+    """Check that each action token has a version and a turn, and each sequence one; action tokens of each version span.
+
+    The hub and the learner's ranks both come here: what this passes can be laid over an array of the tokens.
+    """
+    of_versions = _cover(group, member, member.versions, num_tokens, num_actions, "version")
+    _cover(group, member, member.turns, num_tokens, num_actions, "turn")
+    for start, end in pairwise([0, *(one.start for one in member.sequences), num_tokens]) if member.sequences else ():
+        if not (0 <= start < end <= num_tokens and sum(_num_inside(member.mask, [(start, end)]))):
+            raise ContentError(
+                "sequence_starts",
+                f"{_where(group, member)}: the sequence of tokens {start}..{end} must lie in the {num_tokens} tokens, "
+                "after those before it, and hold an action token",
+            )
+    return of_versions
 
 
 def _summary(member: Member, num_tokens: int, num_actions: int, of_versions: Sequence[int]) -> MemberSummary:
@@ -319,8 +339,8 @@ def _num_inside(mask: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int
     return counts
 
 
-def _check_sequences(group: Group, member: Member, limits: Limits, num_tokens: int) -> int:
-    """Prompt tokens of the sequences after the first."""
+def _check_sequences(group: Group, member: Member, limits: Limits) -> int:
+    """Check number and prompts of the sequences after the first; returns the tokens of these prompts."""
     if not member.sequences:
         return 0
     num_sequences = 1 + len(member.sequences)
@@ -329,13 +349,6 @@ def _check_sequences(group: Group, member: Member, limits: Limits, num_tokens: i
             "sequence_count",
             f"{_where(group, member)} consists of {num_sequences} sequences, the limit is {limits.max_sequences}",
         )
-    for start, end in pairwise([0, *(one.start for one in member.sequences), num_tokens]):
-        if not (0 <= start < end <= num_tokens and sum(_num_inside(member.mask, [(start, end)]))):
-            raise ContentError(
-                "sequence_starts",
-                f"{_where(group, member)}: the sequence of tokens {start}..{end} must lie in the {num_tokens} tokens, "
-                "after those before it, and hold an action token",
-            )
     for one in member.sequences:
         if not one.prompt_ids:
             raise ContentError(

@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass, field
 
 import msgspec
 
+from streamrl.errors import WireError
 from streamrl.messages import (
+    NUM_FAILED_EPISODES,
     PROTOCOL,
     Ack,
     ActorHeartbeat,
@@ -30,14 +33,18 @@ from streamrl.messages import (
     Limits,
     Message,
     NcclState,
+    Outcome,
     RejectReason,
+    ReturnReason,
     Stop,
     StopReason,
     VersionRef,
     Welcome,
 )
-from streamrl.messages.codec import encode
+from streamrl.messages.codec import check_form, check_size, encode
 from streamrl.transport.outbox import Entry, Outbox
+
+log = logging.getLogger("streamrl.actor")
 
 MAX_UNSETTLED = 64
 """Groups sent and not yet accepted or rejected; the rest waits in the outbox."""
@@ -145,9 +152,20 @@ class ActorSession:
         return self._hello(now)
 
     def submit(self, group: Group, now: float) -> list[Effect]:
-        """A finished or returned group: numbered, kept in the outbox, sent when the window allows."""
+        """A finished or returned group: numbered, encoded once, kept in the outbox, sent when the window allows.
+
+        One that the hub could not decode is handed back instead: such a message counts against this actor.
+        """
         numbered = msgspec.structs.replace(group, incarnation=self.incarnation, seq=self.outbox.next_seq)
-        self.outbox.add(bytes(encode(numbered)))
+        try:
+            check_form(numbered)
+            frame = encode(numbered)
+            check_size(frame, self.limits.max_message_bytes)
+        except WireError as error:
+            frame = _handed_back(numbered, f"{error.counter}: {error}")
+        except (TypeError, ValueError, OverflowError) as error:  # MessagePack has no form for it
+            frame = _handed_back(numbered, f"cannot be encoded: {error}")
+        self.outbox.add(bytes(frame))
         return self._flush(now)
 
     def report_installed(self, message: Installed, now: float) -> list[Effect]:
@@ -308,3 +326,13 @@ class ActorSession:
             root=root, held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
         )
         return [Send(encode(beat))]
+
+
+def _handed_back(group: Group, detail: str) -> bytearray:
+    """The frame of the same lease without members; all of them count as failed."""
+    log.error("a finished group is handed back, the hub would refuse it: %s", detail)
+    return encode(msgspec.structs.replace(
+        group, outcome=Outcome.RETURNED, reason=ReturnReason.ENV_ERROR, members=(), answers=(),
+        detail=detail[:512].encode("utf-8", "replace").decode(),
+        stats={NUM_FAILED_EPISODES: float(len(group.members))},
+    ))

@@ -16,8 +16,9 @@ import torch
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
 from streamrl.environment import ChatMessage, Step
-from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
-from streamrl.messages.codec import encode, unpack_ids, unpack_logprobs
+from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
+from streamrl.messages.codec import Decoder, encode, unpack_ids, unpack_logprobs
+from streamrl.transport.session import ActorSession
 from tests.unit.actors.fakes import (
     TOKENIZER,
     V1,
@@ -418,7 +419,10 @@ def test_a_group_that_the_hub_would_refuse_is_handed_back_with_the_rule_it_break
             "Expected `str` of length <= 32": (_with(group, msgspec.structs.replace(member, finish="x" * 33)), LIMITS),
         }
         for complaint, (candidate, limits) in broken.items():
-            back = sendable(candidate, lease(), limits)
+            session = ActorSession("a", 1, engine="fake", max_leases=1, transports=(), software="test")
+            session.limits = limits
+            session.submit(sendable(candidate, lease(), limits), 0.0)
+            back = Decoder(TO_HUB).decode(session.outbox.waiting()[0].frame)
             assert (back.outcome, back.reason, back.members) == (Outcome.RETURNED, ReturnReason.ENV_ERROR, ())
             assert complaint in back.detail
 

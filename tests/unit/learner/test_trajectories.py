@@ -75,11 +75,11 @@ def test_a_member_without_actions_has_no_reward_to_place():
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        ({"versions": ((1, 6, 0, 2), (2, 7, 2, 6))}, "range"),  # the last action token has no version
-        ({"versions": ((1, 6, 0, 3), (2, 7, 2, 7))}, "range"),  # two versions claim one token
+        ({"versions": ((1, 6, 0, 2), (2, 7, 2, 6))}, "version_cover"),  # the last action token has no version
+        ({"versions": ((1, 6, 0, 3), (2, 7, 2, 7))}, "version_ranges"),  # two versions claim one token
         ({"versions": ((1, 6, 0, 2), (2, 10, 2, 7))}, "version"),  # from the future
         ({"versions": ((1, 6, 0, 2), (3, 7, 2, 7))}, "version"),  # from a later learner
-        ({"mask": ((0, 3), (5, 8))}, "range"),
+        ({"mask": ((0, 3), (5, 8))}, "mask_ranges"),
         ({"logprobs": pack_logprobs([-1.0] * 6)}, "length"),
         ({"logprobs": pack_logprobs([float("nan")] * 7)}, "finite"),
         ({"token_ids": pack_ids([4, 5, 6, 7, 8, 9, 99])}, "vocabulary"),
@@ -132,6 +132,6 @@ def test_trajectories_are_read_the_same_alone_and_among_others():
 def test_the_trajectory_that_is_impossible_is_named_among_sound_ones():
     with pytest.raises(ContentError, match="group 2 member 1") as caught:
         read(frame(member(0), group_id=1), frame(member(1, versions=(Span(1, 6, 0, 3),)), group_id=2), frame(member(2)))
-    assert caught.value.check == "range"
+    assert caught.value.check == "version_cover"
     with pytest.raises(ContentError, match="the first is token 2's"):
         read(frame(member(0)), frame(member(1, logprobs=pack_logprobs([-1, -2, float("nan"), 0, 0, -4, -5]))))
