@@ -15,7 +15,7 @@ from streamrl.messages import Group, Member, MemberStatus
 
 FRAMES_EVERY = 16
 """Of so many batches one is read from its frames, the first included. The others go by the versions that were noted on
-arrival: to decode every group once more would cost about half as much as to accept it."""
+arrival, which takes a fifth of the time and none that grows with the length of answers."""
 
 
 @dataclass
