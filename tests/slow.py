@@ -66,7 +66,6 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run": "two runs, one learner killed",
     },
     "flow/test_search.py": "three launched runs",
-    "flow/test_stopped.py": "a launched run that waits for three processes that are stopped",
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",

@@ -272,11 +272,11 @@ def _only_with(metric: Metric) -> str:
 
 
 def markdown_page() -> str:
-    """The page `docs/metrics.md`."""
+    """The page `metrics.md` of the site."""
     parts = [
         "# All metrics\n",
         "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This",
-        "page is generated from `streamrl/metrics/names.py` by `python -m streamrl.metrics.names`. Start with",
+        "page is made from `streamrl/metrics/names.py` (`python -m streamrl.metrics.names`). Start with",
         "[five of them](watch.md).\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
         "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",

@@ -55,7 +55,9 @@ class Objective:
             try:
                 lookup(self.metric)
             except KeyError as error:
-                raise ConfigError(f"sweep.metric={self.metric} is no metric: take one of docs/metrics.md.") from error
+                raise ConfigError(
+                    f"sweep.metric={self.metric} is no metric: `python -m streamrl.metrics.names` lists them."
+                ) from error
         elif self.metric not in NUMBERS:
             raise ConfigError(
                 f"sweep.metric={self.metric} is no number of summary.json.{did_you_mean(self.metric, NUMBERS)} "

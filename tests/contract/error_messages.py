@@ -1,4 +1,4 @@
-"""Every error text of the code, from its source: `python -m tests.contract.error_messages > docs/errors.md`.
+"""Every error text of the code, from its source: `python -m tests.contract.error_messages` prints the site's page.
 
 A text names what is wrong, what was got, and what to do. Where it cannot say what to do, `REMEDIES` does, for the page.
 """
@@ -119,11 +119,12 @@ def _template(node: ast.expr, constants: dict[str, str]) -> str:
 
 
 def page() -> str:
-    """The page `docs/errors.md`."""
+    """The page `errors.md` of the site."""
     parts = [
         "# Error messages\n",
         "Every error that ends a command or a process, with `…` for what is filled in. Where a message itself says",
-        "what to do, the right column is empty. `python -m tests.contract.error_messages` makes this page.",
+        "what to do, the right column is empty. This page is made from the code",
+        "(`python -m tests.contract.error_messages`).",
         "Symptoms without a message: [Troubleshooting](troubleshooting.md).",
     ]
     for title in SECTIONS:

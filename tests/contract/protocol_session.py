@@ -1,4 +1,4 @@
-"""One whole session in bytes: python -m tests.contract.protocol_session > docs/protocol_session.md
+"""One whole session in bytes: `python -m tests.contract.protocol_session` prints the site's page.
 
 Both ends are real: the hub's handlers and ledger, and the actor's session. What would differ from run to run (times,
 ports, tokens) is given.
@@ -60,7 +60,7 @@ DECODERS = {way: Decoder(kinds) for way, kinds in (
 HEAD = """# One session in bytes
 
 Every frame of a short session, as `python -m tests.contract.protocol_session` writes it from the hub's own handlers
-and ledger and an actor's own session; a test compares. Under each name stand the fields of the body, then the frame, of
+and ledger and an actor's own session. Under each name stand the fields of the body, then the frame, of
 which the first 16 bytes are the preamble. [Protocol](protocol.md) says what they mean. The task of this run has one
 setting, its model 24 bytes in three buckets.
 """

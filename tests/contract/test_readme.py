@@ -11,6 +11,7 @@ import pytest
 from envs.check import check_task
 from envs.registry import load_task
 from streamrl.config.load import check_overrides, load_config
+from tests.docs.generated import PAGES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -21,7 +22,8 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def test_every_link_leads_to_a_file(path):
     for target in re.findall(r"\]\(([^)#]+?)\)", path.read_text()):
         if not target.startswith("http"):
-            assert (path.parent / target).exists(), target
+            made = path.parent == ROOT / "docs" and target in PAGES
+            assert made or (path.parent / target).exists(), target
 
 
 def test_every_make_target_exists():

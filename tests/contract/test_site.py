@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from streamrl.metrics.names import METRICS
+from tests.docs.generated import PAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +31,15 @@ def site(tmp_path_factory) -> Path:
 
 def test_the_site_builds_without_a_broken_link(site):
     assert (site / "index.html").is_file()
+
+
+def test_the_pages_that_are_made_from_the_code_are_in_the_site_and_not_in_git(site):
+    for name, page in PAGES.items():
+        headings = re.findall(r"^##? (.+)$", page(), re.M)
+        html = (site / name.removesuffix(".md") / "index.html").read_text()
+        words = {word for heading in headings for word in re.findall(r"[A-Za-z]+", heading)}
+        assert len(headings) > 5 and [word for word in words if word not in html] == [], name
+        assert f"/docs/{name}\n" in (ROOT / ".gitignore").read_text()
 
 
 def test_the_site_has_a_search_index_over_its_pages(site):
@@ -59,7 +69,8 @@ def test_a_page_has_the_name_of_its_heading_in_the_navigation_and_in_links():
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for name, target in re.findall(r"\[([A-Z][^\]]+)\]\(([^)#:]+\.md)\)", page.read_text()):
             path = (page.parent / target).resolve()
-            heading = path.read_text().partition("\n")[0].removeprefix("# ")
+            text = PAGES[path.name]() if path.parent == ROOT / "docs" and path.name in PAGES else path.read_text()
+            heading = text.partition("\n")[0].removeprefix("# ")
             if path.is_relative_to(ROOT / "docs") and heading.lower() != " ".join(name.lower().split()):
                 wrong.append(f"{page.relative_to(ROOT)}: [{name}]({target}) has the heading {heading!r}")
     assert not wrong, "\n".join(wrong)

@@ -1,0 +1,29 @@
+"""The pages of the site that are made from the code: a hook of mkdocs.yml, so `make site` always has the newest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
+
+from streamrl.metrics.names import markdown_page  # noqa: E402
+from tests.contract import error_messages, protocol_session  # noqa: E402
+
+PAGES: dict[str, Callable[[], str]] = {
+    "errors.md": error_messages.page, "metrics.md": markdown_page, "protocol_session.md": protocol_session.page,
+}
+"""Name in docs/, where it is not committed -> its text."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages; one that lies in docs/ since someone wrote it there by hand does not count."""
+    for name, page in PAGES.items():
+        if (written := files.get_file_from_path(name)) is not None:
+            files.remove(written)
+        files.append(File.generated(config, name, content=page()))
+    return files
