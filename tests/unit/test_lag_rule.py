@@ -1,4 +1,4 @@
-"""The lag rule by exhaustion over small numbers; the ledger's own walks are in `tests/unit/hub/test_lag_bound.py`."""
+"""The lag rule by exhaustion over small numbers; `tests/unit/hub/ledger/test_lag_bound.py` walks the ledger itself."""
 
 from __future__ import annotations
 

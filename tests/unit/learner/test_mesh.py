@@ -11,7 +11,7 @@ from learner.objective.objective import Objective
 from learner.ranks.mesh import Coordinates, Mesh, Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ContentError
-from tests.unit.hub.test_batches import held
+from tests.unit.hub.ledger.test_batches import held
 from tests.unit.learner.learner_factories import batch, plan_of
 
 LAYOUTS = [

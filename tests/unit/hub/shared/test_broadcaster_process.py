@@ -18,7 +18,7 @@ from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
 
 pytestmark = pytest.mark.timeout(120)
 NEAR = ("ipc", "zmq")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 SENDER = """
 import os, sys
