@@ -24,7 +24,7 @@ class Reduction(Enum):
 class Metric:
     """One row of the list; `key` ends in `/*` for a family.
 
-    `needs` names the condition of `streamrl.metrics.conditions` under which a run writes it; empty: every run does.
+    `needs` names the condition in `NEEDS` under which a run writes it; empty: every run does.
     """
 
     key: str
@@ -40,3 +40,27 @@ def section(*rows: tuple[str, ...], needs: str = "") -> list[Metric]:
         Metric(key, unit, Reduction(reduction), meaning, condition[0] if condition else needs)
         for key, unit, reduction, meaning, *condition in rows
     ]
+
+
+NEEDS = {
+    "eval": "`eval.num_samples` > 0",
+    "responses": "`eval.num_responses` > 1",
+    "archive": "evaluation, and two or more `objectives.components`",
+    "hypervolume": "the same, and `objectives.reference_point` of two to four",
+    "reweight": "`staleness.mode=reweight`",
+    "mask_old": "`staleness.mode=mask_old_tokens`",
+    "trace": "an estimator with token traces",
+    "critic": "an estimator with a critic",
+    "rho_bar": "`advantage.rho_bar_ess_target`",
+    "veto": "`loss.veto_low` or `loss.veto_high`",
+    "opsm": "`loss.opsm_delta`",
+    "zscore": "`loss.zscore_bound`",
+    "correction": "`loss.correction`",
+    "kl": "`kl.mode`",
+    "reference": "`kl.mode` or `constraint.kl_limit`",
+    "entropy_bonus": "`loss.entropy_coef` > 0 or `entropy.adapt=coef`",
+    "clip_high": "`entropy.adapt=clip_high`",
+    "gpu": "a learner on a GPU",
+    "gpu_transport": "`nccl` or `ipc` in `publish.transports`",
+}
+"""Conditions on the settings of a run, in words; tests/contract/conditions.py has them as code, for launched runs."""

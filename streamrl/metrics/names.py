@@ -7,14 +7,12 @@ in `/*` and hold the keys whose last part comes from data: a task's reward parts
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
-from streamrl.metrics.conditions import CONDITIONS, Settings
-from streamrl.metrics.hub_names import BY_KIND, HUB_METRICS
-from streamrl.metrics.metric import Metric, Reduction, section
+from streamrl.metrics.hub_names import HUB_METRICS
+from streamrl.metrics.metric import NEEDS, Metric, Reduction, section
 
 __all__ = [
-    "METRICS", "SECTIONS", "Metric", "Reduction", "lookup", "markdown_page", "member", "missing_and_surplus", "of_set",
+    "METRICS", "SECTIONS", "Metric", "Reduction", "lookup", "markdown_page", "member", "of_set",
 ]
 
 SECTIONS: dict[str, list[Metric]] = {
@@ -245,30 +243,8 @@ def of_set(key: str, dataset: str) -> str:
     return f"{head}/{dataset}/{last}" if dataset else key
 
 
-def missing_and_surplus(written: Collection[str], settings: Settings) -> tuple[list[str], list[str]]:
-    """What is wrong with the keys of a whole run: those that it should have written, and those that it should not.
-
-    Args:
-        written: every key of any line of its `metrics.jsonl`, `step` aside.
-        settings: of the run, see `Settings`.
-    """
-    due = {
-        key for key, metric in METRICS.items()
-        if not key.endswith("/*") and (not metric.needs or CONDITIONS[metric.needs].holds(settings))
-    }
-    surplus = set(written) - due
-    return sorted(due - set(written)), sorted(key for key in surplus if not _is_free(key))
-
-
-def _is_free(key: str) -> bool:
-    """A member of a family, whose name comes from the task, the settings or the kind of an error."""
-    head, _, last = key.partition("/")
-    in_family = key not in METRICS and lookup(key).key in (f"{head}/*", f"{head}/*/*")
-    return in_family and (head != "hub" or last.startswith(BY_KIND))
-
-
 def _only_with(metric: Metric) -> str:
-    return f" Only with {CONDITIONS[metric.needs].words}." if metric.needs else ""
+    return f" Only with {NEEDS[metric.needs]}." if metric.needs else ""
 
 
 def markdown_page() -> str:

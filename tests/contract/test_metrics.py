@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.algorithms.surrogates.registry import ESTIMATOR_ENTRIES
 from streamrl.config.load import load_config, to_plain
-from streamrl.metrics.conditions import CONDITIONS, CRITIC_ESTIMATORS, TRACE_ESTIMATORS
-from streamrl.metrics.names import METRICS, missing_and_surplus
+from streamrl.metrics.metric import NEEDS
+from streamrl.metrics.names import METRICS
+from tests.contract.conditions import HOLDS, missing_and_surplus
 from tests.flow.processes import SMALL
 from tests.flow.test_critic import MORE_METRICS, WITH_CRITIC
 from tests.flow.test_diagnosis import PHASED
@@ -48,28 +48,21 @@ def test_each_of_these_runs_checks_the_keys_that_it_wrote(name):
 
 def test_every_condition_is_met_by_a_run():
     all_settings = [settings_of(*words) for words in RUNS.values()]
-    met = {name: [one.holds(settings) for settings in all_settings] for name, one in CONDITIONS.items()}
+    met = {name: [holds(settings) for settings in all_settings] for name, holds in HOLDS.items()}
 
     assert {name for name, held in met.items() if not any(held)} == NO_RUN_HERE
-    assert {metric.needs for metric in METRICS.values()} - {""} == CONDITIONS.keys(), "an unused or unknown condition"
+    used = {metric.needs for metric in METRICS.values()} - {""}
+    assert used == NEEDS.keys() == HOLDS.keys(), "an unused or unknown condition"
 
 
 def test_a_condition_follows_its_setting():
     plain = settings_of()
     off = {"loss.veto_low=null", "loss.veto_high=null", "eval.num_samples=0"}
 
-    assert CONDITIONS["veto"].holds(plain) and CONDITIONS["eval"].holds(plain)
-    assert not CONDITIONS["veto"].holds(settings_of(*off)) and not CONDITIONS["eval"].holds(settings_of(*off))
-    assert CONDITIONS["gpu"].holds(plain | {"device": "cuda"})
-    assert CONDITIONS["gpu_transport"].holds(settings_of("publish.transports=[nccl,zmq]"))
-
-
-def test_the_estimators_with_a_critic_or_traces_are_those_of_the_registry():
-    entries = ESTIMATOR_ENTRIES
-    traced = {name for name, one in entries.items() if {"lam", "c_bar"} <= set(one.knobs) and not one.of_segments}
-
-    assert {name for name, one in entries.items() if one.needs_critic} == CRITIC_ESTIMATORS
-    assert traced == TRACE_ESTIMATORS
+    assert HOLDS["veto"](plain) and HOLDS["eval"](plain)
+    assert not HOLDS["veto"](settings_of(*off)) and not HOLDS["eval"](settings_of(*off))
+    assert HOLDS["gpu"](plain | {"device": "cuda"})
+    assert HOLDS["gpu_transport"](settings_of("publish.transports=[nccl,zmq]"))
 
 
 def test_a_missing_key_a_surplus_one_and_an_unknown_counter_are_found():

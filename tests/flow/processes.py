@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamrl.metrics.names import missing_and_surplus
+from tests.contract.conditions import missing_and_surplus
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
