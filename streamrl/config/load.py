@@ -176,7 +176,7 @@ def _drop_form(composed: DictConfig, experiment: Mapping[str, Any], given: Mappi
     for split in ("rollout.train.sampling", "rollout.test.sampling"):
         sampling = OmegaConf.select(experiment, split, default={})
         keys += [f"{split}.{key}" for key in ("stop", "max_new_tokens") if "stop" in sampling and key in sampling]
-    defaults, dropped = OmegaConf.structured(Config), []
+    defaults, dropped = _schema(), []
     for key in keys:
         if not any(f"{key}.".startswith(f"{one}.") for one in given):
             dropped.append(f"{key}={json.dumps(OmegaConf.select(experiment, key), default=list)}")
@@ -214,7 +214,7 @@ def to_config(composed: DictConfig) -> Config:
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError, with the nearest valid key, for the first override that names no setting."""
-    keys = set(setting_names())
+    keys = setting_names()
     for override, following in zip_longest(overrides, overrides[1:], fillvalue=""):
         if override.startswith("-"):
             refuse_option(override, following, nearest(override.lstrip("-").partition("=")[0], keys))
@@ -257,13 +257,13 @@ def _check_types(overrides: Sequence[str]) -> None:
     rows = {row[0]: row for row in settings()}
     for word in overrides:
         key, _, text = word.lstrip("+").partition("=")
-        if key not in set(setting_names()):
+        if key not in setting_names():
             continue
         nested = _parse(_quoted(f"{key}={text}")).value()
         for part in reversed(key.split(".")):
             nested = {part: nested}
         try:
-            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(nested)))
+            OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.create(nested)))
         except OmegaConfBaseException:
             refuse_type(rows.get(key, (key, "dict", {}, "A section.")), text)
 
@@ -275,16 +275,14 @@ def _parse(word: str) -> Any:
 
 def nearest_setting(key: str) -> str:
     """The setting that was probably meant, as the end of a sentence."""
-    return suggestion(key, set(setting_names()))
+    return suggestion(key, setting_names())
 
 
-def setting_names() -> Iterator[str]:
+@cache
+def setting_names() -> frozenset[str]:
     """Dotted names of every setting and section."""
-    for name, _, _, _ in settings():
-        yield name
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            yield ".".join(parts[:end])
+    parts = [name.split(".") for name, _, _, _ in settings()]
+    return frozenset(".".join(one[:end]) for one in parts for end in range(1, len(one) + 1))
 
 
 @cache
@@ -337,11 +335,17 @@ def to_plain(config: Any) -> dict[str, Any]:
     return plain
 
 
+@cache
+def _schema() -> DictConfig:
+    """Every setting at its default, as omegaconf merges over it, which copies it: making it takes longer than that."""
+    return OmegaConf.structured(Config)
+
+
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
     check_overrides(overrides)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(values), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(_schema(), dict(values), OmegaConf.from_dotlist(list(overrides)))
     except OmegaConfBaseException as error:
         _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
@@ -357,7 +361,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     words, plain = as_words("", values, ()), to_plain(config)
     check_overrides(words)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), plain, dict(values))
+        merged = OmegaConf.merge(_schema(), plain, dict(values))
     except OmegaConfBaseException as error:
         _check_types(words)
         raise ConfigError(plain_message(error)) from error
@@ -379,7 +383,7 @@ def plain_message(error: Exception) -> str:
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     text = " ".join(line for line in lines if not line.startswith(_NOISE))
     names = [name for line in lines if line.startswith("full_key:") if (name := line.removeprefix("full_key:").strip())]
-    keys = set(setting_names())
+    keys = setting_names()
     for name in names:
         if name not in keys and not f"{name}.".startswith(open_mappings()):
             return f"Unknown key `{name}`: {nearest_setting(name)}"

@@ -62,7 +62,7 @@ def test_the_page_has_settings_to_check():
 
 
 def test_every_dotted_name_of_a_section_is_a_setting():
-    known, free = set(setting_names()), open_mappings()
+    known, free = setting_names(), open_mappings()
     sections = "|".join(sorted({name.partition(".")[0] for name in known}))
     prose = re.sub(r"\S+\.(?:md|py|json)", "", PAGE)
     named = set(re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)", prose))

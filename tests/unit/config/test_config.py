@@ -236,7 +236,7 @@ def test_every_alias_leads_to_a_setting_and_is_none_itself():
     names = {name for name, *_ in settings()}
     suggested = {name for name in [*ALIASES.values(), *FULL_NAMES.values()] if not name.startswith(open_mappings())}
     assert suggested <= names and set(COMMON) <= names
-    assert not {*ALIASES, *FULL_NAMES} & set(setting_names())
+    assert not {*ALIASES, *FULL_NAMES} & setting_names()
     assert [word for word in NOT_HERE if any(word in name for name in names) or word in ALIASES] == []  # it is here
 
 
