@@ -8,6 +8,7 @@ with the requested streams. It ends as any Python does. What is different: its p
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gc
 import importlib
@@ -28,11 +29,6 @@ from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("learner", "learner.hub", "actors", "streamrl.cli")
-LIBRARIES = (
-    "learner.preflight", "learner.hub.server", "actors.engines.registry", "actors.runtime", "actors.worker",
-    "streamrl.cli", "streamrl.launch", "streamrl.weights.gpu.cuda_memory",
-)
-"""Beside those that the learner's own main module lists."""
 PADDING = "." * (1 << 16)
 """An argument of the server: the room in which its children write their own command lines."""
 
@@ -61,12 +57,13 @@ def running(folder: Path) -> Iterator[None]:
 
 
 def import_programs() -> None:
-    """Import what the programs need; their main modules are run later, as the first time."""
-    main = importlib.import_module("learner.__main__")
-    main.load_libraries()
-    del sys.modules["learner.__main__"]
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    """Import what the programs' main modules import, inside functions too. They themselves are run later."""
+    for program in PROGRAMS:
+        source = ROOT / program.replace(".", "/")
+        main = source / "__main__.py" if source.is_dir() else source.with_suffix(".py")
+        for node in ast.walk(ast.parse(main.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                importlib.import_module(node.module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page of it
 
