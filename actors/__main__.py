@@ -40,15 +40,8 @@ async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
     with uncollected():
         from actors.engines.registry import engine_factory, wire_name
-        from actors.runtime import (
-            build_runtime,
-            default_actor_id,
-            has_processes,
-            local_settings,
-            max_leases,
-            pick_device,
-            weight_source,
-        )
+        from actors.runtime import build_runtime, default_actor_id, has_processes, weight_source
+        from actors.settings import local_settings, max_leases, pick_device
         from actors.worker import Worker
         from streamrl.transport.client import HubClient
         from streamrl.transport.keys import read_actor_key
@@ -58,7 +51,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
         local = local_settings(overrides)
         engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
     key = read_actor_key(local.actors.key) if local.actors.key else None
-    source, device_weights = weight_source(local, zmq.Context(), key=key)
+    source, device_weights = weight_source(local.actors, zmq.Context(), key=key)
     # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.
     leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
     session = ActorSession(

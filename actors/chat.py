@@ -23,14 +23,15 @@ from collections.abc import Sequence
 from actors.engines.base import GenerateRequest
 from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
 from streamrl.config.rules import eval_sampling
-from streamrl.config.schema import Config
+from streamrl.config.schema import SamplingConfig
 from streamrl.environment import ChatMessage
 from streamrl.errors import ConfigError, StreamrlError, one_sentence
 
 
-async def answer(config: Config, policy: LocalPolicy, messages: Sequence[ChatMessage], seed: int) -> str:
-    """The model's next turn, drawn as in evaluations."""
-    sampling = eval_sampling(config)
+async def answer(
+    sampling: SamplingConfig, policy: LocalPolicy, messages: Sequence[ChatMessage], seed: int
+) -> str:
+    """The model's next turn."""
     request = GenerateRequest(
         prompt_ids=policy.renderer.render(messages), sampling=sampling_message(sampling),
         max_new_tokens=sampling.max_new_tokens, seed=seed, stop=tuple(sampling.stop),
@@ -42,9 +43,9 @@ async def run(source: str, words: Sequence[str]) -> int:
     config = local_config(source, words)
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
     policy = await open_policy(config)
-    limits = eval_sampling(config)
-    how = "greedy (temperature 0)" if limits.temperature == 0.0 else f"temperature {limits.temperature:g}"
-    print(f"at most {limits.max_new_tokens} new tokens, {how} as in evaluations (rollout.test.sampling); /new, /quit",
+    sampling = eval_sampling(config)
+    how = "greedy (temperature 0)" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
+    print(f"at most {sampling.max_new_tokens} new tokens, {how} as in evaluations (rollout.test.sampling); /new, /quit",
           file=sys.stderr)
     messages: list[ChatMessage] = []
     try:
@@ -54,7 +55,7 @@ async def run(source: str, words: Sequence[str]) -> int:
             elif line:
                 messages.append(ChatMessage("user", line))
                 try:
-                    text = await answer(config, policy, messages, random.getrandbits(63))
+                    text = await answer(sampling, policy, messages, random.getrandbits(63))
                 except StreamrlError as error:  # as too long a conversation
                     messages.pop()
                     print(f"error: {error} (/new starts again)", file=sys.stderr)

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,12 +32,10 @@ import msgspec
 from actors.episode import EpisodeRunner
 from actors.local_policy import LocalPolicy, local_config, open_policy, run_of, sampling_message
 from actors.render import Renderer
-from actors.runtime import episode_rules, make_renderer
+from actors.settings import episode_rules, make_renderer
 from envs.registry import task_of
 from envs.rewards.extract import stated_answer
 from streamrl.config.eval_sets import EvalSet, eval_sets
-from streamrl.config.rules import eval_sampling
-from streamrl.config.schema import Config
 from streamrl.environment import HasSetUp, Record, Task
 from streamrl.errors import ConfigError, StreamrlError, TaskError, one_sentence
 from streamrl.messages import Member, MemberStatus
@@ -65,17 +63,13 @@ class Answers:
         return len(self.rewards) + self.num_failed
 
 
-async def evaluate(config: Config, policy: LocalPolicy, task: Task, out: TextIO, progress: Progress) -> Answers:
-    """Play every prompt of a set `eval.num_responses` times, writing each answer as a line of JSON.
-
-    Args:
-        config: the settings of the set (`streamrl.config.eval_sets`).
-    """
-    num_prompts = num_prompts_of(config, task)
+async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, progress: Progress) -> Answers:
+    """Play every prompt of a set `eval.num_responses` times, writing each answer as a line of JSON."""
+    config, num_prompts = one.config, num_prompts_of(one, task)
     answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
-    rules, renderer = episode_rules(config, eval_sampling(config), task), make_renderer(config, policy.tokenizer, task)
+    rules, renderer = episode_rules(config, one.sampling, task), make_renderer(config, policy.tokenizer, task)
     runner = EpisodeRunner(task, policy.engine, renderer, rules, num_threads=config.env.num_threads)
-    sampling = sampling_message(eval_sampling(config))
+    sampling = sampling_message(one.sampling)
     places = asyncio.Semaphore(2 * config.actors.num_concurrent)  # the engine batches; more would only wait in memory
 
     async def play(index: int, response: int) -> None:
@@ -141,13 +135,14 @@ class Progress:
         print(f"\r{text:<70}" if self._terminal else text, end=end, file=sys.stderr, flush=True)
 
 
-def summary(config: Config, task: Task, answers: Answers) -> dict[str, Any]:
+def summary(one: EvalSet, task: Task, answers: Answers) -> dict[str, Any]:
     """Every estimate, as plain values."""
-    k = config.eval.num_responses
-    scored = estimates(answers.scores, answers.finals, num_responses=k, solved=config.eval.solved_score)
+    k = one.config.eval.num_responses
+    scored = estimates(answers.scores, answers.finals, num_responses=k, solved=one.config.eval.solved_score)
     return {
-        "task": task.name, "model": str(config.policy.model_path), "num_prompts": len(answers.scores),
-        "num_responses": k, "num_failed": answers.num_failed, "failure": answers.failure,
+        "set": one.name, "task": task.name, "model": str(one.config.policy.model_path),
+        "num_prompts": len(answers.scores), "num_responses": k, "num_failed": answers.num_failed,
+        "failure": answers.failure,
         "truncated_fraction": answers.num_truncated / max(1, len(answers.rewards)),
         "reward": sum(answers.rewards) / max(1, len(answers.rewards)),
         "estimates": {name: [one.value, one.stderr, one.num_prompts] for name, one in scored.items()},
@@ -170,9 +165,9 @@ def text_of(result: Mapping[str, Any], path: Path) -> str:
     return "\n".join(f"{name:<16}{value}" for name, value in rows)
 
 
-def num_prompts_of(config: Config, task: Task) -> int:
+def num_prompts_of(one: EvalSet, task: Task) -> int:
     """How many prompts of a set are asked; TaskError for records that cannot be read."""
-    return min(config.eval.num_samples, task.num_records("test"))
+    return min(one.config.eval.num_samples, task.num_records("test"))
 
 
 def _out_path(source: str, name: str) -> Path:
@@ -186,13 +181,13 @@ def _out_path(source: str, name: str) -> Path:
     return path
 
 
-def _tasks(config: Config) -> list[tuple[EvalSet, Task]]:
+def _with_tasks(sets: Iterable[EvalSet]) -> list[tuple[EvalSet, Task]]:
     """Every set with its task, its records read. Raises ConfigError or TaskError with the set's name."""
     found = []
-    for one in eval_sets(config):
+    for one in sets:
         try:
             task = task_of(one.config)
-            num_prompts_of(one.config, task)
+            num_prompts_of(one, task)
         except TaskError as error:
             raise TaskError(f"{one.setting}: {error}" if one.name else str(error)) from error
         found.append((one, task))
@@ -204,7 +199,7 @@ def _tasks(config: Config) -> list[tuple[EvalSet, Task]]:
 async def run(source: str, words: Sequence[str]) -> int:
     """Evaluate each set, print, write; returns the exit status."""
     config = local_config(source, words)
-    tasks = _tasks(config)
+    tasks = _with_tasks(eval_sets(config))
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
     policy = await open_policy(config)
     codes = []
@@ -219,17 +214,17 @@ async def run(source: str, words: Sequence[str]) -> int:
 
 
 async def _run_set(source: str, one: EvalSet, task: Task, policy: LocalPolicy) -> int:
-    path, config = _out_path(source, one.name or task.name), one.config
+    path = _out_path(source, one.name or task.name)
     if isinstance(task, HasSetUp):
         await asyncio.to_thread(task.set_up)
-    progress = Progress(num_prompts_of(config, task) * config.eval.num_responses)
+    progress = Progress(num_prompts_of(one, task) * one.config.eval.num_responses)
     try:
         with path.open("w", encoding="utf-8") as out:
-            answers = await evaluate(config, policy, task, out, progress)
+            answers = await evaluate(one, policy, task, out, progress)
     finally:
         if isinstance(task, HasSetUp):
             task.tear_down()
-    result = {"set": one.name, **summary(config, task, answers)}
+    result = summary(one, task, answers)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     print(text_of(result, path), flush=True)
     if not answers.rewards:

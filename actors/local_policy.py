@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from actors.engines.base import Engine
 from actors.engines.registry import build_engine
 from actors.render import Renderer, load_tokenizer
-from actors.runtime import engine_spec, make_renderer
+from actors.settings import engine_spec, make_renderer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task

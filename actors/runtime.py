@@ -14,30 +14,35 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 
-from actors.engines.base import AdapterSpec, Engine, EngineSpec
+from actors.engines.base import Engine
 from actors.engines.registry import build_engine
 from actors.env_calls.inline import InlineCalls
-from actors.episode import EpisodeRules, EpisodeRunner
+from actors.episode import EpisodeRunner
 from actors.load import LoadMeter
-from actors.render import Renderer, load_tokenizer
+from actors.render import load_tokenizer
+from actors.settings import (
+    adapter_spec,
+    engine_spec,
+    episode_rules,
+    local_settings,
+    make_renderer,
+    max_leases,
+    pick_device,
+)
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.registry import task_of
 from envs.sandbox.pool import LEVELS_IN_USE
-from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
+from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.load import from_plain, to_plain
 from streamrl.config.rules import eval_sampling
-from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
-from streamrl.config.schema_task import History
-from streamrl.environment import HasSetUp, Task
-from streamrl.errors import StreamrlError
+from streamrl.config.schema import ActorsConfig
+from streamrl.environment import HasSetUp
 from streamrl.messages import (
     ANSWERED_STEPS,
     HUNG_CALLS,
@@ -51,7 +56,6 @@ from streamrl.messages import (
 )
 from streamrl.named_code import check_allowed, refuse_references
 from streamrl.transport.keys import ActorKey
-from streamrl.weights.adapter import adapted_layers, rank_of
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.pull.host_cache import HostShare
 from streamrl.weights.source import WeightSource
@@ -67,7 +71,6 @@ CLOSE_DEADLINE_S = 30.0
 """For closing engine, environments and transports; whatever hangs ends with the process."""
 MAX_LEASE_FACTOR = 3
 """Most groups that are held at once, in units of those that fill the engine; needed where lengths differ much."""
-INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
 
 
 @dataclass(slots=True)
@@ -175,22 +178,17 @@ def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
     return from_plain(json.loads(welcome.task), list(overrides)).actors.engine not in ("native", "scripted")
 
 
-def local_settings(overrides: Sequence[str]) -> Config:
-    """Load this actor's own settings over the defaults. Raises ConfigError."""
-    return from_plain({"policy": {"tiny": {"enabled": True}}}, list(overrides))
-
-
 def weight_source(
-    local: Config, context: zmq.Context,
+    actors: ActorsConfig, context: zmq.Context,
     make_device_weights: Callable[[Sequence[str], str, zmq.Context], DeviceWeights] = DeviceWeights,
     key: ActorKey | None = None,
 ) -> tuple[WeightSource, DeviceWeights | None]:
     """The transports that `actors.transports` allows; ConfigError for one that cannot work on this machine."""
-    names = local.actors.transports
+    names = actors.transports
     source = WeightSource(context, transports=names, key=key)
     if not device_transports(names, setting="actors.transports"):
         return source, None
-    device_weights = make_device_weights(names, pick_device(local.actors.device), context)
+    device_weights = make_device_weights(names, pick_device(actors.device), context)
     source.factories |= device_weights.factories
     return source, device_weights
 
@@ -248,16 +246,6 @@ def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *,
     return EpisodeRunner(task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load)
 
 
-def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
-    """How conversations of this task become ids; without a task there are no prompts of its own."""
-    system_prompt = config.data.system_prompt
-    return Renderer(
-        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
-        system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
-        tool_prompt=getattr(task, "tool_prompt", ""),
-    )
-
-
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
     """For heartbeats: calls of environments that are slow or were given up, steps that were answered, the sandbox."""
     executors = [runner.executor for runner in runtime.runners]
@@ -271,27 +259,6 @@ def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
     }
 
 
-def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:
-    """What the settings say of the engine, whichever it is."""
-    device, actors = pick_device(config.actors.device), config.actors
-    return EngineSpec(
-        model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
-        max_tokens=longest_sequence(config), max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
-        dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
-        install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
-        memory_share=actors.gpu_memory_share,
-        num_device_documents=2 * bool(device_transports(actors.transports, setting="actors.transports")),
-    )
-
-
-def adapter_spec(welcome: Welcome) -> AdapterSpec | None:
-    """What the run's versions are, if they are adapters."""
-    base, layout = welcome.base, welcome.layout
-    if base is None or layout is None:
-        return None
-    return AdapterSpec(tuple(adapted_layers(spec.name for spec in layout.tensors)), rank_of(layout), base.scale)
-
-
 def built_from(welcome: Welcome) -> tuple[object, ...]:
     """What of a WELCOME goes into a runtime; a resumed run may come with other settings."""
     settings = json.loads(welcome.task)
@@ -300,44 +267,6 @@ def built_from(welcome: Welcome) -> tuple[object, ...]:
     longest = settings.get("learner", {}).get("max_tokens_per_device")
     tensors = None if welcome.layout is None else welcome.layout.tensors
     return sections, longest, welcome.assets_digest, tensors, adapter_spec(welcome)
-
-
-def pick_device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """float32 on a CPU, where bfloat16 is emulated and very slow; bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StreamrlError(f"actors.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
-    return dtype
-
-
-def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = None) -> EpisodeRules:
-    """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may.
-
-    A task may know where its answers end (`stop`, as rewards of tagged answers do); `sampling.stop` wins over it.
-    """
-    by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
-    return EpisodeRules(
-        max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
-        max_turns=config.env.max_turns, max_tokens=max(config.learner.max_tokens_per_device, by_turns),
-        stop=tuple(sampling.stop or getattr(task, "stop", ())), ignore_eos=sampling.ignore_eos,
-        step_timeout_s=config.env.step_timeout_s,
-        error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
-        truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,
-        append_history=config.env.history is History.append,
-    )
-
-
-def max_leases(num_concurrent: int, group_size: int) -> int:
-    """Groups that fill every sequence of the engine, and one more waiting for a free place."""
-    return ceil(num_concurrent / group_size) + 1
 
 
 def default_actor_id(key: ActorKey | None = None) -> str:

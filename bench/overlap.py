@@ -58,7 +58,7 @@ async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[b
     from actors.episode import EpisodeRunner
     from actors.render import Renderer, load_tokenizer
     from actors.rollout import run_group
-    from actors.runtime import episode_rules
+    from actors.settings import episode_rules
     from envs.registry import load_task
     from streamrl.messages import Lease, Sampling, VersionRef
     from streamrl.messages.codec import encode

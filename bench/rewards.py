@@ -36,7 +36,8 @@ from actors.env_calls.inline import InlineCalls
 from actors.episode import EpisodeRunner
 from actors.load import LoadMeter
 from actors.render import Renderer
-from actors.runtime import ActorRuntime, episode_rules, max_leases
+from actors.runtime import ActorRuntime
+from actors.settings import episode_rules, max_leases
 from actors.worker import Worker
 from bench.record import exit_status, record, shared_arguments
 from envs.registry import task_of

@@ -33,7 +33,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py", "actors/trajectory/"),
     "Model and optimizer": ("learner/model/", "learner/data/"),
     "Devices and packages": ("learner/setup/preflight.py", "learner/ranks/mesh.py", "streamrl/weights/gpu/",
-                             "streamrl/gpus.py", "actors/runtime.py"),
+                             "streamrl/gpus.py", "actors/settings.py"),
     "Engines": ("actors/engines/", "actors/weights/"),
     "Run directories and checkpoints": (
         "streamrl/run_dirs.py", "learner/checkpoint/", "learner/hub/ledger/snapshots.py", "streamrl/metrics/",

@@ -95,7 +95,7 @@ class ActorThread:
                 memory=lambda device: FakeDeviceMemory(folder, gpu),
             )
 
-        source, device_weights = weight_source(self._local, zmq.Context(), make)
+        source, device_weights = weight_source(self._local.actors, zmq.Context(), make)
         link = ActorSession(
             self.name, 7, engine="native", max_leases=2, transports=tuple(source.factories), software="test",
             device=device_weights.device_id,

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.runtime import build_runtime, local_settings, weight_source
+from actors.runtime import build_runtime, weight_source
+from actors.settings import local_settings
 from envs.registry import load_task
 from streamrl.config.load import to_plain
 from streamrl.errors import ConfigError, TaskError
@@ -58,7 +59,7 @@ def build(hub, tmp_path, monkeypatch) -> Callable[..., None]:
     def one(words: list[str], own: list[str]) -> None:
         settings = to_plain(config_of(*(word.replace("{folder}", str(tmp_path)) for word in words)))
         told = msgspec.structs.replace(welcome, task=json.dumps(settings).encode())
-        runtime = build_runtime(told, own, weight_source(local_settings(own), hub.context)[0])
+        runtime = build_runtime(told, own, weight_source(local_settings(own).actors, hub.context)[0])
         asyncio.run(runtime.close())
 
     return one
@@ -109,7 +110,7 @@ def test_a_hub_cannot_refer_to_what_this_machine_knows(text, hub):
     settings["data"]["system_prompt"] = f"say {text}"
     told = msgspec.structs.replace(welcome, task=json.dumps(settings).encode())
     with pytest.raises(ConfigError, match="the hub's settings hold the reference"):
-        build_runtime(told, [], weight_source(local_settings([]), hub.context)[0])
+        build_runtime(told, [], weight_source(local_settings([]).actors, hub.context)[0])
 
 
 @pytest.mark.timeout(110)

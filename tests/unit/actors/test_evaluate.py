@@ -22,7 +22,9 @@ from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model
 from learner.ranks.mesh import Ranks
+from streamrl.config.eval_sets import EvalSet
 from streamrl.config.load import load_config, to_yaml
+from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import OptimizerConfig
 from streamrl.environment import ChatMessage
 from streamrl.errors import CheckpointError, ConfigError
@@ -70,13 +72,13 @@ def answers_of(checkpoint: Path, tmp_path: Path, *words: str, task=None):
         policy = await open_policy(config)
         try:
             with (tmp_path / "out.jsonl").open("w") as out:
-                return await evaluate(config, policy, task, out, Progress(3))
+                return await evaluate(EvalSet("", config), policy, task, out, Progress(3))
         finally:
             await policy.engine.close()
 
     answers = asyncio.run(run())
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    return answers, lines, summary(config, task, answers)
+    return answers, lines, summary(EvalSet("", config), task, answers)
 
 
 def test_every_prompt_is_answered_as_often_as_asked_and_written(checkpoint, tmp_path):
@@ -156,9 +158,9 @@ def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path)
 
     async def says(version: int) -> str:
         config = local_config(f"{trained}@{version}", [greedy])
-        policy = await open_policy(config)
+        policy, user = await open_policy(config), [ChatMessage("user", "abc")]
         try:
-            return "\n".join([await answer(config, policy, [ChatMessage("user", "abc")], seed) for seed in range(3)])
+            return "\n".join([await answer(eval_sampling(config), policy, user, seed) for seed in range(3)])
         finally:
             await policy.engine.close()
 

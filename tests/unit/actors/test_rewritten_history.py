@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from actors.trajectory import conversation
 from actors.trajectory.conversation import Conversation, rest_after
 from streamrl.config.load import load_config

@@ -14,7 +14,7 @@ import pytest
 
 from actors.episode import EpisodeRunner
 from actors.local_policy import local_config, open_policy, sampling_message
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import player
 from envs.tools.task import with_tools

@@ -18,7 +18,8 @@ import zmq
 from actors.__main__ import work
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
-from actors.runtime import ActorRuntime, build_runtime, default_actor_id, engine_spec, pick_device, weight_source
+from actors.runtime import ActorRuntime, build_runtime, default_actor_id, weight_source
+from actors.settings import engine_spec, pick_device
 from learner.hub_client.settings import limits
 from streamrl.config.load import from_plain, to_plain
 from streamrl.errors import EngineError
@@ -54,7 +55,7 @@ def runtime_of(hub: LiveHub, welcome: Welcome, *words: str, local: tuple[str, ..
     told = msgspec.structs.replace(welcome, task=json.dumps(settings).encode())
     local = (*local, *words_for_actors(settings))
     own = from_plain({"policy": {"tiny": {"enabled": True}}}, local)
-    source, device_weights = weight_source(own, hub.context)
+    source, device_weights = weight_source(own.actors, hub.context)
     runtime = build_runtime(told, local, source, device_weights)
     try:
         yield runtime

@@ -11,7 +11,7 @@ import pytest
 
 from actors.engines.vllm.gpu import GIB, SLACK_BYTES, USUAL_UTILIZATION, gpu_arguments, starts_alone, utilization
 from actors.engines.vllm.process import environment, lasting_folder
-from actors.runtime import engine_spec
+from actors.settings import engine_spec
 from streamrl.errors import EngineError
 from streamrl.gpus import Gpu
 from tests.unit.config.setting_harness import config_of

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from envs.check import check_task
 from envs.registry import load_task, task_of
 from envs.tasks.facts import World

@@ -13,7 +13,7 @@ import torch
 from actors.episode import EpisodeRunner
 from actors.render import Renderer
 from actors.rollout import run_group
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
 from learner.model.policy import load_policy

@@ -12,7 +12,7 @@ import torch
 from actors.episode import EpisodeRunner
 from actors.render import Renderer
 from actors.rollout import run_group
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from learner.data.packing import pack
 from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.settings import wire_sampling

@@ -140,7 +140,7 @@ def test_a_hub_offers_it_and_an_actor_installs_over_it(tmp_path, own, model_dir,
         ))
         welcome = peer.receive(Welcome)
         local = from_plain({"policy": {"tiny": {"enabled": True}}}, (f"actors.transports=[{own},zmq]",))
-        source, device_weights = weight_source(local, context)
+        source, device_weights = weight_source(local.actors, context)
 
         fetched = source.fetch(welcome.manifest, welcome.offers, welcome.layout)
 

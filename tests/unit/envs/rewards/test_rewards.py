@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from actors.runtime import episode_rules
+from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
 from envs.rewards.registry import REWARDS, make_reward

@@ -41,7 +41,7 @@ class LiveActor:
         context, local = zmq.Context(), from_plain({"policy": {"tiny": {"enabled": True}}}, [])
         link = ActorSession("a1", 11, engine="native", max_leases=2, transports=("shm", "zmq"), software="test")
         self.loop = asyncio.get_running_loop()
-        source, _ = weight_source(local, context)
+        source, _ = weight_source(local.actors, context)
         self.worker = Worker(HubClient(self._endpoint, link), lambda welcome: build_runtime(welcome, [], source))
         self._up.set()
         await self.worker.run()

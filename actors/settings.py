@@ -1,0 +1,99 @@
+"""From the settings of a run to the parts of an actor: its engine, what it reads, the limits of its episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.engines.base import AdapterSpec, EngineSpec
+from actors.render import Renderer
+from actors.trajectory.rules import EpisodeRules
+from streamrl.config.eval_sets import longest_sequence
+from streamrl.config.load import from_plain
+from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
+from streamrl.config.schema_task import History
+from streamrl.environment import Task
+from streamrl.errors import StreamrlError
+from streamrl.messages import Welcome
+from streamrl.weights.adapter import adapted_layers, rank_of
+from streamrl.weights.transport import device_transports
+
+INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
+
+
+def local_settings(overrides: Sequence[str]) -> Config:
+    """Load this actor's own settings over the defaults. Raises ConfigError."""
+    return from_plain({"policy": {"tiny": {"enabled": True}}}, list(overrides))
+
+
+def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
+    """How conversations of this task become ids; without a task there are no prompts of its own."""
+    system_prompt = config.data.system_prompt
+    return Renderer(
+        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
+        system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
+        tool_prompt=getattr(task, "tool_prompt", ""),
+    )
+
+
+def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:
+    """What the settings say of the engine, whichever it is."""
+    device, actors = pick_device(config.actors.device), config.actors
+    return EngineSpec(
+        model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
+        max_tokens=longest_sequence(config), max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
+        dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
+        install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
+        memory_share=actors.gpu_memory_share,
+        num_device_documents=2 * bool(device_transports(actors.transports, setting="actors.transports")),
+    )
+
+
+def adapter_spec(welcome: Welcome) -> AdapterSpec | None:
+    """What the run's versions are, if they are adapters."""
+    base, layout = welcome.base, welcome.layout
+    if base is None or layout is None:
+        return None
+    return AdapterSpec(tuple(adapted_layers(spec.name for spec in layout.tensors)), rank_of(layout), base.scale)
+
+
+def pick_device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """float32 on a CPU, where bfloat16 is emulated and very slow; bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StreamrlError(f"actors.dtype={name} is no torch dtype: use auto, float32 or bfloat16")
+    return dtype
+
+
+def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = None) -> EpisodeRules:
+    """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may.
+
+    A task may know where its answers end (`stop`, as rewards of tagged answers do); `sampling.stop` wins over it.
+    """
+    by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
+    return EpisodeRules(
+        max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
+        max_turns=config.env.max_turns, max_tokens=max(config.learner.max_tokens_per_device, by_turns),
+        stop=tuple(sampling.stop or getattr(task, "stop", ())), ignore_eos=sampling.ignore_eos,
+        step_timeout_s=config.env.step_timeout_s,
+        error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
+        truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,
+        append_history=config.env.history is History.append,
+    )
+
+
+def max_leases(num_concurrent: int, group_size: int) -> int:
+    """Groups that fill every sequence of the engine, and one more waiting for a free place."""
+    return ceil(num_concurrent / group_size) + 1
