@@ -24,10 +24,6 @@ class HeldBase:
         return same_weights(self.document.manifest, base.manifest) and self.scale == base.scale
 
 
-def takes_adapters(engine: Engine) -> bool:
-    return isinstance(engine, TakesAdapters)
-
-
 async def install_version(engine: Engine, document: Document, ref: VersionRef, base: HeldBase | None) -> InstallTimes:
     """Give the engine this version. Raises: as `Engine.install`."""
     if base is None:

@@ -102,7 +102,9 @@ def muon(
 def adam8bit(module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Optimizer:
     """AdamW with moments in 8 bits (Dettmers et al. 2022), of bitsandbytes; small tensors keep float32 moments."""
     if find_spec("bitsandbytes") is None:
-        raise ConfigError("optimizer adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]'.")
+        raise ConfigError(
+            "optimizer adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', or take adamw."
+        )
     import bitsandbytes
 
     parameters = _trained(module)

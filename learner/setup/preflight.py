@@ -1,8 +1,8 @@
 """Preflight: what settings, files and installed packages alone decide, cheapest first and before a model is loaded.
 
-`streamrl launch` runs it in a process of its own before it makes a run directory; the learner then repeats its last
-part with the device that it really has. Heavy libraries are imported where they are first needed: most mistakes are
-found without them.
+docs/change.md says which check stands here and which elsewhere. `streamrl launch` runs it in a process of its own
+before it makes a run directory; the learner then repeats its last part with the device that it really has. Heavy
+libraries are imported where they are first needed: most mistakes are found without them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import socket
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,12 +52,6 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_trackers(tracker_names(config))
     if config.launch.num_actors and ":" in config.actors.engine:
         import_attribute(config.actors.engine, setting="actors.engine")
-    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
-        if optimizer.name == "adam8bit" and find_spec("bitsandbytes") is None:
-            raise ConfigError(
-                f"{section}.optimizer.name=adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', "
-                "or take adamw."
-            )
     if config.policy.lora.base_quantization is not LoraBase.none:
         from learner.model.adapter.quantize import check_quantization
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import learner.model.optimizer as optimizers
 import streamrl.metrics.trackers.registry as trackers
 from learner.model.tiny import make_tiny_model
-from learner.setup import preflight
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_run
 from streamrl.config.load import load_config
@@ -210,7 +210,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = importlib.util.find_spec
     hidden = ("wandb", "bitsandbytes")
-    for module in (trackers, preflight):
+    for module in (trackers, optimizers):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name in hidden else found(name))
     return tmp_path
 
