@@ -22,7 +22,11 @@ from learner.data.trajectories import Trajectory
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
+from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective
+from learner.objective.plan import BatchPlan
+from learner.objective.scoring_pass import with_outputs
+from learner.objective.statistics.step import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
@@ -80,7 +84,7 @@ def model_seconds(policy: Policy, optimizer: torch.optim.Optimizer, batch: Micro
 def objective_seconds(name: str, rows: list[Trajectory], batch: MicroBatch, seed: int) -> tuple[float, float]:
     """CPU seconds of everything above the log-probs in one step, and the loss."""
     advantage, loss = SETTINGS[name]
-    objective = Objective(advantage, loss, max_new_tokens=LENGTH - PROMPT, max_lag=8, ranks=Ranks())
+    objective = Objective(advantage, loss, max_new_tokens=LENGTH - PROMPT, max_lag=8)
     generator = torch.Generator().manual_seed(seed)
     recorded = batch.behavior_logprobs[batch.mask]
     logprobs = (recorded + 0.05 * torch.randn(len(recorded), generator=generator)).requires_grad_()
@@ -88,14 +92,15 @@ def objective_seconds(name: str, rows: list[Trajectory], batch: MicroBatch, seed
     values = torch.rand(batch.mask.shape, generator=generator) * batch.mask
     plan = [PlanRow(r.group_id, r.index, 0, r.num_tokens, r.num_action_tokens, r.reward, 1) for r in rows]
     began = time.process_time()
-    objective.begin(rows, plan, version=VERSION)
+    ranks = Ranks()
+    planned = BatchPlan.of(objective, rows, plan, version=VERSION, ranks=ranks)
+    statistics = StepStatistics(planned, ranks)
     if objective.needs:
-        before = batch.padded(logprobs.detach())
-        objective.observe(batch, PassOutputs(policy=before, values=values, bootstrap=torch.zeros(len(rows))))
-        objective.close_observation()
-    total = objective.loss(batch, logprobs, entropy)
+        outputs = PassOutputs(policy=batch.padded(logprobs.detach()), values=values, bootstrap=torch.zeros(len(rows)))
+        planned = with_outputs(planned, [(batch, outputs)], ranks)
+    total = micro_batch_loss(batch, logprobs, entropy, planned, note=statistics.note)
     total.backward()
-    objective.finish()
+    statistics.finish()
     seconds = time.process_time() - began
     assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
     return seconds, float(total.detach())

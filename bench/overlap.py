@@ -46,7 +46,10 @@ def config_and_model() -> tuple[Any, Path]:
 
     logging.disable(logging.INFO)
     config = load_config(WORDS)
-    return config, model_directory(config, load_task(config.env.name), Ranks())
+    return config, model_directory(
+        config.policy, load_task(config.env.name), Ranks(), seed=config.run.seed,
+        max_positions=config.learner.max_tokens_per_device,
+    )
 
 
 async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[bytes], float]:
@@ -101,12 +104,14 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.data.packing import pack
     from learner.data.trajectories import TrajectoryReader
     from learner.hub_client.settings import answer_limit
-    from learner.loop import forward_backward
     from learner.model.gradients import optimizer_step
     from learner.model.optimizer import make_optimizer, make_schedule
     from learner.model.policy import load_policy
     from learner.objective.objective import Objective
+    from learner.objective.plan import BatchPlan
+    from learner.objective.statistics.step import StepStatistics
     from learner.ranks.mesh import Ranks
+    from learner.trainer import forward_backward
     from streamrl.messages import PlanRow
 
     torch.set_num_threads(1)
@@ -114,19 +119,18 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     policy = load_policy(model_dir, ranks=ranks, chunk_tokens=config.learner.logprob_chunk_tokens)
     optimizer = make_optimizer(policy, config.policy.optimizer)
     schedule = make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=num_steps)
-    objective = Objective(
-        config.advantage, config.loss, max_new_tokens=answer_limit(config), max_lag=3, ranks=ranks
-    )
+    objective = Objective(config.advantage, config.loss, max_new_tokens=answer_limit(config), max_lag=3)
     reader, samples = TrajectoryReader(), []
     for step in range(num_steps):
         began = time.perf_counter()
         rows = reader.read(frames, version=0, learner_epoch=1)
         plan = [PlanRow(r.group_id, r.index, 0, r.num_tokens, r.num_action_tokens, r.reward, 0) for r in rows]
-        objective.begin(rows, plan, version=0)
+        planned = BatchPlan.of(objective, rows, plan, version=0, ranks=ranks)
+        measured = StepStatistics(planned, ranks)
         for micro_batch in pack(rows, config.learner.max_tokens_per_device):
-            forward_backward(policy, micro_batch, objective)
+            forward_backward(policy, micro_batch, planned, measured, ranks)
         optimizer_step(policy, optimizer, schedule, step=step, max_grad_norm=1.0, ranks=ranks)
-        objective.finish()
+        measured.finish()
         samples.append(time.perf_counter() - began)
     return statistics.median(samples[2:])
 

@@ -77,7 +77,7 @@ def stand_by() -> bool:
 
 def load_libraries() -> None:
     with uncollected():
-        for name in ("learner.finish", "learner.loop", "learner.setup.compose"):
+        for name in ("learner.loop.finish", "learner.loop.train", "learner.setup.compose"):
             importlib.import_module(name)
 
 
@@ -107,13 +107,14 @@ def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
 def learn(config: Config, words: list[str], *, launched: bool) -> int:
     """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
     load_libraries()
-    from learner.finish import finish, record_failure
-    from learner.loop import train
+    from learner.loop.finish import finish, record_failure
+    from learner.loop.train import train
     from learner.ranks.stop_flag import StopFlag
-    from learner.setup.compose import build_run, start_ranks, tear_down
+    from learner.setup.compose import build_run, tear_down
+    from learner.setup.device import start_ranks
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
-    ranks = start_ranks(config)
+    ranks = start_ranks(config.run, config.learner)
     run_dir = agreed_run_dir(config, ranks)
     run = build_run(config, run_dir, stop, ranks)
     stop.watch_launcher()

@@ -1,7 +1,7 @@
 """streamrl: asynchronous off-policy reinforcement learning for language models.
 
-The public face: `train`, `resume` and `load_run`, and what a user's own task implements. Everything else is imported
-from its own module.
+The public face: `train`, `resume`, `load_run` and `Trainer`, and what a user's own task implements. Everything else is
+imported from its own module.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from streamrl.version import __version__
 
 if TYPE_CHECKING:
     from streamrl.api import Metrics, Run, load_run, resume, train
+    from streamrl.api.trainer import Trainer, recorded_group
 
 __all__ = [
     "ChatMessage",
@@ -27,8 +28,10 @@ __all__ = [
     "SingleTurnTask",
     "Step",
     "Task",
+    "Trainer",
     "__version__",
     "load_run",
+    "recorded_group",
     "resume",
     "train",
 ]
@@ -40,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from streamrl import api
 
         return getattr(api, name)
+    if name in ("Trainer", "recorded_group"):  # apart from the others, because it loads torch
+        from streamrl.api import trainer
+
+        return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

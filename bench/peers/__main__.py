@@ -143,7 +143,10 @@ def tiny_model(root: Path) -> str:
     from streamrl.config.load import load_config
 
     config = load_config(["experiment=quickstart", f"policy.tiny.cache_dir={root / 'models'}"])
-    return str(model_directory(config, load_task(config.env.name), Ranks()))
+    return str(model_directory(
+        config.policy, load_task(config.env.name), Ranks(), seed=config.run.seed,
+        max_positions=config.learner.max_tokens_per_device,
+    ))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,9 @@ from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
 from learner.model.policy import Inspect, Inspected, Policy
-from learner.objective.agreements import Agreements
+from learner.objective.statistics.agreements import Agreements
 from learner.publish.rounding import other_weights, trained_shards
 from learner.ranks.mesh import Ranks
-from streamrl.config.rules import largest_max_lag
-from streamrl.config.schema import Config
 from streamrl.messages.draws import draw_gaps, member_seed, uniforms
 
 DRAW_SLACK = 0.02
@@ -37,20 +35,22 @@ class Audit:
 
     Args:
         wire_precision: the policy as actors have it, for a pass.
-
-    Attributes:
+        share: of versions that are audited; 0 audits none.
+        seed: of the run, from which those of its trajectories follow.
+        max_lag: the largest that the run may have: data of a version ends then.
+        max_tokens: of one pass.
         redraws: compare tokens with their seeds; not where an environment drives the generation, which may begin with
             turns that are not recorded, or draw otherwise.
     """
 
     def __init__(
-        self, policy: Policy, ranks: Ranks, config: Config, wire_precision: Callable[[], AbstractContextManager[None]]
+        self, policy: Policy, ranks: Ranks, wire_precision: Callable[[], AbstractContextManager[None]], *,
+        share: float, seed: int, max_lag: int, max_tokens: int, redraws: bool = True,
     ) -> None:
         self._policy, self._ranks, self._wire_precision = policy, ranks, wire_precision
-        self._share, self._seed = config.trust.audit_share, config.run.seed
-        self._max_lag, self._max_tokens = largest_max_lag(config), config.learner.max_tokens_per_device
+        self._share, self._seed, self._max_lag, self._max_tokens = share, seed, max_lag, max_tokens
         self._random = random.SystemRandom()
-        self._version, self.redraws = -1, True
+        self._version, self.redraws = -1, redraws
         self._kept: list[Tensor] = []
 
     def published(self, version: int) -> None:

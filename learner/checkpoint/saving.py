@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from learner.background import Background
 from learner.checkpoint.checkpoint import write_checkpoint
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.shards import copied
+from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError
 

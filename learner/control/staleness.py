@@ -21,8 +21,17 @@ from learner.control.drift import DriftTracker
 from learner.objective.lag_policy import LagPolicy
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
 from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
-from streamrl.config.rules import lag_rule, soft_max_lag
-from streamrl.config.schema import AdaptiveRule, Config, EssRule, OpsmWhen, PublishWhen, StalenessMode
+from streamrl.config.schema import (
+    AdaptiveRule,
+    EssRule,
+    LossConfig,
+    OpsmWhen,
+    PublishWhen,
+    SchedulerConfig,
+    StalenessConfig,
+    StalenessMode,
+)
+from streamrl.lag_rule import LagRule
 from streamrl.metrics.meter import Meter
 
 log = logging.getLogger("streamrl.learner")
@@ -39,18 +48,21 @@ class StalenessControl:
     """The control of one run; without `staleness.adaptive.enabled` eta and max_lag stay as they are set.
 
     Args:
-        config: its sections staleness, policy.scheduler and publish are read.
+        rule: lag rule of these settings.
+        soft_max_lag: the lag beyond which tokens are masked or discounted, where the mode does so.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._adaptive, self._scheduler = config.staleness.adaptive, config.policy.scheduler
-        self._needs_m2 = config.loss.zscore_bound is not None
-        self._publish_on_drift = config.publish.when is PublishWhen.drift
-        self._opsm_on_drift = config.loss.opsm_delta is not None and config.loss.opsm_when is OpsmWhen.over_budget
-        self._eta, self._mode, self._decay = config.staleness.eta, config.staleness.mode, config.staleness.decay
-        self._rule = lag_rule(config)
-        self._steps = self._rule.steps_per_batch
-        self._soft_slack = soft_max_lag(config) - self._steps * self._eta
+    def __init__(
+        self, staleness: StalenessConfig, loss: LossConfig, scheduler: SchedulerConfig, when: PublishWhen, *,
+        rule: LagRule, soft_max_lag: int,
+    ) -> None:
+        self._adaptive, self._scheduler = staleness.adaptive, scheduler
+        self._needs_m2 = loss.zscore_bound is not None
+        self._publish_on_drift = when is PublishWhen.drift
+        self._opsm_on_drift = loss.opsm_delta is not None and loss.opsm_when is OpsmWhen.over_budget
+        self._eta, self._mode, self._decay = staleness.eta, staleness.mode, staleness.decay
+        self._rule, self._steps = rule, rule.steps_per_batch
+        self._soft_slack = soft_max_lag - self._steps * self._eta
         # The lag bound is steered in batches, as a number of at least 1; its distance to eta never changes.
         self._offset = max(-(-self._soft_slack // self._steps), 1 - self._adaptive.min_eta)
         self._bound = LagBound(float(self._eta + self._offset), self._eta + self._offset)

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.schema import Config, LoraBase, LoraConfig
+from streamrl.config.schema import LearnerConfig, LoraBase, LoraConfig, PolicyConfig
 from streamrl.errors import ConfigError
 
 GIB = 1 << 30
@@ -46,17 +46,19 @@ class MemoryEstimate:
         return f"about {self.total / GIB:.1f} GiB on the GPU of a learner rank ({listed})"
 
 
-def estimate_memory(config: Config, model_dir: str | Path) -> MemoryEstimate:
-    """What a rank of `launch.num_learner_ranks` needs, computing in half precision."""
+def estimate_memory(
+    policy: PolicyConfig, learner: LearnerConfig, model_dir: str | Path, *, num_ranks: int
+) -> MemoryEstimate:
+    """What one of so many learner ranks needs, computing in half precision."""
     shapes = dict(tensor_shapes(model_dir))
     whole = sum(prod(shape) for shape in shapes.values())
     root = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name and ".h." not in name)
     settings: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
     settings = settings.get("text_config", settings)
     layers, hidden = int(settings["num_hidden_layers"]), int(settings["hidden_size"])
-    ranks, learner, lora = config.launch.num_learner_ranks, config.learner, config.policy.lora
-    per_trained = STATE_BYTES.get(config.policy.optimizer.name, 8)
-    kept = 2 if config.policy.gradient_checkpointing else _KEPT_PER_TOKEN
+    lora = policy.lora
+    per_trained = STATE_BYTES.get(policy.optimizer.name, 8)
+    kept = 2 if policy.gradient_checkpointing else _KEPT_PER_TOKEN
     shared, own, scratch = per_trained * whole, 0.0, 0  # of all ranks together, of each, while a layer computes
     if lora.rank is not None:
         linear = {name: shape for name, shape in shapes.items() if _is_linear(name, shape)}
@@ -66,7 +68,7 @@ def estimate_memory(config: Config, model_dir: str | Path) -> MemoryEstimate:
         whole -= sum(quantized)  # each rank has those as they are: they are neither shared nor gathered
         shared = 2 * whole + per_trained * factors
     return MemoryEstimate(
-        states=int(own + shared / ranks),
+        states=int(own + shared / num_ranks),
         gathered=2 * (root + _LAYER_COPIES * (whole - root) // layers) + scratch,
         activations=learner.max_tokens_per_device * hidden * layers * kept,
         logits=_LOGIT_COPIES * 4 * learner.logprob_chunk_tokens * int(settings["vocab_size"]),
@@ -95,18 +97,21 @@ def tensor_shapes(model_dir: str | Path) -> Iterator[tuple[str, list[int]]]:
                 yield name, entry["shape"]
 
 
-def check_memory(config: Config, model_dir: str | Path, total_bytes: int) -> MemoryEstimate:
+def check_memory(
+    policy: PolicyConfig, learner: LearnerConfig, model_dir: str | Path, total_bytes: int, *, num_ranks: int
+) -> MemoryEstimate:
     """Raise ConfigError if the model's states alone exceed the part of such a GPU that a rank may take."""
-    found, limit = estimate_memory(config, model_dir), total_bytes * (config.learner.gpu_memory_share or 1.0)
+    found = estimate_memory(policy, learner, model_dir, num_ranks=num_ranks)
+    limit = total_bytes * (learner.gpu_memory_share or 1.0)
     if found.least > limit:
-        lora, smaller = config.policy.lora, "or train an adapter with policy.lora.rank=32"
+        lora, smaller = policy.lora, "or train an adapter with policy.lora.rank=32"
         if lora.rank is not None:
             smaller = "or keep the frozen layers in 4 bits with policy.lora.base_quantization=nf4"
         if lora.base_quantization is LoraBase.nf4:
             smaller = "or take a smaller model"
-        ranks = f"launch.num_learner_ranks={config.launch.num_learner_ranks} or "
+        ranks = f"launch.num_learner_ranks={num_ranks} or "
         raise ConfigError(
-            f"policy.model_path={config.policy.model_path} needs {found}, and a rank may take {limit / GIB:.1f} of "
+            f"policy.model_path={policy.model_path} needs {found}, and a rank may take {limit / GIB:.1f} of "
             f"{total_bytes / GIB:.1f}: raise {ranks if lora.base_quantization is LoraBase.none else ''}"
             f"learner.gpu_memory_share, {smaller}"
         )

@@ -10,27 +10,36 @@ import torch
 from learner.model.config_file import model_config
 from learner.model.tiny import prepare_tiny_model
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import Config, WireDtype
+from streamrl.config.schema import PolicyConfig, WireDtype
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
 
 log = logging.getLogger("streamrl.learner")
 
 
-def model_directory(config: Config, task: Task, ranks: Ranks) -> Path:
-    """The checkpoint to start from; a tiny model is made by rank 0 first."""
-    if not config.policy.tiny.enabled:
-        assert config.policy.model_path is not None
-        return Path(config.policy.model_path)
-    tiny = config.policy.tiny
+def model_directory(
+    policy: PolicyConfig, task: Task, ranks: Ranks, *, seed: int = 0, num_threads: int = 0,
+    max_positions: int | None = None,
+) -> Path:
+    """The checkpoint to start from; a tiny model is made by rank 0 first.
+
+    Args:
+        seed: of a tiny model's weights and warm start.
+        num_threads: of its warm start; 0 takes those of torch.
+        max_positions: of a tiny model; None takes its default.
+    """
+    tiny = policy.tiny
+    if not tiny.enabled:
+        assert policy.model_path is not None
+        return Path(policy.model_path)
+    more = {} if max_positions is None else {"max_positions": max_positions}
     for rank in range(ranks.mesh.world):
         if rank == ranks.rank:
             path = prepare_tiny_model(
                 tiny.cache_dir, task, hidden_size=tiny.hidden_size, num_layers=tiny.num_layers,
                 num_heads=tiny.num_heads, num_warm_start_steps=tiny.num_warm_start_steps,
-                warm_start_lr=tiny.warm_start_lr, stop_at=tiny.warm_start_until, seed=config.run.seed,
-                num_threads=config.run.num_threads or torch.get_num_threads(), progress=log.info,
-                max_positions=config.learner.max_tokens_per_device,
+                warm_start_lr=tiny.warm_start_lr, stop_at=tiny.warm_start_until, seed=seed,
+                num_threads=num_threads or torch.get_num_threads(), progress=log.info, **more,
             )
         ranks.barrier()
     return path

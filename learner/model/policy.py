@@ -33,8 +33,7 @@ from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
 from learner.ranks.mesh import Ranks
 from streamrl.architectures.rope import fix_rope
-from streamrl.config.eval_sets import longest_sequence
-from streamrl.config.schema import Config
+from streamrl.config.schema import LearnerConfig
 from streamrl.errors import ConfigError
 
 log = logging.getLogger("streamrl.learner")
@@ -123,13 +122,16 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
 
-def pass_options(config: Config) -> dict[str, Any]:
-    """How the networks of a run make their passes, as keywords of `load_policy`."""
-    learner = config.learner
+def pass_options(learner: LearnerConfig, *, max_tokens: int) -> dict[str, Any]:
+    """How the networks of a run make their passes, as keywords of `load_policy`.
+
+    Args:
+        max_tokens: of the longest sequence.
+    """
     return {
         "chunk_tokens": learner.logprob_chunk_tokens, "attention": learner.attention.name,
         "share_prompts": learner.share_prompts, "compile_with": "inductor" if learner.compile else None,
-        "max_tokens": longest_sequence(config),
+        "max_tokens": max_tokens,
     }
 
 

@@ -7,17 +7,18 @@ local shards without communication. A copy that has moved away from its files is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
-from learner.model.policy import Policy, load_policy, pass_options
+from learner.model.policy import Policy, load_policy
 from learner.ranks.mesh import Ranks, local_part
-from streamrl.config.schema import Config
+from streamrl.config.schema import ReferenceConfig
 from streamrl.errors import ConfigError
 
 
@@ -109,25 +110,27 @@ class FrozenPolicy:
 
 
 def load_reference(
-    config: Config, start: Path, policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32
+    settings: ReferenceConfig, start: Path, policy: Policy, ranks: Ranks, *, passes: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
 ) -> FrozenPolicy:
     """The reference model of a KL term.
 
     Args:
         start: where the run's first weights are; the reference unless `reference.model_path` names another.
+        passes: how it makes them, as `learner.model.policy.pass_options` says.
         policy: what it will be compared with, and perhaps follow.
     Raises:
         ConfigError: no such checkpoint, another vocabulary, or another architecture where it is to be synced.
     """
-    path = config.reference.model_path or start
+    path = settings.model_path or start
     try:
         # Its passes read `dtype`, and it never learns: float32 would be twice the memory for the same numbers.
-        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **pass_options(config))
+        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **passes)
         reference = FrozenPolicy(model, name="reference")
         reference.check_same_vocabulary(policy)
     except ConfigError as error:
         raise ConfigError(f"reference.model_path={path}: {error}") from error
-    if config.reference.sync_every_steps:
+    if settings.sync_every_steps:
         reference.check_same_parameters(policy)
     return reference
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
-from learner.objective.batch_stats import exchange
 from learner.objective.options import in_range
+from learner.objective.plan_tensors import exchange
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import domination_count, gdpo_advantages, hypervolume_contributions, overlong_penalty
 from streamrl.algorithms.controls.multi_objective import tchebycheff, weighted_sum

@@ -7,6 +7,7 @@ follow the batch do; then every micro-batch is run once through the networks tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,30 +16,83 @@ from learner.data.packing import MicroBatch
 from learner.model.critic import Critic
 from learner.model.policy import Inspect, Inspected, Policy
 from learner.model.reference import FrozenPolicy
-from learner.objective.objective import Objective
-from learner.objective.token_batch import POLICY, PROXIMAL, REFERENCE, SQUARE_NORMS, VALUES, PassOutputs
+from learner.objective import plan_tensors
+from learner.objective.loss import estimated_advantages, shaped_advantages, trusted_tokens
+from learner.objective.options import WEIGHTED_BASELINES
+from learner.objective.plan import BatchPlan
+from learner.objective.token_batch import POLICY, PROXIMAL, REFERENCE, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
+from learner.ranks.mesh import Ranks
 from streamrl.algorithms import score_square_norms
 
 
 @torch.no_grad()
 def score_batch(
-    policy: Policy, micro_batches: Sequence[MicroBatch], objective: Objective, *, critic: Critic | None = None,
-    reference: FrozenPolicy | None = None, proximal: FrozenPolicy | None = None,
-) -> None:
-    """Run every micro-batch through the networks that the objective asks for; a collective call, or nothing at all."""
-    needs = objective.needs
+    policy: Policy, micro_batches: Sequence[MicroBatch], plan: BatchPlan, ranks: Ranks, *,
+    critic: Critic | None = None, reference: FrozenPolicy | None = None, proximal: FrozenPolicy | None = None,
+) -> BatchPlan:
+    """The plan with what networks give for the whole batch; a collective call, or nothing at all."""
+    needs, observed = plan.objective.needs, []
     if not needs:
-        return
+        return plan
     for micro_batch in micro_batches:
-        batch = micro_batch.to(objective.ranks.device)
+        batch = micro_batch.to(ranks.device)
         found = _policy_side(policy, batch, needs, critic)
         for name, model in ((REFERENCE, reference), (PROXIMAL, proximal)):
             if name in needs:
                 assert model is not None, f"the objective needs {name} log-probs, and there is no such model"
                 found[name] = batch.padded(model.score(batch))
         # Kept on the device until the step ends: the loss and the critic read them again.
-        objective.observe(batch, PassOutputs(**found))
-    objective.close_observation()
+        observed.append((batch, PassOutputs(**found)))
+    return with_outputs(plan, observed, ranks)
+
+
+def with_outputs(plan: BatchPlan, observed: Sequence[tuple[MicroBatch, PassOutputs]], ranks: Ranks) -> BatchPlan:
+    """The plan with these outputs of the networks, and with what depends on all of them; a collective call."""
+    found = {batch.trajectory_ids: (batch, outputs) for batch, outputs in observed if batch.trajectory_ids}
+    plan = replace(plan, outputs={key: outputs for key, (_, outputs) in found.items()})
+    if POLICY not in plan.objective.needs:
+        return plan
+    scored = []
+    for batch, outputs in found.values():
+        assert outputs.policy is not None, "the scoring pass brought no log-probs of the policy"
+        scored.append(plan.tokens(batch, outputs.policy))
+    return _fitted(plan, scored, ranks)
+
+
+def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> BatchPlan:
+    """Fix what depends on the policy's log-probs of the whole batch."""
+    objective = plan.objective
+    advantage, estimator, regularizers = objective.advantage, objective.estimator, objective.regularizers
+    # The order matters: rewards are shaped before a baseline looks at them, and advantages are whitened last.
+    if regularizers.shapes_rewards:
+        penalties = plan.tensors.gather(observed, regularizers.row_penalties, ranks)  # KL of whole trajectories
+        tensors = replace(plan.tensors, scores=plan.tensors.scores - penalties)
+        plan = replace(plan, tensors=tensors, row_advantages=plan_tensors.row_advantages(
+            tensors, advantage, estimator,
+            lambda: plan_tensors.shaped_moments(advantage, estimator, observed, regularizers, ranks),
+        ))
+    if advantage.baseline in WEIGHTED_BASELINES:
+        rows = plan_tensors.weighted_row_advantages(plan.tensors, advantage, observed, ranks)
+        plan = replace(plan, row_advantages=rows)
+    target = advantage.rho_bar_ess_target
+    if target is not None:
+        plan = replace(plan, rho_bar=plan_tensors.fitted_rho_bar(plan.tensors, observed, ranks, target=target))
+    advantages = {tokens.micro.trajectory_ids: estimated_advantages(tokens, plan) for tokens in observed}
+    if advantage.whiten == "batch":
+        advantages = plan_tensors.whitened(advantages, observed, ranks)
+    plan = replace(plan, advantages=advantages)
+    if objective.surrogate.fit is not None:
+        trusted = [_trusted(tokens, plan) for tokens in observed]
+        bounds = plan_tensors.fitted_bounds(objective.surrogate.fit, trusted, ranks, plan.options)
+        plan = replace(plan, bounds=bounds)
+    return plan
+
+
+def _trusted(tokens: TokenBatch, plan: BatchPlan) -> Tensor:
+    """Log-ratios and advantages [2, n] of the tokens that no mask removes."""
+    advantages = shaped_advantages(tokens, plan)
+    keep = trusted_tokens(tokens, plan, advantages).keep
+    return torch.stack([tokens.log_ratios[keep], advantages[keep]])
 
 
 def _policy_side(

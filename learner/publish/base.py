@@ -8,7 +8,7 @@ from learner.model.adapter.lora import base_parameters, scale_of
 from learner.model.policy import Policy
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import Config
+from streamrl.config.schema import LoraConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Base
 from streamrl.weights.adapter import BASE_REF
@@ -16,7 +16,8 @@ from streamrl.weights.shm.transport import ShmPublisher
 
 
 def publish_base(
-    policy: Policy, config: Config, *, wire_dtype: torch.dtype, ranks: Ranks, shm: ShmPublisher | None
+    policy: Policy, lora: LoraConfig, *, wire_dtype: torch.dtype, bucket_bytes: int, ranks: Ranks,
+    shm: ShmPublisher | None,
 ) -> tuple[Base, str] | None:
     """Stage the frozen weights for as long as the learner lives; a collective call.
 
@@ -26,13 +27,13 @@ def publish_base(
         WeightsError: no room.
     """
     publisher = Publisher(
-        list(base_parameters(policy)), wire_dtype=wire_dtype, bucket_bytes=config.publish.bucket_bytes, shm=shm,
+        list(base_parameters(policy)), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, shm=shm,
         ranks=ranks, for_good=True,
     )
     try:
         published = publisher.publish(BASE_REF)
     except WeightsError as error:
-        raise WeightsError(f"the base of policy.lora.rank={config.policy.lora.rank}: {error}") from error
+        raise WeightsError(f"the base of policy.lora.rank={lora.rank}: {error}") from error
     if published is None:
         return None
-    return Base(published.manifest, publisher.layout, scale_of(config.policy.lora)), str(published.path)
+    return Base(published.manifest, publisher.layout, scale_of(lora)), str(published.path)

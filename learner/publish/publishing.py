@@ -11,9 +11,9 @@ import logging
 
 import msgspec
 
-from learner.background import Background
 from learner.hub_client.link import HubLink
 from learner.publish.publisher import PublishedVersion, Publisher
+from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import Base, Probe, VersionRef

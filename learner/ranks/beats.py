@@ -18,11 +18,11 @@ from types import TracebackType
 import torch.distributed as dist
 import zmq
 
-from learner.ranks.activity import host_id
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WireError
 from streamrl.messages import HUB_TO_RANK, EndGroup, RankBeat
 from streamrl.messages.codec import Decoder, encode
+from streamrl.processes import host_id
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
 from streamrl.transport.tcp import retry_soon

@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.objective.objective import Objective
+from learner.objective.statistics.step import StepStatistics
 from learner.ranks.mesh import Ranks
 from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
@@ -100,8 +100,8 @@ class StepSamples:
         self._passed_over: tuple[KeptGroup, ...] = ()
         self._version = 0
 
-    def choose(self, rows: Sequence[Trajectory], share: BatchShare, objective: Objective) -> None:
-        """Draw from the whole batch, and have the objective note what it computes for those of this rank.
+    def choose(self, rows: Sequence[Trajectory], share: BatchShare, statistics: StepStatistics) -> None:
+        """Draw from the whole batch, and have the statistics note what is computed for those of this rank.
 
         Args:
             rows: of this rank, with the rewards that are trained on, in the order that will be packed.
@@ -117,15 +117,15 @@ class StepSamples:
             place = places.get((group_id, draw_member(members, group_id, self._seed)))
             if place is not None:
                 self._chosen[place] = rows[place]
-        objective.watch(self._chosen)
+        statistics.watch(self._chosen)
 
-    def keep(self, step: int, objective: Objective, *, skipped: bool) -> None:
+    def keep(self, step: int, statistics: StepStatistics, *, skipped: bool) -> None:
         """After the step: hand the chosen ones to the writer; a collective call."""
         if not self._settings.num_per_step:
             return
         drafts = []
         for place, row in self._chosen.items():
-            ratios, advantages = objective.watched(place, row.num_action_tokens)
+            ratios, advantages = statistics.watched(place, row.num_action_tokens)
             drafts.append(draft(
                 row, kind="train", step=step, version=self._version, fate="skipped" if skipped else TRAINED,
                 ratios=ratios, advantage=sum(advantages) / len(advantages) if advantages else None,

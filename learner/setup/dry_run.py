@@ -20,10 +20,14 @@ from learner.data.trajectories import Trajectory
 from learner.hub_client.settings import answer_limit
 from learner.objective.kl_options import check_regularizers, entropy_options
 from learner.objective.lag_policy import LagPolicy
+from learner.objective.loss import micro_batch_loss
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.options import unused
+from learner.objective.plan import BatchPlan
 from learner.objective.regularizers import Regularizers
+from learner.objective.scoring_pass import with_outputs
+from learner.objective.statistics.step import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
@@ -78,24 +82,29 @@ def _one_step(config: Config, loss: LossConfig) -> float:
     controls = LossWeights(config.kl, config.entropy, config.constraint, loss, num_steps=_VERSION)
     objective = Objective(
         config.advantage, loss, regularizers=Regularizers(config.kl, config.constraint, loss, controls),
-        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config), ranks=Ranks(),
+        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config),
         filter_truncated=config.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=steps_per_batch(config),
     )
-    rows, total = _answers(), 0.0
-    objective.begin(rows, _plan(rows), version=_VERSION, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02)))
-    objective.watch(range(len(rows)))
-    for batch in pack(rows, 1000, bootstrap=objective.has_critic):
-        objective.observe(batch, _scored(batch, of_actions=find_estimator(config.advantage.estimator).of_actions))
-        objective.close_observation()
+    rows, ranks, total = _answers(), Ranks(), 0.0
+    plan = BatchPlan.of(
+        objective, rows, _plan(rows), version=_VERSION, ranks=ranks, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02))
+    )
+    statistics = StepStatistics(plan, ranks)
+    statistics.watch(range(len(rows)))
+    batches = pack(rows, 1000, bootstrap=objective.has_critic)
+    of_actions = objective.estimator.of_actions
+    plan = with_outputs(plan, [(batch, _scored(batch, of_actions=of_actions)) for batch in batches], ranks)
+    for batch in batches:
         logprobs = torch.full((int(batch.mask.sum()),), -1.1, requires_grad=True)
-        total += float(objective.loss(batch, logprobs, torch.ones_like(logprobs)).detach())
-    found = [value for place, row in enumerate(rows) for value in objective.watched(place, row.num_tokens)[1]]
+        loss = micro_batch_loss(batch, logprobs, torch.ones_like(logprobs), plan, note=statistics.note)
+        total += float(loss.detach())
+    found = [value for place, row in enumerate(rows) for value in statistics.watched(place, row.num_tokens)[1]]
     if not np.isfinite(found).all():
         raise ConfigError(
             f"advantage.estimator={config.advantage.estimator} made advantages of {found} out of ordinary numbers: "
             "they must be finite, at least where `mask` is True."
         )
-    objective.finish()
+    statistics.finish()
     return total
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from envs.data.hub import hub_answers
-from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
 
 
-def find_models(config: Config, notify: Callable[[str], None]) -> None:
-    """Replace names of the hub in these settings by folders. Raises ConfigError, with the command that fetches one."""
-    for setting, section in (("policy", config.policy), ("reference", config.reference), ("critic", config.critic)):
+def find_models(sections: Mapping[str, Any], notify: Callable[[str], None]) -> None:
+    """Replace names of models of the hub by folders, in sections with a `model_path` given by their names.
+
+    Raises ConfigError, with the command that fetches one.
+    """
+    for setting, section in sections.items():
         if section.model_path is not None and is_hub_name(section.model_path):
             section.model_path = _folder(section.model_path, f"{setting}.model_path", notify)
 

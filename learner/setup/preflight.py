@@ -24,7 +24,7 @@ from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
-from streamrl.config.schema import Config, LoraBase
+from streamrl.config.schema import Config, CriticConfig, LoraBase, PolicyConfig, ReferenceConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
@@ -56,7 +56,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
         from learner.model.adapter.quantize import check_quantization
 
         check_quantization(config.policy.lora.base_quantization)
-    _check_models(config, notify)
+    check_models(config, notify)
     check_keys(config)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
@@ -163,6 +163,11 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
         load_transport(name, setting="publish.transports").require(str(device))
 
 
+def models_of(config: Config) -> dict[str, PolicyConfig | ReferenceConfig | CriticConfig]:
+    """The sections that name a model, by their names in the settings."""
+    return {"policy": config.policy, "reference": config.reference, "critic": config.critic}
+
+
 def check_keys(config: Config) -> None:
     """Raise ConfigError if the directory of keys cannot be used, or lacks the one for actors that launch starts."""
     if config.hub.keys is None:
@@ -189,8 +194,9 @@ def check_port(address: str, setting: str) -> None:
             ) from error
 
 
-def _check_models(config: Config, notify: Callable[[str], None]) -> None:
-    find_models(config, notify)
+def check_models(config: Config, notify: Callable[[str], None]) -> None:
+    """Find every model that the settings name. Raises ConfigError."""
+    find_models(models_of(config), notify)
     paths = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
     if not config.policy.tiny.enabled:
         paths["policy.model_path"] = config.policy.model_path
@@ -236,7 +242,9 @@ def _check_memory(config: Config, device: torch.device, notify: Callable[[str], 
 
     gpu, path = gpu_of(str(device)), config.policy.model_path
     if gpu is not None and gpu.total_bytes and path is not None:
-        notify(str(check_memory(config, path, gpu.total_bytes)))
+        notify(str(check_memory(
+            config.policy, config.learner, path, gpu.total_bytes, num_ranks=config.launch.num_learner_ranks
+        )))
 
 
 def num_gpus() -> int:

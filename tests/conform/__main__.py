@@ -89,7 +89,10 @@ def examine(words: Words, notify: Callable[[str], None]) -> bool:
     from learner.ranks.mesh import Ranks
 
     config = load_config([*RUN, f"hub.bind={words.address}", *words.settings])
-    model_dir = model_directory(config, task_of(config), Ranks())
+    model_dir = model_directory(
+        config.policy, task_of(config), Ranks(), seed=config.run.seed,
+        max_positions=config.learner.max_tokens_per_device,
+    )
     model = Model.read(model_dir)
     with tempfile.TemporaryDirectory(prefix="streamrl-conform-") as run_dir:
         settings = settings_of(config, Path(run_dir), model, policy_vocab_size(model_dir))

@@ -32,14 +32,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "learner": (
-        ("ranks",),
-        ("background", "hub"),
-        ("checkpoint", "data", "hub_client", "broadcaster"),
+        ("hub", "ranks"),
+        ("broadcaster", "checkpoint", "data", "hub_client"),
         ("model",),
         ("objective", "publish"),
-        ("audit", "control", "record"),
-        ("run",),
-        ("loop", "finish", "setup"),
+        ("audit", "control", "record", "sources", "trainer"),
+        ("loop",),
+        ("setup",),
         ("__main__",),
     ),
     "envs": (

@@ -44,7 +44,7 @@ STANDARD_TERMS = {
     r"held up": "blocked",
     r"let(s|ting)? go": "cancel, release",
     r"the last word": "the final state",
-    r"whole_batch|batch_facts": "batch_stats",
+    r"whole_batch|batch_facts": "plan_tensors",
     r"(?:one|three|half a|\d+) (?!in )[a-z]+ an? (?:step|row|token|line|rank|bucket|answer|version|name|figure)": "per",
     r"serves? on": "keep serving",
     r"mend(?:s|ed|ing)?": "fix",

@@ -23,7 +23,7 @@ from actors.local_policy import local_config, open_policy
 from learner.checkpoint.resume import find_resume_state
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
-from learner.setup.compose import same_address
+from learner.setup.hub import same_address
 from streamrl.cli import report
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
@@ -70,7 +70,7 @@ def quickstart() -> Config:
 def resumed(run: Path) -> None:
     """What a resumed learner reads of its directory, in its order."""
     same_address("tcp://127.0.0.1:0", run, resume=True)
-    found = find_resume_state(quickstart(), run, Ranks())
+    found = find_resume_state(run, Ranks(), resume=True)
     step = found.version
     JsonlSink(run / "metrics.jsonl", resume_step=step).log_metrics(step + 1, {"reward/mean": 0.5})
     SampleFile(run, max_bytes=1 << 20, resume_step=step)

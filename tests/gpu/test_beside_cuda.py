@@ -13,10 +13,10 @@ from actors.engines.native.engine import build_model
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.worker import Staging
 from actors.weights.probe import first_difference
-from learner.background import Background
 from learner.checkpoint.shards import copied
 from learner.model.scoring.logprob_head import score_tokens
 from learner.publish.publisher import Publisher
+from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document

@@ -11,7 +11,7 @@ from actors.engines.native.forward import wide_logits
 from actors.engines.vllm.gpu import utilization
 from learner.model.optimizer import allocate_moments, make_optimizer
 from learner.ranks.mesh import Ranks
-from learner.setup.compose import limit_gpu_memory
+from learner.setup.device import limit_gpu_memory
 from streamrl.config.schema import OptimizerConfig
 from streamrl.gpus import gpu_of, read_gpus
 from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id, free_bytes
@@ -62,7 +62,7 @@ def test_the_learners_allocator_has_expandable_segments():
 
 SHARE = """
 import torch
-from learner.setup.compose import limit_gpu_memory
+from learner.setup.device import limit_gpu_memory
 limit_gpu_memory(0.1, torch.device("cuda", 0))
 total = torch.cuda.mem_get_info(0)[1]
 torch.empty(int(0.05 * total), dtype=torch.uint8, device="cuda")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.setup.compose import same_address
+from learner.setup.hub import same_address
 from streamrl.errors import ConfigError
 from streamrl.slurm import slurm
 from streamrl.transport.keys import KeyDirectory

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from learner.ranks.activity import host_id
 from streamrl.messages import RankBeat
-from streamrl.processes import process_state
+from streamrl.processes import host_id, process_state
 
 PAUSE_S = 2.0
 """A hub whose own loop stood still for longer does not hold the silence of that time against the ranks."""

@@ -16,11 +16,15 @@ from learner.hub.shared.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
+from learner.loop.evaluations import Evaluations
+from learner.loop.run import Run
 from learner.model.paths import wire_dtype
 from learner.publish.publisher import Publisher
+from learner.ranks.activity import Activity
+from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.record.step_samples import StepSamples
-from learner.run import Run
+from streamrl.config.eval_sets import eval_sets
 from streamrl.errors import StreamrlError
 from streamrl.messages import (
     FROM_WEIGHTS,
@@ -348,13 +352,15 @@ def test_a_wait_is_reported_only_after_the_time_set(scripted_hub, caplog):
         assert ("group 3 is with actor a7" in caplog.text) is told
 
 
-def run_of(hub: ScriptedHub) -> Run:
-    """A run with what evaluating needs: config, version and the connection to the hub."""
-    return Run(
-        config=hub.config, run_dir=Path(), run_id="run", learner_epoch=1, lineage=(), version=0, ranks=Ranks(),
-        policy=None, optimizer=None, schedule=None, objective=None, publishing=None, saving=None, hub=hub.link,
-        beats=None, reader=None, stop=None, loss_weights=None, staleness=None,
-        samples=StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None),
+def run_of(hub: ScriptedHub) -> SimpleNamespace:
+    """The parts of a run that evaluating needs: config, step and version, and the evaluations of this hub."""
+    samples = StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None)
+    clock = StepClock(Activity())
+    evaluations = Evaluations(
+        eval_sets(hub.config), hub.link, samples, clock, SimpleNamespace(), every_steps=hub.config.eval.every_steps
+    )
+    return SimpleNamespace(
+        config=hub.config, step=0, version=0, evaluations=evaluations, trainer=SimpleNamespace(clock=clock)
     )
 
 
@@ -368,8 +374,9 @@ def run_of(hub: ScriptedHub) -> Run:
 def test_evaluations_are_requested_as_often_and_as_large_as_set(scripted_hub, words, asked):
     hub = scripted_hub("trainer.num_steps=6", "eval.num_samples=5", *words)
     run = run_of(hub)
-    for run.version in range(1, 6):
-        run.evaluate_if_due()
+    for run.step in range(1, 6):
+        run.version = run.step
+        Run.evaluate_if_due(run)
 
     assert [(request.version, request.num_prompts) for request in hub.received(EvalRequest)] == asked
 
@@ -379,7 +386,7 @@ def test_evaluations_are_requested_as_often_and_as_large_as_set(scripted_hub, wo
 def test_an_evaluation_asks_for_as_many_transcripts_as_set(scripted_hub, num):
     hub = scripted_hub("eval.num_samples=5", f"samples.num_per_eval={num}")
 
-    run_of(hub).evaluate(wait=False)
+    run_of(hub).evaluations.start(0)
 
     (request,) = hub.received(EvalRequest)
     assert len(set(request.keep)) == min(num, 5) and set(request.keep) <= set(range(5))
@@ -388,7 +395,7 @@ def test_an_evaluation_asks_for_as_many_transcripts_as_set(scripted_hub, num):
 @pytest.mark.shows("eval.num_responses")
 def test_an_evaluation_asks_for_as_many_answers_as_set(scripted_hub):
     hub = scripted_hub("eval.num_samples=5", "eval.num_responses=4", "rollout.test.sampling.temperature=1")
-    run_of(hub).evaluate(wait=False)
+    run_of(hub).evaluations.start(0)
     assert [request.num_responses for request in hub.received(EvalRequest)] == [4]
 
 
@@ -396,8 +403,8 @@ def test_an_evaluation_asks_for_as_many_answers_as_set(scripted_hub):
 def test_an_evaluation_only_run_has_no_steps(scripted_hub, words, steps):
     run = run_of(scripted_hub("trainer.num_steps=3", *words))
     done = []
-    for step in run.remaining_steps():
+    for step in Run.remaining_steps(run):
         done.append(step)
-        run.version += 1
+        run.step += 1
 
     assert done == steps

@@ -21,14 +21,20 @@ from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from learner.record.recorder import Recorder
-from learner.setup.compose import fit_to_records, start_ranks
+from learner.setup import device
+from learner.setup.inputs import fit_to_records
 from streamrl.errors import ConfigError
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.run_dirs import choose_run_dir
 from tests.unit.config.setting_harness import config_of, tiny_model
 from tests.unit.learner.learner_factories import batch, plan_of, trajectory
+from tests.unit.learner.one_batch import OneBatch
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def start_ranks(config):
+    return device.start_ranks(config.run, config.learner)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -43,7 +49,10 @@ def made_model(tmp_path, *words: str):
     """The directory of the model that a run under these words starts from."""
     config = config_of(f"policy.tiny.cache_dir={tmp_path}", *TINY, *words)
     task = load_task(config.env.name, options=dict(config.env.options))
-    return model_directory(config, task, Ranks())
+    return model_directory(
+        config.policy, task, Ranks(), seed=config.run.seed, num_threads=config.run.num_threads,
+        max_positions=config.learner.max_tokens_per_device,
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,14 +168,14 @@ def test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights(words)
 @pytest.mark.parametrize(("word", "capped"), [("loss.dual_clip=3.0", True), ("loss.dual_clip=null", False)])
 def test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likely(word, capped):
     config = config_of("loss.veto_high=null", "advantage.estimator=group", word)
-    made = Objective(config.advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=Ranks())
+    made = Objective(config.advantage, config.loss, max_new_tokens=16, max_lag=4)
     rows = batch(1, 4)
-    made.begin(rows, plan_of(rows), version=5)
+    one = OneBatch(made, rows, plan_of(rows))
     (micro,) = pack(rows, 500)
     recorded = micro.behavior_logprobs[micro.mask]
     logprobs = (recorded + math.log(10)).requires_grad_()  # ratio 10 everywhere
 
-    made.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+    one.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
 
     worst = min(rows, key=lambda row: row.reward)
     bad = torch.tensor([rows[i] is worst for i in micro.trajectory_ids])[:, None].expand(micro.mask.shape)[micro.mask]

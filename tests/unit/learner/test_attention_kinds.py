@@ -30,7 +30,7 @@ from learner.model.attention.flex import attend_flex
 from learner.model.attention.varlen import attend_varlen
 from learner.model.policy import decoder_layers, load_policy
 from learner.ranks.mesh import Ranks
-from learner.setup.networks import load_networks
+from learner.setup.trainer import load_networks
 from streamrl.architectures.masks import CAUSAL, MaskRule, carry
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of, tiny_model

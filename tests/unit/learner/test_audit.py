@@ -17,9 +17,10 @@ from actors.settings import episode_rules
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
 from learner.model.policy import load_policy
-from learner.objective.agreements import Agreements
+from learner.objective.statistics.agreements import Agreements
 from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
+from streamrl.config.rules import largest_max_lag
 from streamrl.messages import GroupOrigin
 from streamrl.messages.codec import encode
 from streamrl.messages.draws import draw_gaps, member_seed, uniforms
@@ -70,11 +71,17 @@ def move_on(policy) -> None:
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
 
 
+def audit_of(policy, config, *, redraws: bool = True) -> Audit:
+    return Audit(
+        policy, Ranks(), nullcontext, share=config.trust.audit_share, seed=config.run.seed,
+        max_lag=largest_max_lag(config), max_tokens=config.learner.max_tokens_per_device, redraws=redraws,
+    )
+
+
 def audited(path, groups, *, share: float = 1.0, kept: int = VERSION, redraws: bool = True):
     """Sums over what a policy that has moved on since finds: tokens, mean difference, tokens drawn, others."""
     policy, agreements, rows = load_policy(path), Agreements(), rows_of(groups)
-    audit = Audit(policy, Ranks(), config_of(share), nullcontext)
-    audit.redraws = redraws
+    audit = audit_of(policy, config_of(share), redraws=redraws)
     audit.published(kept)
     move_on(policy)
     before = [parameter.clone() for parameter in policy.parameters()]
@@ -139,7 +146,7 @@ def test_only_a_version_that_is_kept_is_audited(sampled):
 def test_a_version_is_kept_until_nothing_of_it_can_be_trained(sampled):
     path, groups = sampled
     config = load_config([*CONFIG, "trust.audit_share=1", "staleness.eta=1", "staleness.num_lookahead_groups=0"])
-    audit, agreements, rows = Audit(load_policy(path), Ranks(), config, nullcontext), Agreements(), rows_of(groups)
+    audit, agreements, rows = audit_of(load_policy(path), config), Agreements(), rows_of(groups)
     for version, found in ((VERSION, True), (VERSION + 1, True), (VERSION + 2, False)):
         audit.published(version)
         agreements.begin(rows)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import learner.publish.publisher as publisher_module
-from learner.background import Background
 from learner.checkpoint.checkpoint import find_checkpoint
 from learner.checkpoint.saving import Saving
 from learner.checkpoint.shards import training_tensors
 from learner.publish.publisher import Publisher
 from learner.publish.publishing import Publishing
+from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
-from learner.setup.compose import background_of
+from learner.setup.publishing import background_of
 from streamrl.errors import CheckpointError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document

@@ -19,7 +19,6 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.shards import Box
 from learner.data.packing import pack
-from learner.loop import forward_backward
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
@@ -28,6 +27,7 @@ from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 HERE = Path(__file__).parent
 ALONE = Ranks()
@@ -41,15 +41,15 @@ class Training:
         torch.manual_seed(seed)
         self.policy = load_policy(model_dir)
         self.optimizer = make_optimizer(self.policy, OptimizerConfig(lr=1e-3, **optimizer))
-        self.objective = Objective(AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=ALONE)
+        self.objective = Objective(AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4)
         self.version = 0
 
     def step(self, times=1):
         for _ in range(times):
             rows = batch(2, 3, seed=int(torch.randint(0, 1000, ())))
-            self.objective.begin(rows, plan_of(rows), version=5)
+            self.one = OneBatch(self.objective, rows, plan_of(rows), version=5)
             for micro in pack(rows, 64):
-                forward_backward(self.policy, micro, self.objective)
+                self.one.forward_backward(self.policy, micro)
             optimizer_step(self.policy, self.optimizer, SCHEDULE, step=self.version, max_grad_norm=1.0, ranks=ALONE)
             self.version += 1
         return self

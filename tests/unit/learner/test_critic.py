@@ -13,11 +13,11 @@ from learner.model.critic_network import build_critic
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import score_batch
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, CriticConfig, CriticKind, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 ALONE = Ranks()
 FAST = CriticConfig(optimizer=OptimizerConfig(lr=3e-3))
@@ -31,7 +31,7 @@ class Scene:
         self.rows = rows or batch(3, 4)
         self.objective = Objective(
             AdvantageConfig(estimator=estimator, baseline="none"), LossConfig(veto_low=None, veto_high=None),
-            max_new_tokens=16, max_lag=4, ranks=ALONE,
+            max_new_tokens=16, max_lag=4,
         )
         torch.manual_seed(0)
         self.critic = build_critic(
@@ -41,14 +41,14 @@ class Scene:
         self.look()
 
     def look(self):
-        self.objective.begin(self.rows, plan_of(self.rows), version=5)
-        score_batch(self.policy, self.micros, self.objective, critic=self.critic)
+        self.one = OneBatch(self.objective, self.rows, plan_of(self.rows), version=5)
+        self.one.score(self.policy, self.micros, critic=self.critic)
 
     def values(self):
-        return torch.cat([self.objective.outputs(m).values[m.mask] for m in self.micros])
+        return torch.cat([self.one.plan.outputs_of(m).values[m.mask] for m in self.micros])
 
     def fit(self, step=0):
-        return self.critic.fit(self.micros, self.objective.critic_targets, step=step)
+        return self.critic.fit(self.micros, self.one.plan.critic_targets, step=step)
 
 
 @pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint
-from learner.loop import train
+from learner.loop.train import train
 from learner.ranks.mesh import Ranks
-from learner.setup import compose
+from learner.setup import hub
 from learner.setup.compose import build_run, tear_down
 from streamrl.config.load import load_config
 from tests.fakes.batch_log import FakeHubLink, FakeHubProcess
@@ -53,8 +53,8 @@ class FakeStop:
 @pytest.fixture
 def learn(monkeypatch, tmp_path):
     """Train in `folder` until the log ends, or as if killed after so many batches."""
-    monkeypatch.setattr(compose, "HubProcess", FakeHubProcess)
-    monkeypatch.setattr(compose, "HubLink", FakeHubLink)
+    monkeypatch.setattr(hub, "HubProcess", FakeHubProcess)
+    monkeypatch.setattr(hub, "HubLink", FakeHubLink)
 
     def learn(folder: Path, *words: str, killed_after: int | None = None) -> None:
         config = load_config([*SMALL, f"policy.tiny.cache_dir={tmp_path / 'models'}", *words])
@@ -65,7 +65,7 @@ def learn(monkeypatch, tmp_path):
         run = build_run(config, folder, FakeStop(), Ranks())
         train(run)
         if killed_after is None:
-            run.save()
+            run.checkpoints.save(run.version)
         tear_down(run)
 
     return learn

@@ -79,7 +79,9 @@ def test_a_model_that_cannot_be_trained_packed_is_refused_with_shards_too(checkp
 def test_a_reference_keeps_the_type_that_its_passes_read_and_scores_the_same_to_the_bit(checkpoints, ranks):
     config = Config()
     policy = load_policy(checkpoints["qwen3-tied"], dtype=torch.bfloat16, ranks=ranks)
-    reference = load_reference(config, checkpoints["qwen3-tied"], policy, ranks, dtype=torch.bfloat16)
+    reference = load_reference(
+        config.reference, checkpoints["qwen3-tied"], policy, ranks, passes={}, dtype=torch.bfloat16
+    )
     (micro,) = pack(batch(1, 4), 500)
 
     assert {p.dtype for p in reference._policy.parameters()} == {torch.bfloat16}

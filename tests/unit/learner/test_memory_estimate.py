@@ -19,6 +19,16 @@ from tests.unit.config.setting_harness import config_of
 pytestmark = pytest.mark.timeout(60)
 
 
+def estimate(config, model_dir):
+    return estimate_memory(config.policy, config.learner, model_dir, num_ranks=config.launch.num_learner_ranks)
+
+
+def check(config, model_dir, total_bytes):
+    return check_memory(
+        config.policy, config.learner, model_dir, total_bytes, num_ranks=config.launch.num_learner_ranks
+    )
+
+
 def test_the_states_of_a_rank_are_what_its_tensors_hold(checkpoints):
     path = checkpoints["qwen3"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -32,14 +42,14 @@ def test_the_states_of_a_rank_are_what_its_tensors_hold(checkpoints):
         optimizer.step()
         moments = [m for state in optimizer.state.values() for m in state.values() if m is not None and m.dim()]
         held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
-        found = estimate_memory(config_of(f"policy.optimizer.name={name}"), path)
+        found = estimate(config_of(f"policy.optimizer.name={name}"), path)
         assert found.states == sum(tensor.nbytes for tensor in held)
     assert STATE_BYTES.keys() == OPTIMIZERS.keys()
 
 
 def test_more_ranks_share_the_states_and_checkpointing_keeps_fewer_activations(checkpoints):
-    one = estimate_memory(config_of("policy.gradient_checkpointing=false"), checkpoints["qwen3"])
-    two = estimate_memory(
+    one = estimate(config_of("policy.gradient_checkpointing=false"), checkpoints["qwen3"])
+    two = estimate(
         config_of("launch.num_learner_ranks=2", "policy.gradient_checkpointing=true"), checkpoints["qwen3"]
     )
     assert two.states == one.states // 2 and two.gathered == one.gathered and two.activations < one.activations
@@ -48,11 +58,11 @@ def test_more_ranks_share_the_states_and_checkpointing_keeps_fewer_activations(c
 @pytest.mark.shows("learner.gpu_memory_share")
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoints):
     path, whole = checkpoints["qwen3"], config_of()
-    least = estimate_memory(whole, path).least
-    assert check_memory(whole, path, least).least == least and "GiB" in str(check_memory(whole, path, GIB))
+    least = estimate(whole, path).least
+    assert check(whole, path, least).least == least and "GiB" in str(check(whole, path, GIB))
     for words, total in (((), least - 1), (("learner.gpu_memory_share=0.5",), 2 * least - 2)):
         with pytest.raises(ConfigError, match="raise launch.num_learner_ranks=1"):
-            check_memory(config_of(*words), path, total)
+            check(config_of(*words), path, total)
 
 
 def headers_of_70b(folder: Path) -> Path:
@@ -103,7 +113,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a byte for every 64 weights, a float32 fo
     ],
 )
 def test_the_states_of_a_70b_model_follow_from_quantization_rank_and_layers(tmp_path, words, states):
-    assert estimate_memory(config_of(*words), headers_of_70b(tmp_path)).states == int(states)
+    assert estimate(config_of(*words), headers_of_70b(tmp_path)).states == int(states)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +129,10 @@ def test_the_states_of_a_70b_model_follow_from_quantization_rank_and_layers(tmp_
 def test_a_70b_model_in_4_bits_fits_80_gib_and_what_does_not_is_refused_with_what_would(tmp_path, words, gib, remedy):
     config, path = config_of("learner.max_tokens_per_device=1024", *words), headers_of_70b(tmp_path)
     if remedy is None:
-        assert check_memory(config, path, gib * GIB).least < gib * GIB
+        assert check(config, path, gib * GIB).least < gib * GIB
         return
     with pytest.raises(ConfigError, match=remedy) as refused:
-        check_memory(config, path, gib * GIB)
+        check(config, path, gib * GIB)
     assert ("raise launch.num_learner_ranks" in str(refused.value)) == ("base_quantization" not in " ".join(words))
 
 
@@ -133,6 +143,6 @@ def test_experts_are_neither_quantized_nor_adapted(tmp_path):
     text = header.read_bytes()[8:].replace(b".mlp.", b".mlp.experts.0.")
     header.write_bytes(struct.pack("<Q", len(text)) + text)
     attention = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024)
-    found = estimate_memory(config_of("policy.lora.rank=8", "policy.lora.base_quantization=nf4"), path)
+    found = estimate(config_of("policy.lora.rank=8", "policy.lora.base_quantization=nf4"), path)
     factors = 16 * 8 * 80 * (2 * 16384 + 2 * 9216)
     assert found.states == int(NF4 * attention + 2 * (LINEAR - attention + OTHERS) + factors)

@@ -8,6 +8,7 @@ import pytest
 
 from learner.hub.handlers.ranks import share_batch
 from learner.objective.objective import Objective
+from learner.objective.plan import BatchPlan
 from learner.ranks.mesh import Coordinates, Mesh, Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ContentError
@@ -64,12 +65,13 @@ def test_the_objective_looks_up_its_trajectories_by_data_parallel_rank():
     rows = batch(4, 2)
     plan = plan_of(rows, world=2)
     objective = Objective(
-        AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=Ranks(rank=3, mesh=Mesh.of(4, tensor=2))
+        AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4
     )
+    ranks = Ranks(rank=3, mesh=Mesh.of(4, tensor=2))
 
-    objective.begin([row for row in rows if row.group_id % 2 == 1], plan, version=5)
+    BatchPlan.of(objective, [row for row in rows if row.group_id % 2 == 1], plan, version=5, ranks=ranks)
     with pytest.raises(ContentError, match="rank 1 holds other trajectories"):
-        objective.begin([row for row in rows if row.group_id % 2 == 0], plan, version=5)
+        BatchPlan.of(objective, [row for row in rows if row.group_id % 2 == 0], plan, version=5, ranks=ranks)
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)

@@ -13,18 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.checkpoint.resume import find_resume_state
-from learner.data.packing import pack_minibatches
-from learner.loop import update
+from learner.loop.run import Run
 from learner.model.gradients import BatchResult, StepResult
+from learner.model.networks import Networks
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.lag_policy import LagPolicy
+from learner.objective.loss import token_loss
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from learner.run import Run
+from learner.trainer import Observer, Trainer, TrainerSettings
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
-from tests.fakes.lone_run import FakeRun
 from tests.unit.learner.learner_factories import batch, plan_of
 
 K, E, VERSION, LR, CAP = 2, 2, 5, 5e-3, 5.0
@@ -54,18 +54,36 @@ def in_minibatches(rows, world=1):
 
 
 def trained(directory, rows, *, advantage=GROUP_STD, loss=AREAL, num_epochs=E, plan=None, max_tokens=60, **options):
-    """(weights after one batch, statistics, the fake run) of the product's own update."""
+    """(weights after one batch, statistics, the trainer, what its steps did)."""
     policy, plan = load_policy(directory), plan or in_minibatches(rows)
     num_minibatches = 1 + max(row.minibatch for row in plan)
-    objective = Objective(
-        advantage, loss, max_new_tokens=16, max_lag=9, ranks=Ranks(), steps_per_batch=num_minibatches * num_epochs
+    trainer = trainer_of(
+        policy, advantage, loss, num_minibatches=num_minibatches, num_epochs=num_epochs, max_tokens=max_tokens
     )
-    optimizer = make_optimizer(policy, OptimizerConfig(lr=LR))
-    run = FakeRun(policy, optimizer, Schedule("linear", LR, 8), objective, num_epochs=num_epochs, version=VERSION)
-    rows = objective.begin(rows, plan, version=VERSION, **options)
-    meter, result = update(run, pack_minibatches(rows, plan, max_tokens, run.ranks, num_minibatches=num_minibatches))
+    trained = trainer.train_batch(rows, plan, **options)
     weights = {name.removeprefix("model."): p.detach() for name, p in policy.named_parameters()}
-    return weights, meter.flush(1), run, result
+    return weights, trained.measured.flush(1), trainer, trained.result
+
+
+class NotesVersions(Observer):
+    """Notes the versions inside a batch."""
+
+    def __init__(self):
+        self.inside = []
+
+    def stepped(self, version):
+        self.inside.append(version)
+
+
+def trainer_of(policy, advantage, loss, *, num_epochs, num_minibatches=1, max_tokens=4000, schedule=None):
+    """A lone trainer at VERSION."""
+    objective = Objective(
+        advantage, loss, max_new_tokens=16, max_lag=9, steps_per_batch=num_minibatches * num_epochs
+    )
+    return Trainer(
+        Networks(policy, make_optimizer(policy, OptimizerConfig(lr=LR))), schedule or Schedule("linear", LR, 8),
+        objective, TrainerSettings(max_tokens, num_minibatches, num_epochs), version=VERSION, observer=NotesVersions(),
+    )
 
 
 def slow_logprobs(model, row):
@@ -112,7 +130,7 @@ def slow_decoupled_ppo(directory, rows, *, moving_anchor=False):
 
 def test_k_minibatches_and_e_epochs_are_a_literal_decoupled_ppo_with_a_frozen_anchor(checkpoints):
     rows = fresh_rows(checkpoints["qwen3-tied"])
-    weights, stats, run, result = trained(checkpoints["qwen3-tied"], rows)
+    weights, stats, trainer, result = trained(checkpoints["qwen3-tied"], rows)
     expected, num_clipped = slow_decoupled_ppo(checkpoints["qwen3-tied"], rows)
     moving, _ = slow_decoupled_ppo(checkpoints["qwen3-tied"], rows, moving_anchor=True)
     start = dict(AutoModelForCausalLM.from_pretrained(checkpoints["qwen3-tied"]).named_parameters())
@@ -124,7 +142,7 @@ def test_k_minibatches_and_e_epochs_are_a_literal_decoupled_ppo_with_a_frozen_an
         torch.testing.assert_close(weights[name], parameter, atol=moved / 500, rtol=0, msg=name)
     num_tokens = sum(row.num_action_tokens for row in rows)
     assert stats["policy/clip_fraction"] * num_tokens * E == pytest.approx(num_clipped, abs=2)
-    assert run.inside == [(6, False), (7, False), (8, False)] and len(result.steps) == 4 and result.num_skipped == 0
+    assert trainer.observer.inside == [6, 7, 8] and len(result.steps) == 4 and result.num_skipped == 0
 
 
 def test_each_step_trains_at_its_own_version_and_lags_are_those_of_every_step(checkpoints):
@@ -155,26 +173,24 @@ def test_micro_batches_of_a_minibatch_change_nothing(checkpoints):
 def test_one_minibatch_and_one_epoch_are_the_single_step_of_before_bit_by_bit(checkpoints, anchor, surrogate):
     rows, loss = fresh_rows(checkpoints["qwen3-tied"]), replace(AREAL, anchor=anchor, surrogate=surrogate)
     loss = replace(loss, cap=None) if surrogate == "ppo_clip" else loss
-    once, _, run, result = trained(checkpoints["qwen3-tied"], rows, loss=loss, num_epochs=1, plan=plan_of(rows))
+    once, _, trainer, result = trained(checkpoints["qwen3-tied"], rows, loss=loss, num_epochs=1, plan=plan_of(rows))
     twice, _, _, _ = trained(checkpoints["qwen3-tied"], rows, loss=loss, num_epochs=2, plan=plan_of(rows))
 
-    assert run.inside == [] and len(result.steps) == 1 and not run.objective.needs
+    assert trainer.observer.inside == [] and len(result.steps) == 1 and not trainer.objective.needs
     assert any(not torch.equal(once[name], twice[name]) for name in once)
 
 
-def test_the_loglinear_anchor_stays_where_the_first_step_put_it(checkpoints):
+def test_the_loglinear_anchor_stays_where_the_first_step_put_it(checkpoints, monkeypatch):
     rows = fresh_rows(checkpoints["qwen3-tied"])
     seen = []
     policy, loss, plan = load_policy(checkpoints["qwen3-tied"]), replace(AREAL, anchor="loglinear"), plan_of(rows)
-    objective = Objective(GROUP_STD, loss, max_new_tokens=16, max_lag=9, ranks=Ranks(), steps_per_batch=3)
-    objective._surrogate_losses = lambda tokens, advantages, of=objective._surrogate_losses: (
-        seen.append((tokens.proximal.clone(), tokens.policy.detach().clone(), tokens.lags.clone())),
-        of(tokens, advantages),
-    )[1]
-    run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=LR)), Schedule("constant", LR, 8), objective,
-                  num_epochs=3)  # fmt: skip
-    rows = objective.begin(rows, plan, version=VERSION)
-    update(run, pack_minibatches(rows, plan, 4000, run.ranks))
+
+    def seen_loss(tokens, plan):
+        seen.append((tokens.proximal.clone(), tokens.policy.detach().clone(), tokens.lags.clone()))
+        return token_loss(tokens, plan)
+
+    monkeypatch.setattr("learner.objective.loss.token_loss", seen_loss)
+    trainer_of(policy, GROUP_STD, loss, num_epochs=3, schedule=Schedule("constant", LR, 8)).train_batch(rows, plan)
 
     anchors, policies, lags = zip(*seen, strict=True)
     assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
@@ -199,20 +215,19 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_done(checkpoin
     rows = fresh_rows(checkpoints["qwen3-tied"])
     broken = [replace(row, rewards=row.rewards) for row in rows]
     broken[0].logprobs[broken[0].mask] = math.nan  # minibatch 0
-    weights, stats, run, result = trained(checkpoints["qwen3-tied"], broken)
+    weights, stats, trainer, result = trained(checkpoints["qwen3-tied"], broken)
 
     assert [step.skipped for step in result.steps] == [True, False, True, False]
     assert result.num_skipped == 2 and not result.skipped and math.isfinite(result.grad_norm)
     assert all(parameter.isfinite().all() for parameter in weights.values())
-    assert run.inside == [(6, True), (7, False), (8, True)]
+    assert trainer.observer.inside == [7]
 
 
 @pytest.mark.parametrize(("when", "expected"), [("every_optimizer_step", [6]), ("every_step", [])])
-def test_versions_inside_a_batch_are_published_only_if_asked_for_and_never_after_a_skipped_step(when, expected):
-    run, published = SimpleNamespace(version=5, config=Config()), []
-    run.config.publish.when, run.publish = PublishWhen(when), lambda: published.append(run.version)
-    Run.stepped(run, 6, skipped=False)
-    Run.stepped(run, 7, skipped=True)
+def test_versions_inside_a_batch_are_published_only_if_asked_for(when, expected):
+    run, published = SimpleNamespace(config=Config()), []
+    run.config.publish.when, run.versions = PublishWhen(when), SimpleNamespace(publish=published.append)
+    Run.stepped(run, 6)
     assert published == expected
 
 
@@ -226,9 +241,9 @@ def test_a_batch_counts_all_its_steps_unless_none_was_finite():
 def test_a_ratio_inside_the_advantages_is_refused_where_several_steps_share_them():
     impala = AdvantageConfig(estimator="vtrace", baseline="none", rho_bar_pg=1.0)
     plain = LossConfig(surrogate="reinforce", veto_low=None, veto_high=None, dual_clip=None)
-    Objective(impala, plain, max_new_tokens=16, max_lag=9, ranks=Ranks())
+    Objective(impala, plain, max_new_tokens=16, max_lag=9)
     with pytest.raises(ConfigError, match="which 4 optimizer steps share.*loss.surrogate=ppo_clip"):
-        Objective(impala, plain, max_new_tokens=16, max_lag=9, ranks=Ranks(), steps_per_batch=4)
+        Objective(impala, plain, max_new_tokens=16, max_lag=9, steps_per_batch=4)
 
 
 def test_a_run_resumes_with_as_many_optimizer_steps_a_batch_as_it_had(tmp_path, monkeypatch):
@@ -236,9 +251,10 @@ def test_a_run_resumes_with_as_many_optimizer_steps_a_batch_as_it_had(tmp_path, 
     extra = {"run_id": "run", "lineage": [[1, 0, 8]], "wall_s": 1.0, "trained_tokens": 9, "steps_per_batch": 4}
     found = SimpleNamespace(path=tmp_path / "ckpt-00000008", version=8, extra=extra)
     monkeypatch.setattr("learner.checkpoint.resume.find_checkpoint", lambda *_: found)
-    config = Config()
-    config.checkpoint.resume, config.learner.num_minibatches = True, 2
+
+    def find(num_epochs):
+        return find_resume_state(tmp_path, Ranks(), resume=True, num_minibatches=2, num_epochs=num_epochs)
+
     with pytest.raises(ConfigError, match="are 2 optimizer steps per batch, and .*was trained with 4: resume with as"):
-        find_resume_state(config, tmp_path, Ranks())
-    config.learner.num_epochs = 2
-    assert find_resume_state(config, tmp_path, Ranks()).version == 8
+        find(1)
+    assert find(2).version == 8

@@ -17,7 +17,7 @@ import learner.model.optimizer as optimizers
 import streamrl.metrics.trackers.registry as trackers
 from learner.model.tiny import make_tiny_model
 from learner.setup.model_hub import find_models
-from learner.setup.preflight import check_run
+from learner.setup.preflight import check_run, models_of
 from streamrl.config.load import load_config
 from streamrl.config.rules import ENGINES
 from streamrl.errors import ConfigError, StreamrlError
@@ -276,7 +276,7 @@ def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, 
     (snapshot / "model.safetensors").touch()
     config = load_config(["policy.model_path=my/model"])
 
-    find_models(config, notify=pytest.fail)
+    find_models(models_of(config), notify=pytest.fail)
 
     assert config.policy.model_path == str(snapshot)
 

@@ -14,7 +14,6 @@ from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.model.critic_network import build_critic
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import score_batch
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import reward_to_go
 from streamrl.config.schema import AdvantageConfig, CriticConfig, LossConfig
@@ -22,6 +21,7 @@ from streamrl.errors import ContentError
 from streamrl.messages import SequenceStart
 from streamrl.messages.codec import pack_ids
 from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 from tests.unit.learner.test_trajectories import frame, member
 
 VERSION = 5
@@ -125,14 +125,14 @@ def test_gradients_are_those_of_the_sequences_trained_apart_with_the_same_advant
     plain = AutoModelForCausalLM.from_pretrained(
         checkpoints["qwen3-tied"], attn_implementation="eager", dtype=torch.float32
     )
-    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks())
-    made.begin(rows, plan_of(rows), version=VERSION)
+    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 60):  # some hold one trajectory, some several
         logprobs, entropy = policy(
             micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures
         )
-        made.loss(micro, logprobs, entropy).backward()
-    stats = made.finish().flush(0)
+        one.loss(micro, logprobs, entropy).backward()
+    stats = one.finish().flush(0)
 
     rewards = torch.tensor([row.reward for row in rows]).view(2, 4)
     advantages = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()  # one for each trajectory
@@ -174,15 +174,15 @@ def test_vtrace_runs_through_all_sequences_with_values_of_the_states_that_the_mo
     )
     rows = [replace(rewritten(seed), index=seed, truncated=truncated) for seed in range(2)]
     advantage = AdvantageConfig(estimator="vtrace", baseline="none", gamma=0.9, lam=0.8)
-    made = Objective(advantage, PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks())
+    made = Objective(advantage, PLAIN, max_new_tokens=16, max_lag=4)
     critic = build_critic(
         CriticConfig(), "vtrace", policy, checkpoints["qwen3-tied"], num_steps=1, dtype=torch.float32, ranks=Ranks()
     )
     torch.manual_seed(0)
     torch.nn.init.normal_(critic.module.outer.weight, std=0.5)
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     micros = pack(rows, 40, bootstrap=True)
-    score_batch(policy, micros, made, critic=critic)
+    one.score(policy, micros, critic=critic)
 
     assert len(micros) == 2
     for micro, row in zip(micros, rows, strict=True):
@@ -196,8 +196,8 @@ def test_vtrace_runs_through_all_sequences_with_values_of_the_states_that_the_mo
         after = states[-1] if truncated else 0.0
         advantages, targets = literal_vtrace(ratios, rewards, values, after, gamma=0.9, lam=0.8)
 
-        torch.testing.assert_close(made._advantages[micro.trajectory_ids].advantages[0], torch.tensor(advantages))
-        torch.testing.assert_close(made.critic_targets(micro).targets[0], torch.tensor(targets))
+        torch.testing.assert_close(one.plan.advantages[micro.trajectory_ids].advantages[0], torch.tensor(advantages))
+        torch.testing.assert_close(one.plan.critic_targets(micro).targets[0], torch.tensor(targets))
 
 
 def test_without_a_critic_turn_rewards_reach_every_earlier_token_of_the_trajectory():
@@ -218,9 +218,8 @@ def test_averages_over_sequences_count_a_trajectory_once(avg_level, expected):
     rows[1] = replace(rows[1], mask=np.array([1, 1, 1, 0, 0, 1, 0], dtype=bool))
     made = Objective(
         AdvantageConfig(estimator="group"), replace(PLAIN, avg_level=avg_level), max_new_tokens=16, max_lag=4,
-        ranks=Ranks(),
     )
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
 
-    weights = [float(made._stats.weights[place]) * row.num_action_tokens for place, row in enumerate(rows)]
+    weights = [float(one.plan.tensors.weights[place]) * row.num_action_tokens for place, row in enumerate(rows)]
     assert weights == pytest.approx(expected)

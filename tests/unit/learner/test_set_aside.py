@@ -6,23 +6,25 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 
 import msgspec
 import pytest
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.checkpoints import Checkpoints
 from learner.checkpoint.retries import SaveRetries
 from learner.data.trajectories import TrajectoryReader
+from learner.hub_client.settings import steps_in_outboxes
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
-from learner.objective.objective import Objective
 from learner.objective.rewards import RewardRules
+from learner.ranks.activity import Activity
+from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
-from learner.record.quarantine import CAUSES, Quarantine
-from learner.run import Run
-from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OptimizerConfig, OverlongConfig
+from learner.sources.hub import HubSource
+from learner.sources.quarantine import CAUSES, Quarantine
+from streamrl.config.schema import ObjectivesConfig, OptimizerConfig, OverlongConfig
 from streamrl.errors import CheckpointError, StreamrlError
 from streamrl.messages import BatchShare, Group, Outcome, PlanRow, ReturnReason, Sampling, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
@@ -61,20 +63,17 @@ class FakeHub:
         self.told.append((version, skipped, reason))
 
 
-def run_of(tmp_path, hub: FakeHub, *words: str) -> Run:
-    """A lone learner with a real objective, of which only batches are asked."""
-    config = config_of("learner.max_tokens_per_device=1088", *words)
+def source_of(tmp_path, hub: FakeHub, *words: str) -> HubSource:
+    """The source of a lone learner."""
+    learner = config_of("learner.max_tokens_per_device=1088", *words).learner
     rules = RewardRules(
         ObjectivesConfig(combine="weighted_sum", components={"score": 1.0}), OverlongConfig(), max_tokens=16
     )
-    given = dict(
-        config=config, run_dir=tmp_path, run_id="r", learner_epoch=1, version=0, ranks=Ranks(), hub=hub,
-        reader=TrajectoryReader(vocab_size=100), lineage=(), objective=Objective(
-            AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4, ranks=Ranks(), reward_rules=rules,
-        ),
+    return HubSource(
+        hub, TrajectoryReader(vocab_size=100), Ranks(), StepClock(Activity()),
+        Quarantine(tmp_path, 0, limit=learner.num_max_skipped_steps), learner_epoch=1,
+        max_tokens=learner.max_tokens_per_device, rules=rules,
     )
-    needed = {one.name for one in fields(Run) if one.init and one.default is one.default_factory is MISSING}
-    return Run(**{**dict.fromkeys(needed), **given})
 
 
 def kept(tmp_path) -> dict[str, str]:
@@ -89,9 +88,9 @@ def test_a_batch_that_cannot_be_trained_is_set_aside_with_its_cause_and_the_next
     )
     hub = FakeHub(*bad, share(5))
 
-    taken, rows = run_of(tmp_path, hub).next_batch()
+    taken = source_of(tmp_path, hub).next_batch(0)
 
-    assert [row.group_id for row in rows] == [5] == [row.group_id for row in taken.plan]
+    assert [row.group_id for row in taken.rows] == [5] == [row.group_id for row in taken.plan]
     assert [(version, skipped) for version, skipped, _ in hub.told] == [(0, True)] * 4
     causes = kept(tmp_path)
     for (name, cause), one, words in zip(
@@ -106,12 +105,12 @@ def test_a_batch_that_cannot_be_trained_is_set_aside_with_its_cause_and_the_next
 def test_batches_that_go_on_failing_end_the_run_with_the_cause(tmp_path):
     def num_taken(limit: int) -> int:
         hub = FakeHub(*(share(number, scores={"style": 1.0}) for number in range(20)))
-        run = run_of(tmp_path, hub, f"learner.num_max_skipped_steps={limit}")
+        source = source_of(tmp_path, hub, f"learner.num_max_skipped_steps={limit}")
         if limit:
             with pytest.raises(StreamrlError, match=r"skipped.*num_max_skipped_steps.*no score \['score'\]"):
-                run.next_batch()
+                source.next_batch(0)
         else:
-            assert run.next_batch() is None
+            assert source.next_batch(0) is None
         return 20 - len(hub.shares)
 
     assert [num_taken(limit) for limit in (3, 12, 0)] == [3, 12, 20]
@@ -240,15 +239,17 @@ class FullFor:
 
 @pytest.mark.parametrize(("prompts", "last", "waits"), [(16, False, False), (16, True, True), (512, False, True)])
 def test_only_the_last_checkpoint_and_one_that_actors_need_for_room_are_waited_for(
-    tmp_path, monkeypatch, prompts, last, waits
+    monkeypatch, prompts, last, waits
 ):
-    run = run_of(tmp_path, FakeHub(), f"rollout.num_prompts_per_step={prompts}", "learner.max_tokens_per_device=4096")
-    run.saving, run.version, clock = FullFor(3), 7, [0.0]
-    monkeypatch.setattr("learner.run.training_tensors", lambda *_: ())
+    config = config_of(f"rollout.num_prompts_per_step={prompts}", "learner.max_tokens_per_device=4096")
+    saving, clock = FullFor(3), [0.0]
     monkeypatch.setattr("learner.checkpoint.retries.time.sleep", lambda s: clock.append(clock.pop() + s))
-    monkeypatch.setattr("learner.run.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(Run, "_remembered", lambda self: {})
+    monkeypatch.setattr("learner.checkpoint.checkpoints.time.monotonic", lambda: clock[0])
+    checkpoints = Checkpoints(
+        saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()), every_steps=0,
+        outbox_steps=steps_in_outboxes(config), steps_per_batch=1, tensors=lambda: (), remembered=dict,
+    )
 
-    run.save(last=last)
+    checkpoints.save(7, last=last)
 
-    assert (run.saving.durable == 7, clock) == ((True, [1.0 + 2.0 + 4.0]) if waits else (False, [0.0]))
+    assert (saving.durable == 7, clock) == ((True, [1.0 + 2.0 + 4.0]) if waits else (False, [0.0]))

@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from learner.checkpoint.resume import ResumeState
 from learner.data.packing import pack
-from learner.loop import forward_backward
 from learner.model.attention import blocks
 from learner.model.critic_network import CriticModel, ValueHead
 from learner.model.policy import Inspect, load_policy
@@ -18,13 +17,13 @@ from learner.model.reference import FrozenPolicy
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.scoring_pass import score_batch
 from learner.ranks.mesh import Ranks
-from learner.setup.networks import load_networks
+from learner.setup.trainer import load_networks
 from streamrl.architectures.miniature import build_miniature
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from tests.unit.config.setting_harness import config_of, tiny_model
 from tests.unit.learner.learner_factories import plan_of
+from tests.unit.learner.one_batch import OneBatch
 from tests.unit.learner.test_shared_prompts import rows_of
 
 GROUPS = [(40, [(9, 0), (12, 4), (3, 2)]), (30, [(5, 0), (22, 3), (7, 0), (1, 0)]), (2, [(4, 0)] * 2)]
@@ -104,14 +103,14 @@ def test_a_step_with_a_reference_model_has_the_same_loss_gradients_and_statistic
     for share in (False, True):
         policy.zero_grad()
         objective = Objective(
-            AdvantageConfig(), loss, max_new_tokens=32, max_lag=4, ranks=Ranks(),
+            AdvantageConfig(), loss, max_new_tokens=32, max_lag=4,
             regularizers=Regularizers(kl, constraint, loss, LossWeights(kl, EntropyConfig(), constraint, loss)),
         )
-        objective.begin(rows, plan_of(rows), version=5)
+        one = OneBatch(objective, rows, plan_of(rows), version=5)
         batches = pack(rows, 900, share=share)
-        score_batch(policy, batches, objective, reference=reference)
-        total = sum(float(forward_backward(policy, micro, objective)) for micro in batches)
-        found.append((total, [p.grad.clone() for p in policy.parameters()], objective.finish().flush(1)))
+        one.score(policy, batches, reference=reference)
+        total = sum(float(one.forward_backward(policy, micro)) for micro in batches)
+        found.append((total, [p.grad.clone() for p in policy.parameters()], one.finish().flush(1)))
     (alone, expected, stats), (shared, gradients, shared_stats) = found
 
     assert shared == pytest.approx(alone, abs=1e-6)

@@ -14,6 +14,7 @@ import torch
 
 from learner.control.drift import DriftTracker, to_bins
 from learner.control.staleness import StalenessControl
+from learner.setup.trainer import make_staleness
 from streamrl.algorithms import predict_ess
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.metrics.meter import Meter
@@ -26,7 +27,7 @@ N_EFF = 50.0
 
 
 def control_of(*words: str) -> StalenessControl:
-    return StalenessControl(from_plain(BASE, words))
+    return make_staleness(from_plain(BASE, words), {})
 
 
 def measured(

@@ -22,6 +22,7 @@ from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
 from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup
 from streamrl.metrics.samples import Sample, read_samples
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 from tests.unit.learner.test_trajectories import frame, member
 
 VERSION = 5
@@ -44,7 +45,7 @@ def model_dir(tokenizer, tmp_path_factory) -> Path:
 
 
 def objective() -> Objective:
-    return Objective(AdvantageConfig(), LossConfig(), max_new_tokens=32, max_lag=3, ranks=Ranks())
+    return Objective(AdvantageConfig(), LossConfig(), max_new_tokens=32, max_lag=3)
 
 
 def keep_steps(
@@ -56,12 +57,12 @@ def keep_steps(
         SamplesConfig(**settings), run_dir, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
     )
     for step, rows in enumerate(rows_of_steps, start=VERSION + 1):
-        loss, plan = objective(), plan_of(rows)
-        rows = loss.begin(rows, plan, version=VERSION)
-        samples.choose(rows, BatchShare(VERSION, plan, (), passed_over=passed_over), loss)
+        plan = plan_of(rows)
+        one = OneBatch(objective(), rows, plan, version=VERSION)
+        samples.choose(one.plan.rows, BatchShare(VERSION, plan, (), passed_over=passed_over), one.statistics)
         for micro in pack(rows, 64):
-            loss.loss(micro, torch.full([micro.num_scored], -2.0), torch.zeros(micro.num_scored))
-        samples.keep(step, loss, skipped=False)
+            one.loss(micro, torch.full([micro.num_scored], -2.0), torch.zeros(micro.num_scored))
+        samples.keep(step, one.statistics, skipped=False)
     if result is not None:
         samples.evaluated(result)
     samples.close()

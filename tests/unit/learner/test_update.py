@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.loop import forward_backward
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import score_batch
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 ALONE = Ranks()
 CONSTANT = Schedule("constant", 1e-3, 10)
@@ -26,12 +25,12 @@ CONSTANT = Schedule("constant", 1e-3, 10)
 
 def gradients(policy, rows, *, max_tokens=500, loss=None, advantage=None):
     made = Objective(
-        advantage or AdvantageConfig(), loss or LossConfig(), max_new_tokens=16, max_lag=4, ranks=ALONE
+        advantage or AdvantageConfig(), loss or LossConfig(), max_new_tokens=16, max_lag=4
     )
-    made.begin(rows, plan_of(rows), version=5)
+    one = OneBatch(made, rows, plan_of(rows), version=5)
     micro_batches = pack(rows, max_tokens)
-    score_batch(policy, micro_batches, made)
-    total = sum(float(forward_backward(policy, micro, made)) for micro in micro_batches)
+    one.score(policy, micro_batches)
+    total = sum(float(one.forward_backward(policy, micro)) for micro in micro_batches)
     return total, [p.grad.clone() for p in policy.parameters()]
 
 
@@ -48,13 +47,13 @@ def test_the_number_of_micro_batches_changes_neither_loss_nor_gradients(checkpoi
 
 def test_a_surrogate_that_must_see_the_batch_first_leaves_no_gradient_while_it_looks(checkpoints):
     policy, rows = load_policy(checkpoints["qwen3-tied"]), batch(3, 4)
-    made = Objective(AdvantageConfig(), LossConfig(surrogate="m2po"), max_new_tokens=16, max_lag=4, ranks=ALONE)
-    made.begin(rows, plan_of(rows), version=5)
+    made = Objective(AdvantageConfig(), LossConfig(surrogate="m2po"), max_new_tokens=16, max_lag=4)
+    one = OneBatch(made, rows, plan_of(rows), version=5)
     micro_batches = pack(rows, 60)
-    score_batch(policy, micro_batches, made)
+    one.score(policy, micro_batches)
 
     assert all(p.grad is None for p in policy.parameters())
-    assert all(math.isfinite(forward_backward(policy, micro, made)) for micro in micro_batches)
+    assert all(math.isfinite(one.forward_backward(policy, micro)) for micro in micro_batches)
 
 
 def test_the_gradient_norm_is_global_and_clipping_scales_all_gradients_alike(checkpoints):

@@ -27,21 +27,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.data.packing import equalize, pack, pack_minibatches
+from learner.data.packing import equalize, pack
 from learner.data.selection import LeaveOut
-from learner.loop import forward_backward, update
 from learner.model.adapter.frozen import FrozenAdapter
 from learner.model.adapter.lora import add_adapter
 from learner.model.gradients import optimizer_step
+from learner.model.networks import Networks
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy, sync_if_due
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.scoring_pass import score_batch
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks, local_part
+from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,
@@ -52,8 +52,8 @@ from streamrl.config.schema import (
     OptimizerConfig,
 )
 from streamrl.errors import CheckpointError
-from tests.fakes.lone_run import FakeRun
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
 LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01)
@@ -79,16 +79,16 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     plan = plan_of(rows, world=ranks.mesh.dp_size)
     mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
     objective = Objective(
-        AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4, ranks=ranks,
+        AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4,
         regularizers=Regularizers(KL, CONSTRAINT, LOSS, kit.controls),
     )
-    objective.begin(mine, plan, version=5)
+    one = OneBatch(objective, mine, plan, version=5, ranks=ranks)
     micro_batches = equalize(pack(mine, 40), ranks)
-    score_batch(policy, micro_batches, objective, reference=kit.reference)
-    loss = sum(float(forward_backward(policy, micro, objective)) for micro in micro_batches)
+    one.score(policy, micro_batches, reference=kit.reference)
+    loss = sum(float(one.forward_backward(policy, micro)) for micro in micro_batches)
     gradients = {name: whole(p.grad) for name, p in policy.named_parameters() if p.requires_grad}
     result = optimizer_step(policy, kit.optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)
-    meter = objective.finish()
+    meter = one.finish()
     kit.controls.update(meter, num_steps=step + 1)
     sync_if_due(kit.reference, policy, every=SYNC_EVERY, step=step + 1)
     return ranks.all_reduce([loss])[0], result.grad_norm, gradients, meter.flush(step)
@@ -168,18 +168,13 @@ def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False) -
     """Two minibatches and two epochs with a frozen anchor; one rank has more of a minibatch than the other."""
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
     loss = LossConfig(surrogate="decoupled_ppo", anchor="recomputed", dual_clip=None)
-    objective = Objective(AdvantageConfig(scale="std"), loss, max_new_tokens=16, max_lag=9, ranks=ranks,
-                          steps_per_batch=4)  # fmt: skip
+    objective = Objective(AdvantageConfig(scale="std"), loss, max_new_tokens=16, max_lag=9, steps_per_batch=4)
     rows = batch(6, 3, seed=4)
     plan = [replace(row, minibatch=row.group_id // 3) for row in plan_of(rows, world=ranks.mesh.dp_size)]
-    mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
-    run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)), SCHEDULE, objective, num_epochs=2,
-                  version=0, ranks=ranks)  # fmt: skip
-    run.config.learner.reduce_once = once
-    mine = objective.begin(mine, plan, version=5)
+    settings = TrainerSettings(max_tokens=40, num_minibatches=2, num_epochs=2, reduce_once=once)
     with Reductions() as reductions:
-        meter, result = update(run, pack_minibatches(mine, plan, 40, ranks, num_minibatches=2))
-    write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
+        trained = train_batch(policy, objective, settings, rows, plan, ranks)
+    write(folder, policy, ranks, (0.0, trained.result.grad_norm, {}, trained.measured.flush(1)))
     if ranks.rank == 0:
         (folder / "reductions").write_text(str(reductions.count))
 
@@ -187,17 +182,20 @@ def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False) -
 def measured(work: Path, folder: Path, ranks: Ranks) -> None:
     """Trajectories without a gradient are measured alone; one rank has all of them, and the other all the rest."""
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
-    objective = Objective(AdvantageConfig(estimator="group"), LossConfig(), max_new_tokens=16, max_lag=9, ranks=ranks,
-                          leave_out=LeaveOut.BACKWARD)  # fmt: skip
+    objective = Objective(
+        AdvantageConfig(estimator="group"), LossConfig(), max_new_tokens=16, max_lag=9, leave_out=LeaveOut.BACKWARD
+    )
     rows = [replace_row(row, reward=1.0) if row.group_id % 2 else row for row in batch(6, 3, seed=4)]
     plan = plan_of(rows, world=ranks.mesh.dp_size)
-    mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
-    run = FakeRun(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)), SCHEDULE, objective, num_epochs=1,
-                  version=0, ranks=ranks)  # fmt: skip
-    mine = objective.begin(mine, plan, version=5)
-    passes = pack_minibatches(mine, plan, 40, ranks, places=objective.places, measured=objective.measured)
-    meter, result = update(run, passes)
-    write(folder, policy, ranks, (0.0, result.grad_norm, {}, meter.flush(1)))
+    trained = train_batch(policy, objective, TrainerSettings(max_tokens=40), rows, plan, ranks)
+    write(folder, policy, ranks, (0.0, trained.result.grad_norm, {}, trained.measured.flush(1)))
+
+
+def train_batch(policy: Policy, objective: Objective, settings: TrainerSettings, rows, plan, ranks: Ranks):
+    """What training on this rank's share of a batch did, from version 5 on."""
+    networks = Networks(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)))
+    trainer = Trainer(networks, SCHEDULE, objective, settings, ranks, version=5)
+    return trainer.train_batch([row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank], plan)
 
 
 def fail(work: Path, folder: Path, ranks: Ranks) -> None:

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from learner.hub.liveness.ranks import NO_BETTER_CAUSE_S, RankWatch, process_state
-from learner.ranks.activity import host_id
 from streamrl.messages import RankBeat
+from streamrl.processes import host_id
 
 SILENT_S = 20.0
 

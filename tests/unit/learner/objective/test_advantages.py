@@ -10,13 +10,14 @@ import torch
 
 from learner.data.packing import pack
 from learner.objective.advantages import segment_ids
+from learner.objective.loss import estimated_advantages
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
-from learner.ranks.mesh import Ranks
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, Discount, LossConfig, Segment
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of, trajectory
+from tests.unit.learner.one_batch import OneBatch
 
 VERSION = 5
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
@@ -39,23 +40,23 @@ def spread(micro, per_row):
 
 def advantages_of(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.4):
     """Row -> (advantages, targets) of its action tokens, as the loss would use them."""
-    made = Objective(advantage, loss, max_new_tokens=16, max_lag=4, ranks=Ranks())
+    made = Objective(advantage, loss, max_new_tokens=16, max_lag=4)
     policy, values, ends, norms = drifted(rows, seed, drift)
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     micros = pack(rows, max_tokens, bootstrap=made.has_critic)
     for micro in micros:
         cut = torch.tensor([rows[i].bootstraps for i in micro.trajectory_ids])
-        made.observe(micro, PassOutputs(
+        one.observe(micro, PassOutputs(
             policy=spread(micro, policy), values=spread(micro, values),
             bootstrap=torch.where(cut, torch.tensor([float(ends[i]) for i in micro.trajectory_ids]), 0.0),
             action_values=spread(micro, [v + 0.3 for v in values]) if advantage.estimator == "retrace_q" else None,
             square_norms=torch.tensor([float(norms[i]) for i in micro.trajectory_ids]),
         ))
-    made.close_observation()
+    one.close_observation()
     out = {}
     for micro in micros:
-        found = made._advantages.get(micro.trajectory_ids)
-        found = found or made._estimated(made._tokens(micro, spread(micro, policy)))
+        found = one.plan.advantages.get(micro.trajectory_ids)
+        found = found or estimated_advantages(one.plan.tokens(micro, spread(micro, policy)), one.plan)
         for place, i in enumerate(micro.trajectory_ids):
             chosen = micro.mask[place]
             targets = None if found.targets is None else found.targets[place][chosen]
@@ -135,16 +136,16 @@ def test_an_answer_that_was_cut_and_judged_has_the_advantage_of_a_wrong_one():
         for row, (reward, cut, judged) in zip(batch(1, 4), cases, strict=True)
     ]
     made = Objective(
-        AdvantageConfig(estimator="gae", baseline="none", lam=1.0), PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks()
+        AdvantageConfig(estimator="gae", baseline="none", lam=1.0), PLAIN, max_new_tokens=16, max_lag=4
     )
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     (micro,) = pack(rows, 10_000, bootstrap=True)
     constant = torch.where(micro.mask, 0.25, 0.0)
     ends = torch.tensor([0.25 if rows[i].bootstraps else 0.0 for i in micro.trajectory_ids])
-    made.observe(micro, PassOutputs(policy=torch.zeros_like(constant), values=constant, bootstrap=ends))
-    made.close_observation()
+    one.observe(micro, PassOutputs(policy=torch.zeros_like(constant), values=constant, bootstrap=ends))
+    one.close_observation()
 
-    advantages = made._estimated(made._tokens(micro, torch.zeros_like(constant))).advantages
+    advantages = estimated_advantages(one.plan.tokens(micro, torch.zeros_like(constant)), one.plan).advantages
     found = {i: advantages[place][micro.mask[place]] for place, i in enumerate(micro.trajectory_ids)}
 
     assert len(micro.bootstrap_index) == 1
@@ -291,7 +292,7 @@ def test_rho_bar_can_follow_the_effective_sample_size():
 )
 def test_a_setting_that_the_estimator_does_not_read_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Objective(AdvantageConfig(**settings), PLAIN, max_new_tokens=16, max_lag=4, ranks=Ranks())
+        Objective(AdvantageConfig(**settings), PLAIN, max_new_tokens=16, max_lag=4)
 
 
 @pytest.mark.parametrize("discount", list(Discount))

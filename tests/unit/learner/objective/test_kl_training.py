@@ -10,7 +10,6 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
-from learner.loop import forward_backward
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
@@ -19,7 +18,6 @@ from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.objective.scoring_pass import score_batch
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import kl_estimate
@@ -27,6 +25,7 @@ from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import AdvantageConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of, tiny_checkpoint
+from tests.unit.learner.one_batch import OneBatch
 
 pytestmark = pytest.mark.timeout(120)
 ALONE = Ranks()
@@ -85,23 +84,23 @@ def train(
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=first)
     reference = None
     if needs_reference(config.kl, config.constraint):
-        reference = load_reference(config, reference_of or model_dir, policy, ALONE)
+        reference = load_reference(config.reference, reference_of or model_dir, policy, ALONE, passes={})
     regularizers = Regularizers(config.kl, config.constraint, config.loss, controls)
     objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=max_lag, ranks=ALONE, regularizers=regularizers
+        config.advantage, config.loss, max_new_tokens=16, max_lag=max_lag, regularizers=regularizers
     )
     made = StepDone(policy, controls, reference, rows)
     optimizer = make_optimizer(policy, OptimizerConfig(lr=lr))
     if before is not None:
         before(made, optimizer)
     for step in range(first, first + num_steps):
-        objective.begin(rows, plan_of(rows, version=START), version=START)
+        one = OneBatch(objective, rows, plan_of(rows, version=START), version=START)
         micro_batches = pack(rows, max_tokens)
-        score_batch(policy, micro_batches, objective, reference=reference)
+        one.score(policy, micro_batches, reference=reference)
         for micro in micro_batches:
-            forward_backward(policy, micro, objective)
+            one.forward_backward(policy, micro)
         optimizer_step(policy, optimizer, Schedule("constant", lr, 100), step=step, max_grad_norm=1.0, ranks=ALONE)
-        meter = objective.finish()
+        meter = one.finish()
         controls.record(meter)
         controls.update(meter, num_steps=step + 1)
         sync_if_due(reference, policy, every=config.reference.sync_every_steps, step=step + 1)
@@ -181,14 +180,14 @@ def kl_gradient(*words) -> torch.Tensor:
     gradients = []
     for pulls in (regularizers, None):
         objective = Objective(
-            config.advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE, regularizers=pulls
+            config.advantage, config.loss, max_new_tokens=16, max_lag=4, regularizers=pulls
         )
-        objective.begin(rows, plan_of(rows), version=START)
+        one = OneBatch(objective, rows, plan_of(rows), version=START)
         (micro,) = pack(rows, 10_000)
         logprobs = (micro.behavior_logprobs[micro.mask] + 2).requires_grad_()
-        objective.observe(micro, PassOutputs(reference=micro.padded(logprobs.detach() - 1)))
-        objective.close_observation()
-        objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+        one.observe(micro, PassOutputs(reference=micro.padded(logprobs.detach() - 1)))
+        one.close_observation()
+        one.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
         gradients.append(logprobs.grad * len(logprobs))
     return gradients[0] - gradients[1]
 
@@ -232,20 +231,20 @@ def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
     config, rows = from_plain(BASE, ["kl.mode=reward_k1", "kl.coef=0.5"]), batch(2, 2)
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
     objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE,
+        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
         regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
     )
-    objective.begin(rows, plan_of(rows), version=START)
+    one = OneBatch(objective, rows, plan_of(rows), version=START)
     gradients = [torch.empty(0)] * len(rows)
     observed = [pack([row], 10_000)[0] for row in rows]
     observed = [replace(micro, trajectory_ids=(place,)) for place, micro in enumerate(observed)]
     for place, micro in enumerate(observed):  # x of every token is the place of its trajectory, in nats
         recorded = micro.behavior_logprobs
-        objective.observe(micro, PassOutputs(policy=recorded, reference=recorded - place * micro.mask))
-    objective.close_observation()
+        one.observe(micro, PassOutputs(policy=recorded, reference=recorded - place * micro.mask))
+    one.close_observation()
     for place, micro in enumerate(observed):
         logprobs = micro.behavior_logprobs[micro.mask].clone().requires_grad_()
-        objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+        one.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
         gradients[place] = logprobs.grad
 
     shaped = [row.reward - 0.5 * place * row.num_action_tokens for place, row in enumerate(rows)]
@@ -261,18 +260,18 @@ def test_a_kl_in_the_reward_comes_off_each_tokens_reward_where_estimators_look_a
     advantage = AdvantageConfig(estimator=estimator, baseline="none")
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
     objective = Objective(
-        advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE,
+        advantage, config.loss, max_new_tokens=16, max_lag=4,
         regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
     )
-    objective.begin(rows, plan_of(rows), version=START)
+    one = OneBatch(objective, rows, plan_of(rows), version=START)
     (micro,) = pack(rows, 10_000)
     recorded, zeros = micro.behavior_logprobs, torch.zeros_like(micro.behavior_logprobs)
-    objective.observe(micro, PassOutputs(
+    one.observe(micro, PassOutputs(
         policy=recorded, reference=recorded - 0.2 * micro.mask, values=zeros, bootstrap=zeros[:, 0]
     ))
-    objective.close_observation()
+    one.close_observation()
     logprobs = recorded[micro.mask].clone().requires_grad_()
-    objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+    one.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
 
     shaped = micro.rewards - 0.5 * 0.2 * micro.mask
     returns = shaped.flip(1).cumsum(1).flip(1)[micro.mask]
@@ -285,18 +284,19 @@ def test_tokens_that_a_veto_removed_do_not_count_in_the_measured_kl():
     config, rows = from_plain(BASE, [K2, "loss.veto_high=50"]), batch(2, 2)
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
     objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4, ranks=ALONE,
+        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
         regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
     )
-    objective.begin(rows, plan_of(rows), version=START)
+    one = OneBatch(objective, rows, plan_of(rows), version=START)
     (micro,) = pack(rows, 10_000)
     policy = micro.behavior_logprobs.clone()
     policy[0, 0] += 9  # this token's ratio is e^9, and it is 9 nats from the reference
-    objective.observe(micro, PassOutputs(reference=micro.behavior_logprobs))
+    one.observe(micro, PassOutputs(reference=micro.behavior_logprobs))
+    one.close_observation()
     logprobs = policy[micro.mask].requires_grad_()
-    objective.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
+    one.loss(micro, logprobs, torch.zeros_like(logprobs)).backward()
 
-    assert objective.finish().value("kl/value") == pytest.approx(0.0, abs=1e-6)
+    assert one.finish().value("kl/value") == pytest.approx(0.0, abs=1e-6)
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------

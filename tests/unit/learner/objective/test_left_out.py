@@ -10,10 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from learner.control.staleness import StalenessControl
 from learner.data.packing import pack_minibatches
 from learner.data.selection import LeaveOut
-from learner.loop import forward_backward
 from learner.model.policy import load_policy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss_weights import LossWeights
@@ -21,13 +19,14 @@ from learner.objective.objective import Objective
 from learner.objective.options import surrogate_options, vanishes_at_zero
 from learner.objective.regularizers import Regularizers
 from learner.ranks.mesh import Ranks
-from learner.setup.compose import leaves_out
+from learner.setup.trainer import leaves_out, make_staleness
 from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate
 from streamrl.algorithms.surrogates.registry import SURROGATE_ENTRIES
 from streamrl.algorithms.types import TokenLoss
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from tests.unit.config.setting_harness import config_of
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 VERSION = 5
 GROUP = AdvantageConfig(estimator="group")
@@ -49,7 +48,7 @@ def made(leave_out: bool | LeaveOut, advantage=GROUP, loss=None, **options) -> O
     if isinstance(leave_out, bool):
         leave_out = LeaveOut.PASS if leave_out else LeaveOut.NOTHING
     return Objective(
-        advantage, loss or LossConfig(), max_new_tokens=16, max_lag=6, ranks=Ranks(), leave_out=leave_out, **options
+        advantage, loss or LossConfig(), max_new_tokens=16, max_lag=6, leave_out=leave_out, **options
     )
 
 
@@ -57,14 +56,14 @@ def trained(policy, objective, rows, plan=None, lag_policy=None):
     """(loss, gradients, statistics, tokens that were packed for gradients) of one batch."""
     policy.zero_grad()
     plan = plan or plan_of(rows)
-    objective.begin(rows, plan, version=VERSION, lag_policy=lag_policy)
+    one = OneBatch(objective, rows, plan, version=VERSION, lag_policy=lag_policy)
     (batches,) = pack_minibatches(
-        rows, plan, 60, Ranks(), places=objective.places, measured=objective.measured
+        rows, plan, 60, Ranks(), places=one.plan.places, measured=one.plan.measured
     )
-    loss = sum(float(forward_backward(policy, micro, objective)) for micro in batches)
+    loss = sum(float(one.forward_backward(policy, micro)) for micro in batches)
     gradients = [p.grad.clone() for p in policy.parameters()]
     num_tokens = sum(micro.num_tokens for micro in batches if micro.has_gradient)
-    return loss, gradients, objective.finish().flush(1), num_tokens
+    return loss, gradients, one.finish().flush(1), num_tokens
 
 
 @pytest.mark.shows("learner.skip_zero_advantage")
@@ -115,7 +114,9 @@ def test_cut_and_over_old_trajectories_are_left_out_too(checkpoints):
     results = []
     for leave_out in (False, True):
         objective = made(leave_out, filter_truncated=True)
-        results.append((trained(policy, objective, rows, plan, LagPolicy(mask_beyond=4)), objective.places))
+        lag_policy = LagPolicy(mask_beyond=4)
+        places = OneBatch(objective, rows, plan, lag_policy=lag_policy).plan.places
+        results.append((trained(policy, objective, rows, plan, lag_policy), places))
     ((whole, expected, stats, _), every), ((less, gradients, fewer, _), places) = results
 
     gone = {i for i, row in enumerate(rows) if row.group_id in (1, 3, 4) or row.truncated}
@@ -142,30 +143,30 @@ def test_a_batch_without_any_gradient_still_gives_every_parameter_one_of_zero(ch
 def test_a_sample_of_a_trajectory_without_a_pass_has_an_advantage_and_no_ratios():
     rows = rows_with_idle_groups()
     objective = made(True)
-    objective.begin(rows, plan_of(rows), version=VERSION)
-    objective.watch([0, 4])
+    one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
+    one.statistics.watch([0, 4])
 
-    assert objective.watched(4, rows[4].num_action_tokens) == ([], [0.0] * rows[4].num_action_tokens)
-    assert objective.watched(0, rows[0].num_action_tokens) == ([], [])  # it has not had its pass yet
+    assert one.statistics.watched(4, rows[4].num_action_tokens) == ([], [0.0] * rows[4].num_action_tokens)
+    assert one.statistics.watched(0, rows[0].num_action_tokens) == ([], [])  # it has not had its pass yet
 
-    objective.begin(rows, [msgspec.structs.replace(row, head_lag=0) for row in plan_of(rows)], version=VERSION,
-                    lag_policy=LagPolicy(mask_beyond=4))
-    objective.watch([16])
-    seen = objective.watched(16, rows[16].num_action_tokens)
+    plan = [msgspec.structs.replace(row, head_lag=0) for row in plan_of(rows)]
+    one = OneBatch(objective, rows, plan, version=VERSION, lag_policy=LagPolicy(mask_beyond=4))
+    one.statistics.watch([16])
+    seen = one.statistics.watched(16, rows[16].num_action_tokens)
     first, *others = (row.reward for row in rows[16:20])
-    assert 16 not in objective.places and seen[0] == []
+    assert 16 not in one.plan.places and seen[0] == []
     assert seen[1] == pytest.approx([first - sum(others) / 3] * rows[16].num_action_tokens)
 
 
 def test_an_advantage_that_only_a_pass_would_tell_is_left_out_and_not_0():
     rows = rows_with_idle_groups()
     objective = made(True, AdvantageConfig(estimator="reinforce_pp", baseline="group_mean"), filter_truncated=True)
-    objective.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
     gone = next(place for place, row in enumerate(rows) if row.truncated)
-    objective.watch([gone])
+    one.statistics.watch([gone])
 
-    assert gone not in objective.places and objective.watched(gone, 3) == ([], [])
-    assert "advantage/mean" not in objective.finish().flush(1)
+    assert gone not in one.plan.places and one.statistics.watched(gone, 3) == ([], [])
+    assert "advantage/mean" not in one.finish().flush(1)
 
 
 @pytest.mark.parametrize(
@@ -193,17 +194,17 @@ def test_whatever_reads_tokens_without_advantage_keeps_them(advantage, loss, kl,
         True, AdvantageConfig(**advantage), loss, regularizers=Regularizers(kl, constraint, loss, controls)
     )
     rows = rows_with_idle_groups()
-    objective.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
 
-    assert objective.places == tuple(range(len(rows)))
+    assert one.plan.places == tuple(range(len(rows)))
 
 
 def test_advantages_that_are_not_known_before_the_pass_keep_theirs_and_scaled_ones_do_not():
     rows, places = rows_with_idle_groups(), {}
     for name, baseline in (("reinforce_pp", "group_mean"), ("vtrace_critic_free", "leave_one_out")):
         objective = made(True, AdvantageConfig(estimator=name, baseline=baseline))
-        objective.begin(rows, plan_of(rows), version=VERSION)
-        places[name] = len(objective.places)
+        one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
+        places[name] = len(one.plan.places)
 
     assert places == {"reinforce_pp": 20, "vtrace_critic_free": 12}
 
@@ -222,8 +223,8 @@ def test_a_correction_that_reads_the_whole_micro_batch_keeps_every_trajectory(mo
     for name in ("mine", "plain"):
         loss = LossConfig(surrogate="reinforce", dual_clip=None, correction=f"my_corrections:{name}")
         objective = made(True, loss=loss)
-        objective.begin(rows, plan_of(rows), version=VERSION)
-        places[name] = len(objective.places)
+        one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
+        places[name] = len(one.plan.places)
 
     assert places == {"mine": 20, "plain": 12}
 
@@ -245,9 +246,9 @@ def test_a_surrogate_with_a_term_of_its_own_keeps_every_trajectory(monkeypatch):
     module.pulled = pulled
     monkeypatch.setitem(sys.modules, "my_losses", module)
     objective, rows = made(True, loss=LossConfig(surrogate="my_losses:pulled")), rows_with_idle_groups()
-    objective.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(objective, rows, plan_of(rows), version=VERSION)
 
-    assert len(objective.places) == len(rows)
+    assert len(one.plan.places) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,6 @@ def test_a_control_that_reads_ratios_keeps_their_tokens_unless_told_otherwise(wo
     found = []
     for wish in ("auto", "always", "never"):
         config = config_of(*plain, *words, f"learner.skip_zero_advantage={wish}")
-        found.append(leaves_out(config, StalenessControl(config)))
+        found.append(leaves_out(config.learner.skip_zero_advantage, make_staleness(config, {})))
 
     assert found == [auto, LeaveOut.PASS, LeaveOut.NOTHING]

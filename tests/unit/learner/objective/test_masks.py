@@ -12,22 +12,20 @@ import torch
 
 from learner.data.packing import pack
 from learner.model.gradients import BatchResult, StepResult
+from learner.model.networks import Networks
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import CAUSES, token_masks
 from learner.objective.objective import Objective
-from learner.objective.scoring_pass import score_batch
 from learner.objective.token_batch import PassOutputs
-from learner.ranks.mesh import Ranks
-from learner.record.quarantine import Quarantine
-from learner.run import Run
+from learner.trainer import Trainer, TrainerSettings
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
-from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OpsmWhen, VetoStat
+from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen, VetoStat
 from streamrl.errors import ConfigError
-from streamrl.messages import Lineage
 from streamrl.metrics.names import Reduction, lookup
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 OFF = LossConfig(veto_low=None, veto_high=None)
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -85,23 +83,23 @@ def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
 def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options):
     """(gradient of each row's log-probs, statistics) with log-probs near the recorded ones."""
     made = Objective(
-        advantage or AdvantageConfig(estimator="group"), loss, max_new_tokens=16, max_lag=4, ranks=Ranks(), **options
+        advantage or AdvantageConfig(estimator="group"), loss, max_new_tokens=16, max_lag=4, **options
     )
     rng = np.random.default_rng(0)
     leaves = [
         torch.tensor(r.logprobs[r.mask] + drift * rng.standard_normal(r.num_action_tokens), dtype=torch.float32,
                      requires_grad=True) for r in rows
     ]
-    made.begin(rows, plan_of(rows), version=5)
+    one = OneBatch(made, rows, plan_of(rows), version=5)
     (micro,) = pack(rows, 10_000)
     if made.needs:
         policy = micro.padded(torch.cat([leaves[i] for i in micro.trajectory_ids]).detach())
         average = None if proximal is None else torch.where(micro.mask, micro.behavior_logprobs + proximal, 0.0)
-        made.observe(micro, PassOutputs(policy=policy, proximal=average))
-        made.close_observation()
+        one.observe(micro, PassOutputs(policy=policy, proximal=average))
+        one.close_observation()
     flat = torch.cat([leaves[i] for i in micro.trajectory_ids])
-    made.loss(micro, flat, torch.ones_like(flat)).backward()
-    return [x.grad for x in leaves], made.finish().flush(0), [x.detach() for x in leaves]
+    one.loss(micro, flat, torch.ones_like(flat)).backward()
+    return [x.grad for x in leaves], one.finish().flush(0), [x.detach() for x in leaves]
 
 
 def loo(rows):
@@ -195,7 +193,7 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
 def test_combinations_that_weigh_twice_or_do_nothing_are_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
         Objective(
-            AdvantageConfig(estimator="group"), replace(OFF, **loss), max_new_tokens=16, max_lag=4, ranks=Ranks()
+            AdvantageConfig(estimator="group"), replace(OFF, **loss), max_new_tokens=16, max_lag=4
         )
 
 
@@ -233,32 +231,31 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     rows = batch(2, 3)
     made = Objective(
         AdvantageConfig(estimator="group"), replace(OFF, surrogate="decoupled_ppo", anchor="ewma"),
-        max_new_tokens=16, max_lag=4, ranks=Ranks(),
+        max_new_tokens=16, max_lag=4,
     )
-    made.begin(rows, plan_of(rows), version=5)
+    one = OneBatch(made, rows, plan_of(rows), version=5)
     (micro,) = pack(rows, 10_000)
     frozen = FrozenPolicy(other, name="ewma")
-    score_batch(policy, [micro], made, proximal=frozen)
+    one.score(policy, [micro], proximal=frozen)
 
-    outputs = made.outputs(micro)
+    outputs = one.plan.outputs_of(micro)
     assert torch.equal(outputs.proximal, micro.padded(frozen.score(micro)))
     assert outputs.policy is None  # the objective did not ask for the policy's own
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])
-def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay, tmp_path):
+def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay):
     policy, average = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(1.0)
-    run = SimpleNamespace(
-        version=0, step=1, lineage=(Lineage(1, 0, 0),), policy=policy, reference=None,
-        proximal=FrozenPolicy(average, name="ewma"),
-        config=Config(loss=LossConfig(ewma_decay=decay)), quarantine=Quarantine(tmp_path, 0, limit=1),
+    trainer = Trainer(
+        Networks(policy, None, proximal=FrozenPolicy(average, name="ewma")), None, None,
+        TrainerSettings(max_tokens=1, num_epochs=2, ewma_decay=decay),
     )
     step = StepResult(grad_norm=1.0, skipped=False, lr=1e-3)
-    Run.advance(run, SimpleNamespace(version=0), BatchResult((step, step)))
+    trainer._advance(BatchResult((step, step)))
 
-    assert run.version == 2  # two optimizer steps; the average moves once
+    assert trainer.version == 2  # two optimizer steps; the average moves once
     gap = next(policy.parameters()) - next(average.parameters())
     assert float(gap.detach().mean()) == pytest.approx(decay, abs=1e-5)

@@ -14,11 +14,11 @@ from learner.data.packing import pack
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
-from learner.ranks.mesh import Ranks
 from streamrl.algorithms import SURROGATES
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 GROUP = AdvantageConfig(estimator="group")
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
@@ -26,7 +26,7 @@ VERSION = 5
 
 
 def objective(advantage=GROUP, loss=PLAIN, **options) -> Objective:
-    return Objective(advantage, loss, **{"max_new_tokens": 16, "max_lag": 4, "ranks": Ranks(), **options})
+    return Objective(advantage, loss, **{"max_new_tokens": 16, "max_lag": 4, **options})
 
 
 def policy_outputs(rows, drift=0.3, seed=0):
@@ -44,20 +44,20 @@ def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan
     """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics)."""
     made = objective(advantage, loss, **options)
     logprobs, entropies = policy_outputs(rows, drift)
-    made.begin(rows, plan or plan_of(rows), version=VERSION, lag_policy=lag_policy)
+    one = OneBatch(made, rows, plan or plan_of(rows), version=VERSION, lag_policy=lag_policy)
     micro_batches = pack(rows, max_tokens)
     if made.needs:
         for micro in micro_batches:
             before = torch.cat([logprobs[i] for i in micro.trajectory_ids]).detach()
-            made.observe(micro, PassOutputs(policy=micro.padded(before)))
-        made.close_observation()
+            one.observe(micro, PassOutputs(policy=micro.padded(before)))
+        one.close_observation()
     total = sum(
-        made.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
+        one.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
         for micro in micro_batches
     )
     total.backward()
     zeros = [torch.zeros_like(e) if e.grad is None else e.grad for e in entropies]
-    return float(total.detach()), [x.grad for x in logprobs], zeros, made.finish().flush(0)
+    return float(total.detach()), [x.grad for x in logprobs], zeros, one.finish().flush(0)
 
 
 def ratios(rows, drift=0.3):
@@ -404,12 +404,12 @@ def test_a_plan_that_does_not_match_the_share_is_refused():
     plan = plan_of(rows)
     made = objective()
     with pytest.raises(ContentError, match="missing"):
-        made.begin(rows[1:], plan, version=VERSION)
+        OneBatch(made, rows[1:], plan, version=VERSION)
     with pytest.raises(ContentError, match="extra"):
-        made.begin(rows, plan[1:], version=VERSION)
+        OneBatch(made, rows, plan[1:], version=VERSION)
     rows[0].mask[0] = False
     with pytest.raises(ContentError, match="the plan says"):
-        made.begin(rows, plan, version=VERSION)
+        OneBatch(made, rows, plan, version=VERSION)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -463,12 +463,12 @@ def test_a_group_of_equal_rewards_teaches_nothing():
 def test_a_log_prob_that_is_not_finite_cannot_hide_behind_a_mask(loss, broken):
     rows = batch(1, 3)
     made = objective(loss=loss)
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     (micro,) = pack(rows, 500)
     logprobs = torch.full((micro.num_scored,), -3.0)
     logprobs[4] = broken
     logprobs.requires_grad_()
 
-    made.loss(micro, logprobs, torch.zeros(micro.num_scored)).backward()
+    one.loss(micro, logprobs, torch.zeros(micro.num_scored)).backward()
 
     assert not torch.isfinite(logprobs.grad).all()

@@ -8,12 +8,12 @@ import torch
 from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
-from learner.ranks.mesh import Ranks
 from learner.setup.dry_run import run_dry
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 VERSION = 5
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
@@ -86,8 +86,8 @@ def own(tmp_path, monkeypatch) -> str:
 def step(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int = 4):
     """(micro-batch, log-probs with their gradient times the number of tokens, statistics) of one step."""
     rows = batch(2, 3)
-    made = Objective(advantage, loss, max_new_tokens=16, max_lag=max_lag, ranks=Ranks())
-    made.begin(rows, plan_of(rows), version=VERSION)
+    made = Objective(advantage, loss, max_new_tokens=16, max_lag=max_lag)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     (micro,) = pack(rows, 10_000, bootstrap=made.has_critic)
     generator = torch.Generator().manual_seed(0)
     recorded = micro.behavior_logprobs[micro.mask]
@@ -95,10 +95,10 @@ def step(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int = 4):
     if made.needs:
         values = torch.full(micro.mask.shape, 0.25)
         policy = micro.padded(logprobs.detach())
-        made.observe(micro, PassOutputs(policy=policy, values=values, bootstrap=torch.zeros(len(rows))))
-        made.close_observation()
-    made.loss(micro, logprobs, torch.ones_like(logprobs)).backward()
-    return micro, logprobs.detach(), logprobs.grad * micro.num_scored, made.finish().flush(1)
+        one.observe(micro, PassOutputs(policy=policy, values=values, bootstrap=torch.zeros(len(rows))))
+        one.close_observation()
+    one.loss(micro, logprobs, torch.ones_like(logprobs)).backward()
+    return micro, logprobs.detach(), logprobs.grad * micro.num_scored, one.finish().flush(1)
 
 
 def per_token(micro, per_row) -> torch.Tensor:

@@ -16,6 +16,7 @@ from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 OFF, NONE = ObjectivesConfig(), OverlongConfig()
 ALONE = Ranks()
@@ -143,12 +144,12 @@ def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
 
 
 def losses(rows, **options):
-    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4, ranks=ALONE, **options)
-    rows = made.begin(rows, plan_of(rows), version=5)
-    (micro,) = pack(rows, 10_000)
+    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4, **options)
+    one = OneBatch(made, rows, plan_of(rows))
+    (micro,) = pack(one.plan.rows, 10_000)
     leaf = micro.behavior_logprobs[micro.mask].clone().requires_grad_()
-    made.loss(micro, leaf, torch.ones_like(leaf)).backward()
-    return micro.padded(leaf.grad), made.finish().flush(0)
+    one.loss(micro, leaf, torch.ones_like(leaf)).backward()
+    return micro.padded(leaf.grad), one.finish().flush(0)
 
 
 def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():

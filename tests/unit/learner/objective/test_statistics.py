@@ -10,10 +10,10 @@ import torch
 
 from learner.data.packing import pack
 from learner.objective.objective import Objective
-from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.metrics.names import METRICS
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.one_batch import OneBatch
 
 VERSION = 5
 LOSS = LossConfig(surrogate="ppo_clip", veto_low=0.4, veto_high=2.5, dual_clip=None)
@@ -28,14 +28,14 @@ def step():
                 for r in rows]
     entropies = [1 + torch.rand(len(x), generator=generator) for x in logprobs]
     made = Objective(
-        AdvantageConfig(estimator="group"), LOSS, max_new_tokens=16, max_lag=4, ranks=Ranks()
+        AdvantageConfig(estimator="group"), LOSS, max_new_tokens=16, max_lag=4
     )
-    made.begin(rows, plan_of(rows), version=VERSION)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 40):
-        made.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
+        one.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
     recorded = [torch.from_numpy(row.logprobs[row.mask]) for row in rows]
     log_ratios = [(x - mu).double().numpy() for x, mu in zip(logprobs, recorded, strict=True)]
-    return rows, log_ratios, [e.numpy() for e in entropies], made.finish().flush(1)
+    return rows, log_ratios, [e.numpy() for e in entropies], one.finish().flush(1)
 
 
 def ess(weights):
@@ -129,9 +129,9 @@ def test_every_key_is_in_the_list_of_metrics(step):
 def test_a_reward_part_named_like_a_metric_does_not_pose_as_it():
     rows = batch(1, 2)
     rows = [replace(row, scores={"trained": 9.0, "format ok": 1.0}) for row in rows]
-    made = Objective(AdvantageConfig(), LOSS, max_new_tokens=16, max_lag=4, ranks=Ranks())
-    made.begin(rows, plan_of(rows), version=VERSION)
-    stats = made.finish().flush(1)
+    made = Objective(AdvantageConfig(), LOSS, max_new_tokens=16, max_lag=4)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
+    stats = one.finish().flush(1)
 
     assert stats["reward/trained"] == pytest.approx(np.mean([r.reward for r in rows]))
     assert stats["reward/format_ok"] == 1.0

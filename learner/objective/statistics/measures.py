@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from learner.data.selection import versions_of
 from learner.data.trajectories import Trajectory
-from learner.objective.masks import TokenMasks
+from learner.objective.loss import LossTerms
 from learner.objective.token_batch import TokenBatch
 from streamrl.algorithms import lag_summary, trace_length
 from streamrl.algorithms.checks import LOG_BOUND
@@ -26,21 +25,6 @@ from streamrl.metrics.names import METRICS, member
 
 RATIO_CAP = 2.0
 """Cap of `ess/sequence_clipped`; of `ratio/share_truncated` where the surrogate has none."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossTerms:
-    """What the stages of the loss made of one micro-batch; all [S, A]."""
-
-    advantages: Tensor  # detached
-    masks: TokenMasks
-    lag_weights: Tensor | None  # factors on the losses of old tokens; None if all are 1
-    clipped: Tensor  # bool, the trust region removed or bounded the token's gradient
-    losses: Tensor  # differentiable, every weight applied and every regularizer added
-
-    def detached(self) -> LossTerms:
-        """The same values without the graph that they came from."""
-        return replace(self, losses=self.losses.detach())
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from learner.loop.run import Run
 from learner.model.paths import wire_dtype
 from learner.publish.export import export_model
-from learner.run import Run
 from streamrl.errors import StreamrlError
 
 log = logging.getLogger("streamrl.learner")
@@ -14,17 +14,19 @@ log = logging.getLogger("streamrl.learner")
 
 def finish(run: Run, *, completed: bool) -> None:
     """Collective over the ranks; unless the run is `completed`, actors wait for a resumed learner."""
-    run.settle_publish()
-    run.save(last=True)
-    run.saving.settle()
+    run.versions.settle()
+    run.checkpoints.save(run.version, last=True)
+    run.checkpoints.saving.settle()
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
         lora = run.config.policy.lora if run.adapter is not None else None
         dtype = wire_dtype(run.config.publish.dtype, run.ranks.device)  # as actors had it
-        exported = export_model(run.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora, dtype=dtype)
+        exported = export_model(
+            run.trainer.networks.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora, dtype=dtype
+        )
         log.info("the trained model is in %s", exported)
     if completed and not (run.config.trainer.eval_only and run.version == 0):
-        run.evaluate(wait=True)
+        run.evaluations.start(run.version, wait=True)
     if run.ranks.rank != 0:
         return
     run.samples.close()

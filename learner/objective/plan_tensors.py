@@ -38,7 +38,7 @@ MicroBatchKey = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchStats:
+class PlanTensors:
     """The plan as tensors, and where this rank's trajectories stand in it.
 
     Attributes:
@@ -72,7 +72,7 @@ class BatchStats:
 def of_plan(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks, *, avg_level: str, max_new_tokens: int,
     spread_budget: int | None = None, filter_truncated: bool = False,
-) -> BatchStats:
+) -> PlanTensors:
     """The plan as tensors; a collective call under `filter_truncated`.
 
     Args:
@@ -100,7 +100,7 @@ def of_plan(
     head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
     if spread_budget is not None:
         group_ids = split_by_lag(group_ids, head_lags, budget=spread_budget)
-    return BatchStats(
+    return PlanTensors(
         scores, group_ids, counts, places, weights[places], head_lags[places], minibatches[places],
         num_minibatches=int(minibatches.max()) + 1 if len(plan) else 1,
     )
@@ -122,7 +122,7 @@ def exchange(places: Tensor, mine: Tensor, num_rows: int, ranks: Ranks) -> Tenso
 
 
 def row_advantages(
-    stats: BatchStats, advantage: AdvantageConfig, estimator: Estimator, return_moments: Callable[[], Moments]
+    stats: PlanTensors, advantage: AdvantageConfig, estimator: Estimator, return_moments: Callable[[], Moments]
 ) -> RowAdvantages:
     """Advantages of this rank's trajectories by a baseline that needs no ratios.
 
@@ -150,7 +150,7 @@ def row_advantages(
 
 
 def weighted_row_advantages(
-    stats: BatchStats, advantage: AdvantageConfig, observed: Sequence[TokenBatch], ranks: Ranks
+    stats: PlanTensors, advantage: AdvantageConfig, observed: Sequence[TokenBatch], ranks: Ranks
 ) -> RowAdvantages:
     """Advantages by a baseline that weighs siblings by their ratio to the current policy; a collective call."""
     def ratio(tokens: TokenBatch) -> Tensor:
@@ -166,7 +166,7 @@ def weighted_row_advantages(
     return _of_this_rank(stats, stats.scores - base, base)
 
 
-def _of_this_rank(stats: BatchStats, values: Tensor, base: Tensor) -> RowAdvantages:
+def _of_this_rank(stats: PlanTensors, values: Tensor, base: Tensor) -> RowAdvantages:
     # Every token of a trajectory has its advantage, so trajectories count by their length.
     counts = stats.num_tokens
     moments = Moments(
@@ -178,7 +178,7 @@ def _of_this_rank(stats: BatchStats, values: Tensor, base: Tensor) -> RowAdvanta
 # --- what the scoring pass makes possible (collective calls) ----------------------------------------------------------
 
 
-def fitted_rho_bar(stats: BatchStats, observed: Sequence[TokenBatch], ranks: Ranks, *, target: float) -> float:
+def fitted_rho_bar(stats: PlanTensors, observed: Sequence[TokenBatch], ranks: Ranks, *, target: float) -> float:
     """The truncation at which the batch's sequence weights reach that effective sample size."""
     gathered = stats.gather(observed, lambda tokens: tokens.log_ratios.sum(1), ranks)[:, None]
     return rho_bar_for_ess(gathered, torch.ones_like(gathered, dtype=torch.bool), ess_target=target)

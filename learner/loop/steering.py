@@ -1,0 +1,32 @@
+"""The staleness control as it steers a trainer."""
+
+from __future__ import annotations
+
+import time
+
+from learner.control.staleness import StalenessControl
+from learner.model.gradients import BatchResult
+from learner.ranks.clock import StepClock
+from learner.ranks.mesh import Ranks
+from learner.trainer import Observer
+from streamrl.metrics.meter import Meter
+
+
+class Steering(Observer):
+    """Lets what each batch measured steer the learning rate, and the lead and the bound on the lag of later ones."""
+
+    def __init__(self, staleness: StalenessControl, ranks: Ranks, clock: StepClock) -> None:
+        self.staleness, self._ranks, self._clock = staleness, ranks, clock
+        self._steered_at = 0.0
+
+    def lr_scale(self, measured: Meter) -> float:
+        return self.staleness.lr_scale(measured)
+
+    def trained(self, measured: Meter, result: BatchResult) -> bool:
+        """Take the batch in, and add to `measured` what steered it."""
+        now = time.monotonic()
+        seconds = self._ranks.maximum(now - (self._steered_at or self._clock.began))
+        self._steered_at = now
+        self.staleness.update(measured, grad_norm=result.grad_norm, step_s=seconds)
+        self.staleness.add_metrics(measured)
+        return self.staleness.frozen

@@ -1,0 +1,160 @@
+"""What all micro-batches of one batch share, fixed before the first loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.data.packing import MicroBatch
+from learner.data.selection import LeaveOut, places_with_gradient
+from learner.data.trajectories import Trajectory
+from learner.model.critic import Targets
+from learner.objective import plan_tensors
+from learner.objective.advantages import Advantages, RowAdvantages
+from learner.objective.lag_policy import LagPolicy
+from learner.objective.objective import Objective
+from learner.objective.plan_tensors import MicroBatchKey, PlanTensors
+from learner.objective.token_batch import PassOutputs, TokenBatch
+from learner.ranks.mesh import Ranks
+from streamrl.algorithms.types import ClipBounds
+from streamrl.messages import PlanRow
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The plan of one batch on one rank. A scoring pass makes a new one with what it measured.
+
+    Attributes:
+        objective: whose settings and functions it follows.
+        version: optimizer steps done before this batch; lags count from it.
+        recorded, batch: this rank's trajectories and the plan of all ranks', with the task's own rewards.
+        rows: this rank's trajectories with the rewards that are trained on: these are to be packed.
+        lag_policy: how old tokens are treated.
+        options: knobs of the surrogate.
+        tensors: the plan of all ranks as tensors.
+        row_advantages: of this rank's trajectories, as far as no pass is needed for them.
+        places: of this rank's trajectories that are to be packed.
+        measured: those of them that cannot change the gradient; None if such trajectories are not told apart.
+        outputs: what the scoring pass saw of each micro-batch.
+        advantages: of each micro-batch, where they depend on the scoring pass.
+        bounds, rho_bar: of the surrogate and of V-trace, where they follow the batch.
+    """
+
+    objective: Objective
+    version: int
+    recorded: Sequence[Trajectory]
+    batch: Sequence[PlanRow]
+    rows: list[Trajectory]
+    lag_policy: LagPolicy
+    options: Mapping[str, Any]
+    tensors: PlanTensors
+    row_advantages: RowAdvantages
+    places: tuple[int, ...]
+    measured: frozenset[int] | None = None
+    outputs: Mapping[MicroBatchKey, PassOutputs] = field(default_factory=dict)
+    advantages: Mapping[MicroBatchKey, Advantages] = field(default_factory=dict)
+    bounds: ClipBounds | None = None
+    rho_bar: float | None = None
+
+    @classmethod
+    def of(
+        cls, objective: Objective, trajectories: Sequence[Trajectory], batch: Sequence[PlanRow], *, version: int,
+        ranks: Ranks, lag_policy: LagPolicy | None = None,
+    ) -> BatchPlan:
+        """Fix what must be the same for the whole batch; a collective call.
+
+        Args:
+            trajectories: of this rank.
+            batch: every trajectory of the batch, on any rank.
+            version: optimizer steps done before it.
+            lag_policy: how old tokens are treated in this batch; None treats all alike.
+        Raises:
+            ContentError: batch and trajectories disagree.
+        """
+        lag_policy = lag_policy or LagPolicy()
+        rows, planned = list(trajectories), batch
+        if objective.reward_rules is not None:
+            rows, planned = objective.reward_rules.apply(trajectories, batch, ranks)
+        advantage, estimator = objective.advantage, objective.estimator
+        tensors = plan_tensors.of_plan(
+            rows, planned, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
+            spread_budget=lag_policy.spread_budget, filter_truncated=objective.filter_truncated,
+        )
+        row_advantages = plan_tensors.row_advantages(
+            tensors, advantage, estimator, lambda: plan_tensors.return_moments(rows, advantage, ranks)
+        )
+        places, measured = _places(objective, rows, tensors, row_advantages, lag_policy, version)
+        return cls(
+            objective, version, trajectories, batch, rows, lag_policy, objective.surrogate_options, tensors,
+            row_advantages, places, measured,
+        )
+
+    @property
+    def left_out(self) -> list[int]:
+        """Places of this rank's trajectories that get no pass at all."""
+        return sorted(set(range(len(self.rows))) - set(self.places))
+
+    @property
+    def known_advantages(self) -> Tensor:
+        """Of this rank's trajectories, the advantage of all their tokens as far as it needs no pass, else NaN."""
+        rows, estimator = self.row_advantages.advantages.float(), self.objective.estimator
+        if estimator.of_rows:
+            return rows
+        zero = (rows == 0) if estimator.scales_scores else torch.zeros_like(rows, dtype=torch.bool)
+        return torch.where(zero, 0.0, math.nan)
+
+    @property
+    def oldest_lags(self) -> Tensor | None:
+        """Of this rank's trajectories, the lag at the first step beyond which tokens are masked; None masks none."""
+        return _oldest_lags(self.tensors, self.lag_policy)
+
+    def tokens(
+        self, batch: MicroBatch, policy: Tensor, entropy: Tensor | None = None, *, version: int | None = None
+    ) -> TokenBatch:
+        """Per-token values [S, A] of a micro-batch under the policy's log-probs, at the optimizer step `version`."""
+        return TokenBatch.of(
+            batch, policy, entropy, self.outputs_of(batch), version=self.version if version is None else version,
+            first_version=self.version, anchor=self.objective.anchor,
+        )
+
+    def outputs_of(self, batch: MicroBatch) -> PassOutputs:
+        """What the scoring pass saw of this micro-batch; nothing if there was none."""
+        return self.outputs.get(batch.trajectory_ids, PassOutputs())
+
+    def critic_targets(self, batch: MicroBatch) -> Targets:
+        """What this micro-batch trains the critic on."""
+        found, outputs = self.advantages[batch.trajectory_ids], self.outputs_of(batch)
+        old = outputs.values if outputs.action_values is None else outputs.action_values
+        return Targets(found.targets, found.trained, old)
+
+    def of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
+        """Of values [R] of this rank's trajectories those of a micro-batch, on its device."""
+        return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
+
+
+def _oldest_lags(tensors: PlanTensors, lag_policy: LagPolicy) -> Tensor | None:
+    bound = lag_policy.mask_beyond
+    return None if bound is None else tensors.head_lags.clamp(min=bound)
+
+
+def _places(
+    objective: Objective, rows: Sequence[Trajectory], tensors: PlanTensors, row_advantages: RowAdvantages,
+    lag_policy: LagPolicy, version: int,
+) -> tuple[tuple[int, ...], frozenset[int] | None]:
+    """Which trajectories are packed, and which of those are only measured."""
+    everything = tuple(range(len(rows)))
+    if objective.leave_out is LeaveOut.NOTHING:
+        return everything, None
+    known = objective.estimator.of_rows or objective.estimator.scales_scores
+    with_gradient = places_with_gradient(
+        rows, weights=tensors.weights, advantages=row_advantages.advantages if known else None,
+        oldest_lags=_oldest_lags(tensors, lag_policy), version=version,
+    )
+    if objective.leave_out is LeaveOut.BACKWARD:
+        return everything, frozenset(set(everything) - set(with_gradient))
+    return with_gradient, None

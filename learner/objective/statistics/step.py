@@ -1,0 +1,115 @@
+"""Statistics of the optimizer steps of one batch, collected beside the losses and read when no pass waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from learner.objective.loss import LossTerms
+from learner.objective.plan import BatchPlan
+from learner.objective.statistics.agreements import Agreements
+from learner.objective.statistics.measures import (
+    RATIO_CAP,
+    add_left_out,
+    add_plan,
+    add_trajectories,
+    measure,
+    measure_traces,
+)
+from learner.objective.token_batch import TokenBatch
+from learner.ranks.mesh import Ranks
+from streamrl.metrics.meter import Meter
+
+
+class StepStatistics:
+    """What this rank measured of one batch, an optimizer step at a time; the first step begins with it.
+
+    Attributes:
+        version: of the optimizer step that is under way.
+        agreements: how this batch's recorded log-probs agree with the learner's.
+    """
+
+    def __init__(self, plan: BatchPlan, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
+        self.agreements = Agreements()
+        self.agreements.begin(plan.recorded)
+        self._watched: Collection[int] = ()
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.begin_step(0)
+        if ranks.rank == 0:
+            add_plan(self._meter, plan.batch)
+        add_trajectories(self._meter, plan.recorded)
+
+    def begin_step(self, number: int) -> None:
+        """The batch's optimizer step of this number, counted from 0, follows."""
+        plan, tensors = self._plan, self._plan.tensors
+        self.version, self._meter = plan.version + number, Meter()
+        self._unmeasured: list[tuple[TokenBatch, LossTerms]] = []
+        mine = (tensors.minibatches == number % tensors.num_minibatches).nonzero()[:, 0].tolist()
+        left_out, oldest_lags = sorted(set(plan.left_out) & set(mine)), plan.oldest_lags
+        add_left_out(
+            self._meter, [plan.rows[place] for place in left_out],
+            num_tokens=int(tensors.num_tokens[tensors.places[mine]].sum()), version=self.version,
+            advantages=plan.known_advantages[left_out],
+            oldest_lags=None if oldest_lags is None else oldest_lags[left_out] + number,
+        )
+
+    def scored(self, plan: BatchPlan) -> None:
+        """The scoring pass made this plan of the batch's."""
+        if plan.rho_bar is not None:
+            self._meter.add("control/rho_bar", plan.rho_bar)
+
+    def note(self, tokens: TokenBatch, terms: LossTerms) -> None:
+        """A micro-batch had its loss: nothing is read from the device before `finish`."""
+        self._unmeasured.append((tokens.detached(), terms.detached()))
+        for row, place in enumerate(tokens.micro.trajectory_ids):
+            if place in self._watched and place not in self._seen:
+                # Copied where they are: fetching them here would wait for the device.
+                self._seen[place] = tokens.log_ratios[row].detach().clone(), terms.advantages[row].detach().clone()
+
+    def finish(self) -> Meter:
+        """Statistics of the optimizer step over all ranks, on every rank; a collective call.
+
+        What is measured once a batch is among those of its first step.
+        """
+        for tokens, terms in self._unmeasured:
+            self._measure(tokens, terms)
+        self._unmeasured = []
+        # Sums and counts are gathered, never means: ranks train different numbers of tokens.
+        total = Meter()
+        for totals in self._ranks.gather(self._meter.totals_for_ranks()):
+            total.merge(totals)
+        return total
+
+    def _measure(self, tokens: TokenBatch, terms: LossTerms) -> None:
+        objective, micro = self._plan.objective, tokens.micro
+        advantage, estimator = objective.advantage, objective.estimator
+        self.agreements.measure(tokens)
+        whole = micro.num_tokens + micro.num_shared
+        self._meter.add("policy/num_microbatches", 1.0)
+        self._meter.add("policy/shared_fraction", micro.num_shared / whole, whole)
+        objective.regularizers.measure(self._meter, tokens, terms.masks.keep)
+        measure(self._meter, tokens, terms, version=self.version, cap=objective.loss.cap or RATIO_CAP)
+        if {"lam", "c_bar"} <= estimator.knobs and not estimator.of_segments:  # a trace from token to token
+            measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar)
+
+    # --- single trajectories ------------------------------------------------------------------------------------
+
+    def watch(self, places: Collection[int]) -> None:
+        """Note ratios and advantages of the trajectories at these places, as they are first trained on."""
+        self._watched = places
+        plan, none = self._plan, torch.zeros(0)
+        known, left_out = plan.known_advantages, set(plan.left_out)
+        self._seen = {
+            place: (none, known[place].expand(plan.rows[place].num_action_tokens))
+            for place in places if place in left_out and not known[place].isnan()
+        }
+
+    def watched(self, place: int, num_tokens: int) -> tuple[list[float], list[float]]:
+        """Ratios pi/mu and advantages of the trajectory's action tokens; no ratios if it got no pass."""
+        if place not in self._seen:
+            return [], []
+        log_ratios, advantages = self._seen[place]
+        return log_ratios[:num_tokens].exp().tolist(), advantages[:num_tokens].tolist()

@@ -1,0 +1,32 @@
+"""The device of a learner process, and the group of all of them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from learner.ranks.mesh import Ranks
+from streamrl.config.schema import LearnerConfig, RunConfig
+from streamrl.process_memory import keep_freed_memory
+
+log = logging.getLogger("streamrl.learner")
+
+
+def start_ranks(run: RunConfig, learner: LearnerConfig) -> Ranks:
+    """Join the other learner processes, if there are any."""
+    ranks = Ranks.start(run.device, timeout_s=learner.rank_timeout_s)
+    limit_gpu_memory(learner.gpu_memory_share, ranks.device)
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
+        if run.num_threads:
+            torch.set_num_threads(run.num_threads)
+    return ranks
+
+
+def limit_gpu_memory(share: float | None, device: torch.device) -> None:
+    """Keep to this part of the GPU, and tell that it does nothing where there is none."""
+    if device.type == "cuda" and share is not None:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    elif share is not None:
+        log.warning("learner.gpu_memory_share=%g only divides a GPU's memory, and the learner is on a CPU", share)

@@ -1,0 +1,110 @@
+"""The hub of a run: its process, which rank 0 starts, and every rank's connection to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.hub_client.endpoint import RankDoor, agree
+from learner.hub_client.link import HubLink
+from learner.hub_client.process import HubProcess
+from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
+from learner.loop.run import Run
+from learner.ranks.beats import RankBeats
+from learner.ranks.mesh import Ranks
+from learner.ranks.stop_flag import StopFlag
+from learner.setup.inputs import Inputs
+from streamrl.config.addresses import is_wildcard
+from streamrl.config.load import to_plain
+from streamrl.config.rules import largest_max_lag, lookahead
+from streamrl.config.schema import Config
+from streamrl.metrics.files import read_object
+from streamrl.named_code import words_for_actors
+from streamrl.transport.keys import ActorKey
+
+log = logging.getLogger("streamrl.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class StartedHub:
+    """A hub that starts beside this process, where ranks reach it, and their heartbeats.
+
+    Rank 0 alone has its `process`.
+    """
+
+    process: HubProcess | None
+    address: str
+    key: ActorKey | None
+    beats: RankBeats
+
+    def link(self, config: Config, ranks: Ranks, stop: StopFlag, *, version: int) -> HubLink:
+        """This rank's connection."""
+        learner = config.learner
+        return HubLink(
+            self.address, key=self.key, rank=ranks.rank, world=ranks.mesh.world, version=version,
+            check_hub=self.process.check if self.process else lambda: None, stop_requested=stop,
+            stall_report_s=learner.stall_report_s, stall_fail_s=stall_fail_s(config),
+            rank_silent_s=learner.rank_silent_s or learner.rank_timeout_s,
+        )
+
+
+def start_hub(
+    config: Config, run_dir: Path, given: Inputs, ranks: Ranks, undo: ExitStack, *, documents: Path,
+    bounds: tuple[int, int] | None,
+) -> StartedHub:
+    """Start the hub on rank 0, and this rank's heartbeats; a collective call.
+
+    Args:
+        documents: directory of weight documents.
+        bounds: (eta, max_lag) to begin with; None as the settings say.
+        undo: ends them if something fails before the run is whole.
+    """
+    process, past, epoch = None, given.past, given.learner_epoch
+    door = RankDoor.make() if ranks.rank == 0 else None
+    if door is not None:  # the hub imports and binds while the networks load here
+        process = HubProcess(hub_settings(
+            config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
+            lineage=given.lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=door.bind, shm_dir=documents,
+            bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=given.vocab_size,
+            restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
+            bounds=bounds, device=str(ranks.device),
+        ), door.keys)
+        undo.callback(process.abandon)
+    endpoint = agree(ranks, lambda: door.endpoint(run_dir, epoch, process.check))
+    beats = undo.enter_context(
+        RankBeats(endpoint.address, ranks, silent_s=config.learner.rank_silent_s, key=endpoint.key)
+    )
+    return StartedHub(process, endpoint.address, endpoint.key, beats)
+
+
+def announce(run: Run) -> None:
+    """Log where actors connect, and how old data may get."""
+    connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
+    rollout, staleness, steps = run.config.rollout, run.config.staleness, run.trainer.settings.steps_per_batch
+    key = ["actors.key=FILE"] if run.config.hub.keys else []
+    words = shlex.join([f"connect={connect}", *key, *words_for_actors(to_plain(run.config))])
+    log.info("hub listens at %s: start actors with  streamrl actor %s", connect, words)
+    every = steps_between_checkpoints(run.config)
+    if every != run.config.checkpoint.every_steps:
+        log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
+                 "outbox", every, run.config.checkpoint.every_steps)
+    log.info(
+        "run %s (id %s), epoch %d, step %d of %d; B=%d groups x G=%d%s, eta=%d%s, window=%d: head lag is at most %d",
+        run.run_dir.name, run.run_id, run.learner_epoch, run.step, run.config.trainer.num_steps,
+        rollout.num_prompts_per_step, rollout.num_responses_per_prompt,
+        f", {steps} optimizer steps a batch" if steps > 1 else "", staleness.eta,
+        " at first" if staleness.adaptive.enabled else "", lookahead(run.config), largest_max_lag(run.config),
+    )
+
+
+def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
+    """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
+    before = str(read_object(run_dir / "hub.json").get("connect", ""))
+    if not (resume and bind.endswith(":0") and before):
+        return bind
+    # The predecessor may have run on another machine: what stands for every interface stays so, with its port.
+    return bind[:-1] + before.rpartition(":")[2] if is_wildcard(bind) else before

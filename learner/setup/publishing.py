@@ -1,0 +1,59 @@
+"""How this learner publishes: the publisher of its weights, the base of an adapter, the probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from learner.checkpoint.run_lock import RunLock
+from learner.hub_client.link import HubLink
+from learner.model.adapter.lora import adapter_parameters
+from learner.model.parameters import policy_parameters
+from learner.model.paths import wire_dtype
+from learner.model.policy import Policy
+from learner.publish.base import publish_base
+from learner.publish.probe import Prober, probe_tokens
+from learner.publish.publisher import Publisher
+from learner.publish.publishing import Publishing
+from learner.publish.rounding import round_frozen
+from learner.ranks.background import Background
+from learner.ranks.mesh import Ranks
+from streamrl.config.schema import LoraConfig, PublishConfig
+from streamrl.config.schema_system import BesideTraining
+from streamrl.weights.shm.transport import ShmPublisher
+from streamrl.weights.transport import device_transports
+
+
+def make_publishing(
+    settings: PublishConfig, lora: LoraConfig, policy: Policy, ranks: Ranks, hub: HubLink, *,
+    shm: ShmPublisher | None, lock: RunLock | None,
+) -> Publishing:
+    """This rank's part in publishing the policy, or the adapter on it; a collective call."""
+    wire = wire_dtype(settings.dtype, ranks.device)
+    publisher = Publisher(
+        adapter_parameters(policy) if lora.rank else policy_parameters(policy.model), wire_dtype=wire,
+        bucket_bytes=settings.bucket_bytes, shm=shm, ranks=ranks, fence=lock.check if lock else None,
+        fold=bool(device_transports(settings.transports, setting="publish.transports")),
+    )
+    base = None
+    if lora.rank:  # what adapters are added to, in the values that actors get
+        round_frozen(policy, wire)
+        base = publish_base(
+            policy, lora, wire_dtype=wire, bucket_bytes=settings.bucket_bytes, ranks=ranks, shm=shm
+        )
+    beside = background_of(settings.beside_training, ranks, "publish")
+    return Publishing(publisher, hub, ranks, base=base, beside=beside)
+
+
+def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[Any] | None:
+    """A thread beside training where the setting asks for one here; a collective call."""
+    asked = wish is BesideTraining.always or (wish is BesideTraining.auto and ranks.device.type == "cuda")
+    return Background(ranks, name) if asked else None
+
+
+def make_prober(settings: PublishConfig, policy: Policy, model_dir: Path, ranks: Ranks, *, max_tokens: int) -> Prober:
+    """The probe of published versions; `max_tokens` are what the actors' engines hold."""
+    return Prober(
+        policy, probe_tokens(model_dir, policy.vocab_size, max_tokens), every=settings.probe_every,
+        tolerance=settings.probe_tolerance, device=ranks.device,
+    )

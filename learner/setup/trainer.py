@@ -1,0 +1,215 @@
+"""The trainer of a run: objective, networks and schedule, as the settings and a predecessor's checkpoint say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.checkpoint.checkpoint import Checkpoint
+from learner.checkpoint.resume import ResumeState
+from learner.control.staleness import StalenessControl
+from learner.data.selection import LeaveOut
+from learner.hub_client.settings import answer_limit
+from learner.loop.steering import Steering
+from learner.model.adapter.base import AdapterOf, check_resumed, describe_adapter
+from learner.model.adapter.frozen import FrozenAdapter
+from learner.model.adapter.lora import add_adapter, describe
+from learner.model.critic_network import build_critic
+from learner.model.networks import Networks
+from learner.model.optimizer import allocate_moments, make_optimizer, make_schedule
+from learner.model.paths import compute_dtype, wire_dtype
+from learner.model.policy import Policy, load_policy, pass_options
+from learner.model.reference import FrozenPolicy, load_reference
+from learner.objective.kl_options import needs_reference
+from learner.objective.loss_weights import LossWeights
+from learner.objective.objective import Objective
+from learner.objective.regularizers import Regularizers
+from learner.objective.rewards import RewardRules
+from learner.publish.export import export_model
+from learner.ranks.mesh import Ranks
+from learner.setup.dry_run import run_dry
+from learner.setup.inputs import Inputs
+from learner.setup.preflight import check_models
+from learner.trainer import Trainer, TrainerSettings
+from streamrl.config.eval_sets import longest_sequence
+from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
+from streamrl.config.schema import Config, LoraConfig, ReferenceConfig, SkipZeroAdvantage
+
+log = logging.getLogger("streamrl.learner")
+
+
+def load_trainer(
+    config: Config, given: Inputs, staleness: StalenessControl, ranks: Ranks
+) -> tuple[Trainer, AdapterOf | None]:
+    """The trainer with its networks, and what identifies the adapter that it trains, if it is one."""
+    past = given.past
+    objective = make_objective(config, staleness, past.controls, num_steps=past.version // steps_per_batch(config))
+    adapter = describe_adapter(config.policy.lora, given.model_dir, ranks)
+    if past.checkpoint is not None:
+        check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
+    networks = load_networks(
+        config, given.model_dir, past, ranks, with_critic=objective.has_critic,
+        with_reference=needs_reference(config.kl, config.constraint),
+    )
+    return make_trainer(config, networks, objective, ranks, version=past.version, adapter=adapter), adapter
+
+
+def make_trainer(
+    config: Config, networks: Networks, objective: Objective, ranks: Ranks, *, version: int = 0,
+    adapter: AdapterOf | None = None,
+) -> Trainer:
+    """The trainer of these networks, by the run's settings."""
+    learner, policy = config.learner, config.policy
+    settings = TrainerSettings(
+        max_tokens=learner.max_tokens_per_device, num_minibatches=learner.num_minibatches,
+        num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
+        ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
+        num_critic_warmup_steps=config.critic.num_warmup_steps,
+        compute_dtype=compute_dtype(policy.dtype, ranks.device),
+        wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
+    )
+    schedule = make_schedule(
+        policy.optimizer, policy.scheduler, num_steps=config.trainer.num_steps * settings.steps_per_batch,
+        lr_scale=policy.lora.lr_scale if adapter else 1.0,
+    )
+    return Trainer(networks, schedule, objective, settings, ranks, version)
+
+
+def make_objective(
+    config: Config, staleness: StalenessControl, controls: Mapping[str, Any], *, num_steps: int
+) -> Objective:
+    """The training objective; weights of KL, entropy and constraints, and reward rules, go on from `controls`.
+
+    Args:
+        num_steps: batches trained so far.
+    """
+    loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps)
+    if "loss" in controls:
+        loss_weights.restore(controls["loss"])
+    reward_rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
+    reward_rules.restore(controls.get("scores", {}))
+    return Objective(
+        config.advantage, config.loss, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
+        regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights), reward_rules=reward_rules,
+        filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
+        leave_out=leaves_out(config.learner.skip_zero_advantage, staleness),
+    )
+
+
+def make_staleness(config: Config, controls: Mapping[str, Any]) -> StalenessControl:
+    """The staleness control: lead and bound go on from `controls`."""
+    staleness = StalenessControl(
+        config.staleness, config.loss, config.policy.scheduler, config.publish.when, rule=lag_rule(config),
+        soft_max_lag=soft_max_lag(config),
+    )
+    if "staleness" in controls:
+        staleness.restore(controls["staleness"])
+    return staleness
+
+
+def leaves_out(wish: SkipZeroAdvantage, staleness: StalenessControl) -> LeaveOut:
+    """What trajectories that cannot change the gradient go without, as far as the control allows it."""
+    if wish is SkipZeroAdvantage.never:
+        return LeaveOut.NOTHING
+    needed = wish is SkipZeroAdvantage.auto and staleness.reads_ratios
+    return LeaveOut.BACKWARD if needed else LeaveOut.PASS
+
+
+def load_networks(
+    config: Config, model_dir: Path, past: ResumeState, ranks: Ranks, *, with_critic: bool, with_reference: bool
+) -> Networks:
+    """Every network as the starting model or the predecessor's checkpoint has it; a collective call."""
+    dtype, lora = compute_dtype(config.policy.dtype, ranks.device), config.policy.lora
+    adapt = partial(add_adapter, config=lora, seed=config.run.seed, dtype=dtype) if lora.rank is not None else None
+
+    passes = pass_options(config.learner, max_tokens=longest_sequence(config))
+
+    def load() -> Policy:
+        return load_policy(
+            model_dir, dtype=dtype, ranks=ranks, gradient_checkpointing=config.policy.gradient_checkpointing,
+            adapt=adapt, **passes,
+        )
+
+    if not config.policy.tiny.enabled:
+        log.info("loading the model from %s", model_dir)
+    policy = load()
+    if adapt is not None:
+        log.info("%s", describe(policy, lora, config.policy.optimizer.lr))
+    critic = build_critic(
+        config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
+        ranks=ranks, max_tokens=longest_sequence(config),
+    ) if with_critic else None
+    networks = Networks(
+        policy, make_optimizer(policy, config.policy.optimizer), critic,
+        reference=None if not with_reference else _reference(
+            config.reference, lora, model_dir, policy, ranks, dtype, passes
+        ),
+        proximal=_proximal(policy, load, lora) if config.loss.anchor == "ewma" else None,
+    )
+    if past.checkpoint is not None:
+        past.checkpoint.restore(policy, networks.optimizer, ranks)
+        _restore_beside(past.checkpoint, networks, reference_moves=bool(config.reference.sync_every_steps))
+    if config.learner.gpu_memory_share is not None:  # before actors measure what is free beside this process
+        allocate_moments(networks.optimizer)
+        if critic is not None:
+            allocate_moments(critic.optimizer)
+    return networks
+
+
+def _reference(
+    settings: ReferenceConfig, lora: LoraConfig, model_dir: Path, policy: Policy, ranks: Ranks, dtype: torch.dtype,
+    passes: Mapping[str, Any],
+) -> FrozenPolicy:
+    """The start of the run is the base alone where an adapter is trained: no second copy of the weights."""
+    if lora.rank is not None and settings.model_path is None:
+        return FrozenAdapter(policy, name="reference", off=True)
+    return load_reference(settings, model_dir, policy, ranks, passes=passes, dtype=dtype)
+
+
+def _proximal(policy: Policy, load: Callable[[], Policy], lora: LoraConfig) -> FrozenPolicy:
+    if lora.rank is not None:
+        return FrozenAdapter(policy, name="ewma", off=False)
+    return FrozenPolicy(load(), name="ewma")
+
+
+def _restore_beside(checkpoint: Checkpoint, networks: Networks, *, reference_moves: bool) -> None:
+    """The networks beside the policy; one that the run gained since the checkpoint starts from its own beginning."""
+    critic, proximal, reference = networks.critic, networks.proximal, networks.reference
+    if critic is not None and not critic.restore(checkpoint.shards()):
+        log.warning("%s holds no critic: it starts untrained", checkpoint.path.name)
+    if proximal is not None and not proximal.restore(checkpoint.shards()):
+        log.warning("%s holds no averaged policy: the average starts at the current one", checkpoint.path.name)
+        proximal.sync(networks.policy)
+    if reference is not None and reference_moves:
+        reference.restore(checkpoint.shards())  # not in the checkpoint of a run that only now lets it move
+
+
+def lone_trainer(config: Config) -> tuple[Trainer, StalenessControl, Path]:
+    """A trainer in this process alone, without a hub; what steers it; and the folder of the model it starts from."""
+    check_models(config, log.info)
+    run_dry(config)
+    torch.manual_seed(config.run.seed)
+    ranks, model_dir = Ranks(), Path(str(config.policy.model_path))
+    staleness = make_staleness(config, {})
+    objective = make_objective(config, staleness, {}, num_steps=0)
+    networks = load_networks(
+        config, model_dir, ResumeState("alone"), ranks, with_critic=objective.has_critic,
+        with_reference=needs_reference(config.kl, config.constraint),
+    )
+    adapter = describe_adapter(config.policy.lora, model_dir, ranks)
+    trainer = make_trainer(config, networks, objective, ranks, adapter=adapter)
+    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    return trainer, staleness, model_dir
+
+
+def save_policy(config: Config, trainer: Trainer, model_dir: Path, folder: Path) -> Path:
+    """Write the policy, or base and adapter, as a Hugging Face checkpoint in the type that actors would get."""
+    lora = config.policy.lora if config.policy.lora.rank is not None else None
+    return export_model(
+        trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, dtype=trainer.settings.wire_dtype
+    )

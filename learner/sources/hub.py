@@ -1,0 +1,71 @@
+"""Batches from the hub: every group inside the lag bound, and a batch that cannot be trained on set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from learner.data.shares import read_share
+from learner.data.trajectories import TrajectoryReader
+from learner.hub_client.link import HubLink
+from learner.objective.rewards import RewardRules
+from learner.objective.statistics.trained import TrainedBatch
+from learner.ranks.clock import StepClock
+from learner.ranks.mesh import Ranks
+from learner.sources.batch import Batch
+from learner.sources.quarantine import NOT_FINITE, Quarantine
+from streamrl.messages import BatchShare
+
+
+class HubSource:
+    """One rank's source of batches.
+
+    Args:
+        quarantine: takes batches that cannot be trained on, and ends the run after too many.
+        rules: of rewards; a batch whose scores they cannot use is set aside.
+        max_tokens: of one micro-batch.
+        bounds: (eta, max_lag) that hold from now on, for the hub; None if nothing moves them.
+    """
+
+    def __init__(
+        self, hub: HubLink, reader: TrajectoryReader, ranks: Ranks, clock: StepClock, quarantine: Quarantine, *,
+        learner_epoch: int, max_tokens: int, rules: RewardRules | None = None,
+        bounds: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self._hub, self._reader, self._ranks, self._clock = hub, reader, ranks, clock
+        self._learner_epoch, self._max_tokens, self._rules, self._bounds = learner_epoch, max_tokens, rules, bounds
+        self._quarantine = quarantine
+
+    def next_batch(self, version: int) -> Batch | None:
+        """This rank's share of the next batch; None when the run is to stop.
+
+        A batch that some rank cannot read or pack is set aside, and the one after it is taken.
+        """
+        while True:
+            with self._clock.timed("wait"):
+                share = self._hub.next_batch(version)
+            if share is None:
+                return None
+            with self._clock.timed("pack"):
+                rows, cause = read_share(
+                    self._reader, share, learner_epoch=self._learner_epoch, max_tokens=self._max_tokens,
+                    check_rewards=self._rules and self._rules.check,
+                )
+                if not self._ranks.maximum(float(bool(cause))):
+                    return Batch(rows, share.plan, share)
+            self._set_aside(share, version, cause or "another rank cannot train on its part")
+
+    def trained(self, version: int, trained: TrainedBatch) -> None:
+        """Rank 0 tells the ledger: capacity for the next batch is free; and what its actors are worth."""
+        agreements = trained.statistics.agreements.take(self._ranks)
+        if self._ranks.rank == 0:
+            skipped = trained.result.skipped
+            self._hub.trained(
+                version, skipped=skipped, reason=NOT_FINITE if skipped else "", bounds=self._bounds(),
+                agreements=agreements,
+            )
+
+    def _set_aside(self, share: BatchShare, version: int, cause: str) -> None:
+        self._quarantine.keep(share, cause)
+        if self._ranks.rank == 0:
+            self._hub.trained(version, skipped=True, reason=cause[:512])
+        self._quarantine.count(1, 0, cause)

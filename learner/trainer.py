@@ -1,0 +1,261 @@
+"""The trainer: recorded groups in, a policy of a newer version out. No hub, no socket, no file.
+
+    plan      what all micro-batches of the batch share
+    pack      this rank's micro-batches of each minibatch
+    score     forward passes before the first gradient, only where the objective needs them
+    step      for each minibatch of each epoch: gradients of its micro-batches, clip, optimizer step
+    advance   the version, the averaged anchor, the reference
+
+All of it is collective over the learner's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from learner.checkpoint.shards import reshard
+from learner.data.packing import MicroBatch, pack_minibatches
+from learner.data.trajectories import Trajectory
+from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
+from learner.model.networks import Networks
+from learner.model.optimizer import Schedule
+from learner.model.policy import Policy
+from learner.model.reference import sync_if_due
+from learner.objective.lag_policy import LagPolicy
+from learner.objective.loss import micro_batch_loss
+from learner.objective.objective import Objective
+from learner.objective.plan import BatchPlan
+from learner.objective.scoring_pass import score_batch
+from learner.objective.statistics.step import StepStatistics
+from learner.objective.statistics.trained import TrainedBatch
+from learner.publish.rounding import with_wire_precision
+from learner.ranks.clock import StepClock
+from learner.ranks.mesh import Ranks
+from streamrl.messages import PlanRow
+from streamrl.metrics.meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """How batches become optimizer steps.
+
+    Attributes:
+        max_tokens: of one micro-batch.
+        num_minibatches, num_epochs: of one batch; their product is its number of optimizer steps.
+        max_grad_norm: gradients are scaled down to this norm; 0 or less does not clip.
+        reduce_once: ranks add their gradients up once a step instead of once a micro-batch.
+        ewma_decay: of the averaged policy, if there is one.
+        sync_reference_every: batches after which the reference becomes the policy; 0 is never.
+        num_critic_warmup_steps: batches of which only the critic learns.
+        compute_dtype, wire_dtype: in which the policy computes, and in which actors get it.
+    """
+
+    max_tokens: int
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    max_grad_norm: float = 1.0
+    reduce_once: bool = False
+    ewma_decay: float = 0.0
+    sync_reference_every: int = 0
+    num_critic_warmup_steps: int = 0
+    compute_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype = torch.float32
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.num_minibatches * self.num_epochs
+
+
+class Observer:
+    """What a run does at fixed places inside a batch; this one does nothing."""
+
+    def planned(self, plan: BatchPlan, statistics: StepStatistics) -> None:
+        """The batch is planned and packed, and has had no pass yet. A collective call."""
+
+    def queued(self) -> None:
+        """The work of a micro-batch is queued; must not wait."""
+
+    def lr_scale(self, _measured: Meter) -> float:
+        """Factor on the learning rate of the optimizer step that `measured` is about."""
+        return 1.0
+
+    def stepped(self, version: int) -> None:
+        """An optimizer step led to this version, and others of its batch follow. A collective call."""
+
+    def trained(self, _measured: Meter, _result: BatchResult) -> bool:
+        """The batch is trained, and the version still that of before.
+
+        Returns:
+            whether its data is too stale for multipliers of constraints to integrate what it measured.
+        """
+        return False
+
+
+@dataclass
+class Trainer:
+    """One learner process's share of the training of a policy.
+
+    Attributes:
+        version: optimizer steps done.
+        observer: called at fixed places inside each batch.
+    """
+
+    networks: Networks
+    schedule: Schedule
+    objective: Objective
+    settings: TrainerSettings
+    ranks: Ranks = field(default_factory=Ranks)
+    version: int = 0
+    observer: Observer = field(default_factory=Observer)
+    clock: StepClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.ranks.activity)
+
+    @property
+    def step(self) -> int:
+        """Batches trained so far."""
+        return self.version // self.settings.steps_per_batch
+
+    @property
+    def warming_up(self) -> bool:
+        """Only the critic learns yet."""
+        return self.networks.critic is not None and self.step < self.settings.num_critic_warmup_steps
+
+    def train_batch(
+        self, rows: Sequence[Trajectory], batch: Sequence[PlanRow], *, lag_policy: LagPolicy | None = None
+    ) -> TrainedBatch:
+        """Train on one batch.
+
+        Args:
+            rows: this rank's trajectories.
+            batch: every trajectory of the batch, on any rank.
+            lag_policy: how old tokens are treated; None treats all alike.
+        Raises:
+            ContentError: rows and batch disagree.
+        """
+        with self.clock.timed("pack"):
+            plan = BatchPlan.of(
+                self.objective, rows, batch, version=self.version, ranks=self.ranks, lag_policy=lag_policy
+            )
+            minibatches, statistics = self._pack(plan), StepStatistics(plan, self.ranks)
+        self.observer.planned(plan, statistics)
+        trained = self._update(plan, minibatches, statistics)
+        frozen = self.observer.trained(trained.measured, trained.result)
+        self._advance(trained.result)
+        self._move_weights(trained, frozen=frozen)
+        return trained
+
+    def with_wire_precision(self) -> AbstractContextManager[None]:
+        """Inside, the policy holds the values that actors got, where the wire rounds them."""
+        settings = self.settings
+        return with_wire_precision(
+            self.networks.policy, compute_dtype=settings.compute_dtype, wire_dtype=settings.wire_dtype
+        )
+
+    def _pack(self, plan: BatchPlan) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of each minibatch."""
+        return pack_minibatches(
+            plan.rows, plan.batch, self.settings.max_tokens, self.ranks, num_minibatches=self.settings.num_minibatches,
+            bootstrap=self.objective.has_critic, places=plan.places, measured=plan.measured,
+            share=self.networks.shares_prompts,
+        )
+
+    def _update(
+        self, plan: BatchPlan, minibatches: list[list[MicroBatch]], statistics: StepStatistics
+    ) -> TrainedBatch:
+        """The optimizer steps of a batch, one after each minibatch of each epoch."""
+        batch, passes = list(chain.from_iterable(minibatches)), minibatches * self.settings.num_epochs
+        total, results, critic = Meter(), [], None
+        for number, minibatch in enumerate(passes):
+            if number:
+                statistics.begin_step(number)
+            with self.with_wire_precision():  # the policy that is scored is the one that actors sample from
+                if number == 0:  # for what all steps share: losses that must see the whole batch first, anchors
+                    plan = self._scored(plan, batch, statistics)
+                self._accumulate(plan, minibatch, statistics)
+            if number == 0 and self.networks.critic is not None:
+                with self.clock.timed("critic"):
+                    critic = self.networks.critic.fit(batch, plan.critic_targets, step=self.step)
+            with self.clock.timed("optimizer"):
+                meter = statistics.finish()
+                result = optimizer_step(
+                    self.networks.policy, self.networks.optimizer, self.schedule, step=plan.version + number,
+                    lr_scale=self.observer.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
+                    ranks=self.ranks, frozen=self.warming_up,
+                )
+            total.merge(meter.totals_for_ranks())
+            results.append(result)
+            if number + 1 < len(passes) and not result.skipped:
+                self.observer.stepped(plan.version + number + 1)
+        return TrainedBatch(total, BatchResult(tuple(results)), statistics, critic)
+
+    def _scored(self, plan: BatchPlan, batch: Sequence[MicroBatch], statistics: StepStatistics) -> BatchPlan:
+        """The plan with what the objective must know of the whole batch before its first gradient."""
+        networks = self.networks
+        with self.clock.timed("score"):
+            plan = score_batch(
+                networks.policy, batch, plan, self.ranks, critic=networks.critic, reference=networks.reference,
+                proximal=networks.proximal,
+            )
+            statistics.scored(plan)
+        return plan
+
+    def _accumulate(self, plan: BatchPlan, minibatch: Sequence[MicroBatch], statistics: StepStatistics) -> None:
+        """Add the gradients of a minibatch up."""
+        policy = self.networks.policy
+        with self.clock.timed("forward_backward"):
+            last = max((at for at, one in enumerate(minibatch) if one.has_gradient), default=0)
+            for at, micro_batch in enumerate(minibatch):
+                reduce_gradients(policy, at == last or not self.settings.reduce_once)
+                forward_backward(policy, micro_batch, plan, statistics, self.ranks)
+                self.observer.queued()
+
+    def _advance(self, result: BatchResult) -> None:
+        """The version goes up by the batch's optimizer steps, unless none of them had finite gradients."""
+        if result.skipped:
+            return
+        self.version += len(result.steps)
+        networks, settings = self.networks, self.settings
+        if networks.proximal is not None:
+            networks.proximal.blend(networks.policy, decay=settings.ewma_decay)
+        sync_if_due(networks.reference, networks.policy, every=settings.sync_reference_every, step=self.step)
+
+    def _move_weights(self, trained: TrainedBatch, *, frozen: bool) -> None:
+        """What the batch measured moves the weights of KL, entropy and constraints."""
+        controls = self.objective.regularizers.controls
+        controls.record(trained.measured)
+        if not trained.result.skipped and trained.result.lr > 0.0:
+            controls.update(trained.measured, num_steps=self.step, frozen=frozen)
+
+
+def forward_backward(
+    policy: Policy, micro_batch: MicroBatch, plan: BatchPlan, statistics: StepStatistics, ranks: Ranks
+) -> Tensor:
+    """Add the gradients, if it has any, of one micro-batch, which is measured; its share of the loss, 0-d.
+
+    Nothing is read from the device: a GPU would run dry while it is waited for.
+
+    The loss is normalized by counts of the whole batch, so gradients of micro-batches and ranks simply add up. FSDP2
+    divides their sum over data-parallel ranks by the number of these; the loss is multiplied by it, which cancels.
+    """
+    batch = micro_batch.to(ranks.device)
+    with torch.set_grad_enabled(batch.has_gradient):
+        logprobs, entropy = policy(
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+        )
+        loss = micro_batch_loss(
+            batch, logprobs, entropy, plan, version=statistics.version, note=statistics.note
+        )
+    if batch.has_gradient:
+        (loss * ranks.mesh.dp_size).backward()
+    else:
+        reshard(policy)  # no backward pass will free the gathered root, whose gradients would be lost with it
+    return loss.detach()

@@ -1,0 +1,53 @@
+"""`streamrl.Trainer` as a notebook cell uses it: three batches of recorded groups, and the model that comes out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import streamrl
+from streamrl.errors import ConfigError, WireError
+from tests.unit.learner.learner_factories import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(120)
+PROMPT, GOOD, BAD = [5, 6, 7], [11, 12, 13], [21, 22, 23]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def logprobs(folder, answer: list[int]) -> list[float]:
+    """Of an answer, by plain transformers."""
+    with torch.no_grad():
+        scores = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([PROMPT + answer])).logits[0].log_softmax(-1)
+    return [float(scores[len(PROMPT) - 1 + place, token]) for place, token in enumerate(answer)]
+
+
+def test_three_batches_raise_the_probability_of_the_paid_answer(model, tmp_path):
+    answers = [(GOOD, logprobs(model, GOOD), 1.0), (BAD, logprobs(model, BAD), 0.0)]
+    trainer = streamrl.Trainer(
+        model, algorithm="grpo", policy__optimizer__lr=0.003, trainer__num_steps=3, policy__scheduler__name="constant"
+    )
+
+    measured = [trainer.train([streamrl.recorded_group(1, PROMPT, answers)]) for _ in range(3)]
+
+    saved = trainer.save(tmp_path / "trained")
+    assert trainer.version == 3 and all(math.isfinite(one["policy/grad_norm"]) for one in measured)
+    assert measured[0]["policy/num_trajectories"] == 2 and measured[2]["lag/token_max"] == 2
+    assert sum(logprobs(saved, GOOD)) > sum(logprobs(model, GOOD)) + 0.01
+    assert sum(logprobs(saved, BAD)) < sum(logprobs(model, BAD))
+
+
+def test_what_it_cannot_train_on_is_said(model, tmp_path):
+    trainer = streamrl.Trainer(model)
+    with pytest.raises(WireError, match="training is at 0"):
+        trainer.train([streamrl.recorded_group(1, PROMPT, [(GOOD, [-1.0] * 3, 1.0)], version=4)])
+    with pytest.raises(ConfigError, match="did you mean"):
+        streamrl.Trainer(model, policy__optimizer__rate=1.0)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        streamrl.Trainer(tmp_path / "nothing")

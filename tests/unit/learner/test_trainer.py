@@ -1,0 +1,102 @@
+"""The trainer alone, on recorded groups: the same weights as a run with a hub has, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from envs.registry import task_of
+from learner.checkpoint.resume import ResumeState
+from learner.loop.steering import Steering
+from learner.loop.train import train
+from learner.model.paths import model_directory
+from learner.objective.kl_options import needs_reference
+from learner.ranks.mesh import Ranks
+from learner.setup import hub
+from learner.setup.compose import build_run, tear_down
+from learner.setup.trainer import load_networks, make_objective, make_staleness, make_trainer
+from learner.sources.batch import BatchSource
+from learner.sources.recorded import RecordedBatches
+from streamrl.config.load import load_config
+from tests.fakes.batch_log import FakeHubLink, FakeHubProcess, batch
+from tests.unit.learner.test_exact_run import SMALL, FakeStop
+
+pytestmark = pytest.mark.timeout(300)
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 3, 4, 4
+
+
+def config_of(folder: Path, *words: str):
+    return load_config([*SMALL, f"trainer.num_steps={NUM_STEPS}", f"policy.tiny.cache_dir={folder / 'models'}", *words])
+
+
+def with_a_hub(monkeypatch, folder: Path, *words: str) -> dict[str, torch.Tensor]:
+    """The policy of a run whose hub hands out the log's batches."""
+    monkeypatch.setattr(hub, "HubProcess", FakeHubProcess)
+    monkeypatch.setattr(hub, "HubLink", FakeHubLink)
+    config = config_of(folder, *words)
+    shape = {"steps_per_batch": steps_of(config), "num_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
+    monkeypatch.setattr(FakeHubLink, "last", None)
+    monkeypatch.setattr(FakeHubLink, "shape", shape)
+    run = build_run(config, folder / "run", FakeStop(), Ranks())
+    assert train(run)
+    weights = {name: p.detach().clone() for name, p in run.trainer.networks.policy.named_parameters()}
+    tear_down(run)
+    return weights
+
+
+def steps_of(config) -> int:
+    return config.learner.num_minibatches * config.learner.num_epochs
+
+
+def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
+    """The policy after the same batches, from a list of recorded groups."""
+    config, ranks = config_of(folder, *words), Ranks()
+    torch.manual_seed(config.run.seed)
+    model_dir = model_directory(
+        config.policy, task_of(config), ranks, seed=config.run.seed, num_threads=1,
+        max_positions=config.learner.max_tokens_per_device,
+    )
+    staleness = make_staleness(config, {})
+    objective = make_objective(config, staleness, {}, num_steps=0)
+    networks = load_networks(
+        config, model_dir, ResumeState("alone"), ranks, with_critic=objective.has_critic,
+        with_reference=needs_reference(config.kl, config.constraint),
+    )
+    trainer = make_trainer(config, networks, objective, ranks)
+    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    shape = {"steps_per_batch": steps_of(config), "num_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
+    recorded = [batch(number * steps_of(config), **shape).groups for number in range(NUM_STEPS)]
+    source: BatchSource = RecordedBatches(recorded, num_minibatches=config.learner.num_minibatches)
+    while (taken := source.next_batch(trainer.version)) is not None:
+        trained = trainer.train_batch(taken.rows, taken.plan, lag_policy=staleness.lag_policy)
+        source.trained(trainer.version, trained)
+    assert trainer.step == NUM_STEPS
+    return {name: p.detach() for name, p in networks.policy.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (), ("algorithm=areal", "learner.num_minibatches=1", "learner.num_epochs=2"), ("algorithm=impala",),
+        ("kl.mode=k2_is", "kl.coef=0.1"),
+    ],
+    ids=["default", "areal, two epochs", "impala", "KL in the loss"],
+)
+def test_a_list_of_recorded_groups_trains_the_bits_of_a_run_with_a_hub(monkeypatch, tmp_path, words):
+    alone = without_a_hub(tmp_path, *words)
+
+    whole = with_a_hub(monkeypatch, tmp_path, *words)
+
+    assert alone.keys() == whole.keys() and len(alone) > 5
+    assert [name for name in whole if not torch.equal(alone[name], whole[name])] == []
+
+
+def test_recorded_batches_are_dealt_to_minibatches_as_the_hub_deals_them():
+    frames = batch(0, steps_per_batch=2, num_groups=4, group_size=2).groups
+
+    taken = RecordedBatches([frames], num_minibatches=2).next_batch(0)
+
+    assert [row.minibatch for row in taken.plan] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert RecordedBatches([]).next_batch(0) is None
