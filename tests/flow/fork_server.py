@@ -37,7 +37,10 @@ PADDING = "." * (1 << 16)
 def running(folder: Path) -> Iterator[None]:
     """Inside there is a server, and `ForkedPopen` uses it; it imports meanwhile, and logs into `folder`."""
     path = folder / "fork_server.socket"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",  # libgomp reads them once, here
+    }
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, (folder / "fork_server.log").open("wb") as log
     ):
@@ -138,8 +141,7 @@ def become(request: dict[str, Any]) -> None:
     write_command_line(request["command"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        sys.modules["torch"].set_num_threads(int(threads))
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     ForkedPopen.server, ForkedPopen.programs = request["server"], tuple(request["programs"])
     subprocess.Popen = ForkedPopen
     sys.argv = [request["module"], *request["words"]]

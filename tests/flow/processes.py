@@ -51,7 +51,7 @@ class RunHarness:
     """
 
     def __init__(self, path: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
-        self.path, self._popen = path, popen
+        self.path, self.popen = path, popen
         self.run_dir = path / "run"
         self.port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -68,7 +68,7 @@ class RunHarness:
         log = self.path / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as output:
-            process = self._popen(
+            process = self.popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,
                 env=environment, start_new_session=True,
             )

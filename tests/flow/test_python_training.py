@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -10,7 +11,7 @@ import streamrl
 from streamrl.errors import ControlError
 from tests.flow.processes import ROOT, RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 RECORDS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(10) for b in range(10)]
 POINTS = {"right": 1.0, "wrong": 0.0}
@@ -28,6 +29,7 @@ def exact(prompts, completions, answer, level, **kwargs):
 @pytest.fixture
 def words(harness: RunHarness, monkeypatch) -> list[str]:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "Popen", harness.popen)  # test_api.py starts fresh processes
     monkeypatch.setattr(exact, "__module__", "__main__")
     monkeypatch.setattr(_right, "__module__", "__main__")  # as in a notebook: no other process can import them
     return harness.words("checkpoint.export_hf=false")
