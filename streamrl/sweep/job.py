@@ -37,7 +37,7 @@ class Job:
         return " ".join(self.swept) or "defaults"
 
 
-def make_job(number: int, fixed: Sequence[str], swept: Sequence[str], directory: Path) -> Job:
+def make_job(directory: Path, fixed: Sequence[str], number: int, swept: Sequence[str]) -> Job:
     """The job of a sweep in `directory`; its own directory there is named by its number and by what is swept."""
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(map(_rounded, swept))).strip("-")[:120] or "defaults"
     run_dir = directory / f"{number}-{name}"

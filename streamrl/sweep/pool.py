@@ -27,14 +27,15 @@ class Pool:
     """As many jobs at once as there are `places`, each with the environment variables of its place.
 
     Args:
+        make_job: from the number and the words that `source` gives.
         num_interrupts: how often the user has asked to stop; each job is asked as often.
     """
 
     def __init__(
-        self, source: Source, objective: Objective, places: Sequence[Mapping[str, str]],
-        num_interrupts: Callable[[], int],
+        self, source: Source, make_job: Callable[[int, Sequence[str]], Job], objective: Objective,
+        places: Sequence[Mapping[str, str]], num_interrupts: Callable[[], int],
     ) -> None:
-        self._source, self._objective, self._places = source, objective, places
+        self._source, self._make_job, self._objective, self._places = source, make_job, objective, places
         self._num_interrupts, self._num_passed_on = num_interrupts, 0
         self._running: list[_Running] = []
         self._best: tuple[float, Job] | None = None
@@ -66,10 +67,7 @@ class Pool:
     def _start_jobs(self) -> None:
         taken = {running.place for running in self._running}
         for place in sorted(set(range(len(self._places))) - taken):
-            job = self._source.next() if self._has_more and not self._num_passed_on else None
-            while job is not None and is_done(job.run_dir):  # by an earlier part of this sweep
-                self._count(job)
-                job = self._source.next()
+            job = self._next_job() if self._has_more and not self._num_passed_on else None
             if job is None:
                 self._has_more = self._has_more and bool(self._num_passed_on)
                 return
@@ -79,11 +77,20 @@ class Pool:
             process = JobProcess(job, self._places[place], quiet=not alone)
             self._running.append(_Running(process, place, time.monotonic()))
 
+    def _next_job(self) -> Job | None:
+        """The next one that needs work; those that an earlier part of this sweep has done are counted."""
+        while (found := self._source.next()) is not None:
+            job = self._make_job(*found)
+            if not is_done(job.run_dir):
+                return job
+            self._count(job)
+        return None
+
     def _look_at(self, running: _Running) -> None:
         process, job = running.process, running.process.job
         code = process.poll()
         for step, value in process.new_values(self._objective) if code is None else ():
-            if not process.is_pruned and self._source.should_prune(job, step, value):
+            if not process.is_pruned and self._source.should_prune(job.number, step, value):
                 print(f"job {job.number} is pruned at step {step}: {compact(value)}", flush=True)
                 process.prune(step)
         if code is None:
@@ -92,19 +99,19 @@ class Pool:
         self._running.remove(running)
         if code == EXIT_INTERRUPTED and process.is_pruned:
             process.mark_pruned()
-            self._source.tell(job, None, pruned=True)
+            self._source.tell(job.number, None, pruned=True)
         elif code == 0:
             self._count(job, time.monotonic() - running.began)
         elif not self._num_passed_on:
             print(f"job {job.number} failed: {process.mark_failed(code)}", flush=True)
-            self._source.tell(job, None, pruned=False)
+            self._source.tell(job.number, None, pruned=False)
 
     def _count(self, job: Job, seconds: float | None = None) -> None:
         """A job that has ended in order."""
         record = read_run(job.run_dir)
         value = self._objective.value(record)
         pruned = record.summary is not None and record.summary.stopped != ""
-        self._source.tell(job, value, pruned=pruned)
+        self._source.tell(job.number, value, pruned=pruned)
         if value is not None and not pruned and (self._best is None or self._objective.better(value, self._best[0])):
             self._best = value, job
         best = f"; best so far {compact(self._best[0])} of job {self._best[1].number}" if self._best else ""

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.pages import write_pages
+from streamrl.sweep.job import make_job
 from streamrl.sweep.pool import Pool
 from streamrl.sweep.share import describe, shares
-from streamrl.sweep.sources import Grid, Source, Trials
+from streamrl.sweep.sources import Grid, Source
 from streamrl.sweep.study import GRID, Search, check_search
 
 
@@ -47,11 +49,11 @@ def launch_sweep(typed: Sequence[str]) -> int:
     if len(places) > 1:
         print(f"{describe(places)}; the output of each is in its logs/launch.log", flush=True)
     source: Source = (
-        Grid(combinations, words.fixed, directory) if is_grid else
-        Trials(Search(directory, words.axes, config.sweep, config.run.seed), words.fixed, directory)
+        Grid(combinations) if is_grid else Search(directory, words.axes, config.sweep, config.run.seed)
     )
+    job_of = partial(make_job, directory, words.fixed)
     with Interrupts() as interrupts:
-        Pool(source, objective, places, lambda: interrupts.count).run()
+        Pool(source, job_of, objective, places, lambda: interrupts.count).run()
     records = _write_ranking(directory, objective, typed)
     write_pages(directory, Path(config.run.root) if config.sweep.dir is None else None, ended_well=True)
     if interrupts.count:

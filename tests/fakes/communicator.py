@@ -31,7 +31,6 @@ class FakeLibrary:
     """
 
     name = "fake"
-    max_unique_id_bytes = _ID.size
 
     def __init__(self) -> None:
         self.on_broadcast: Callable[[int, int], None] = lambda rank, nbytes: None

@@ -50,7 +50,6 @@ class CommunicatorLibrary(Protocol):
     """Makes communicators: NCCL through cupy, or a stand-in of the tests."""
 
     name: str
-    max_unique_id_bytes: int
 
     def unique_id(self) -> bytes:
         """Names a new group; called by its rank 0."""

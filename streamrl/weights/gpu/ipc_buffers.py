@@ -70,7 +70,7 @@ class IpcBufferRing:
         self._waiting: dict[bytes, tuple[VersionRef, float]] = {}
         self._pass: _Pass | None = None
         self._effects: list[Effect] = []
-        self.num_passes = self.num_dropped = 0
+        self.num_dropped = 0
 
     def published(self, ref: VersionRef, num_buckets: int, now: float) -> list[Effect]:
         """A newer document is ready; a pass in progress continues to its end."""
@@ -160,7 +160,6 @@ class IpcBufferRing:
         for reader in ready:
             del self._waiting[reader]
         self._pass, self._num_buckets = _Pass(self._newest, readers=ready), self._num_buckets_next
-        self.num_passes += 1
         return True
 
     def _forget(self, reader: bytes) -> None:

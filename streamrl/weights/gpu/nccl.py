@@ -70,7 +70,6 @@ class CupyNccl:
     """
 
     name = "nccl"
-    max_unique_id_bytes = UNIQUE_ID_BYTES
 
     def __init__(self, device: str | torch.device) -> None:
         require_nccl(str(device))
