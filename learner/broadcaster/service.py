@@ -158,7 +158,7 @@ class BroadcasterService:
                 log.warning("version %s is not served by ipc: %s", ref, error)
 
     def _open(self, message: BroadcastDocument) -> Document:
-        """The document, verified. ALIVE reports continue meanwhile: it may take longer than the hub's deadline."""
+        """Open and verify a document. ALIVE reports continue: it may take longer than the hub's deadline."""
         done = self._files.submit(lambda: Document.map_file(message.path, message.manifest, message.layout).verify())
         while not wait([done], timeout=ALIVE_S).done:
             self._say_alive()

@@ -147,7 +147,7 @@ class HubServer:
                 self._check_keys(now)
 
     def _tick(self, now: float) -> float:
-        """What looks at every actor; returns when to do so again."""
+        """Do what looks at every actor; returns when to do so again."""
         began = time.monotonic()
         self._actors.tick(now)
         self.broadcast.tick(now)
@@ -157,7 +157,7 @@ class HubServer:
         return max(now + TICK_S, ended + (ended - began) / TICK_SHARE)
 
     def _warn_without_actors(self, now: float) -> None:
-        """Again and again, for as long as no actor is there."""
+        """Warn again and again, for as long as no actor is there."""
         if self.context.weights.manifest is None or len(self.context.connections):
             self._alone_since = None
             return
@@ -197,7 +197,7 @@ class HubServer:
                 self._peers.heard(last, now, routing_id if routing_id in known else None)
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float, key_name: str | None) -> bool | None:
-        """One message of an actor; False ends its connection. `tests.conform` listens here."""
+        """Handle one message of an actor; False ends its connection. `tests.conform` listens here."""
         return self._actors.received(routing_id, frames, now, key_name=key_name)
 
     def _drain_ranks(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""From settings to a ledger: the task's prompts, the filters, and the predecessor's state."""
+"""A ledger from settings: the task's prompts, the filters, and the predecessor's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _told = LogLimit(log)
 
 
 def build_ledger(settings: HubSettings) -> Ledger:
-    """A fresh ledger, or the one that the checkpoint of `settings.version` holds."""
+    """Make a fresh ledger, or read the one that the checkpoint of `settings.version` holds."""
     task = task_of(settings)
 
     prompts = PromptStream(
@@ -45,7 +45,7 @@ def build_ledger(settings: HubSettings) -> Ledger:
 
 
 def record_of(task: Task, split: str, index: int) -> bytes:
-    """The record at an index, from the start again after the last. Raises TaskError for one that cannot be leased."""
+    """Read the record at an index, modulo their number. Raises TaskError for one that cannot be leased."""
     record = dict(task.record(split, index % task.num_records(split)))
     text = json.dumps(record).encode()
     if len(text) > MAX_RECORD_BYTES:
@@ -54,7 +54,7 @@ def record_of(task: Task, split: str, index: int) -> bytes:
 
 
 def _eval_record(task: Task, index: int) -> bytes | None:
-    """None for one that cannot be leased: its question stays without an answer."""
+    """Read a held-out record; None if it cannot be leased: its question stays without an answer."""
     try:
         return record_of(task, "test", index)
     except TaskError as error:
@@ -63,7 +63,7 @@ def _eval_record(task: Task, index: int) -> bytes | None:
 
 
 def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
-    """The run's own held-out records, under "", and every set of `eval.datasets`."""
+    """Collect the run's own held-out records, under "", and every set of `eval.datasets`."""
     sources = {"": EvalSource(partial(_eval_record, task), settings.eval_sampling)}
     for one in settings.eval_sets:
         own = (one.env, one.data, one.reward) == (settings.env, settings.data, settings.reward)
@@ -73,7 +73,7 @@ def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
 
 
 def group_filter(settings: HubSettings) -> GroupFilter:
-    """All filters in one: the reason to drop a complete group, or None."""
+    """Join all filters to one: it gives the reason to drop a complete group, or None."""
     filters: list[GroupFilter] = []
     if settings.filter.zero_std:
         filters.append(zero_std(settings.filter.min_std, scores=settings.trained_scores))

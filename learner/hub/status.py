@@ -13,7 +13,7 @@ from streamrl.transport.control import note
 
 
 def write_hub_json(settings: HubSettings, endpoint: str, weights: str, ranks: str, control: str) -> None:
-    """Where actors and learner ranks connect, and where `streamrl status` and `streamrl drain` ask."""
+    """Write where actors and learner ranks connect, and where `streamrl status` and `streamrl drain` ask."""
     write_atomic(Path(settings.run_dir) / "hub.json", json.dumps({
         "connect": endpoint, "weights": weights, "ranks": ranks, "run_id": settings.run_id,
         "learner_epoch": settings.learner_epoch, **note(control),
@@ -21,7 +21,7 @@ def write_hub_json(settings: HubSettings, endpoint: str, weights: str, ranks: st
 
 
 def write_status(hub: HubContext, now: float, *, state: str = "running") -> None:
-    """What the live view shows beside the metrics; the final `state` is "finished" or "stopped".
+    """Write what the live view shows beside the metrics; the final `state` is "finished" or "stopped".
 
     `lost` is why the learner's processes ended without a shutdown message; a new start may go well.
     """
@@ -50,7 +50,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
 
 
 def note_lost(run_dir: Path, cause: str) -> None:
-    """For a hub that was killed, and so could not say why its learner's processes end."""
+    """Write why the learner's processes end, for a hub that was killed and could not say so."""
     path = run_dir / "status.json"
     with suppress(OSError):  # then the learner is not started again
         write_atomic(path, json.dumps(read_object(path) | {"lost": cause, "cause": cause}))

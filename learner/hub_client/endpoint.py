@@ -1,4 +1,4 @@
-"""Where the hub listens for learner ranks: a socket file on one machine; on several, an address that asks for a key."""
+"""The hub's address for learner ranks: a socket file on one machine; on several, an address that asks for a key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """What a rank connects to, and the key that it shows there."""
+    """The address that a rank connects to, and the key that it shows there."""
 
     address: str
     key: ActorKey | None = None
@@ -36,14 +36,14 @@ class RankEndpoint:
 
 
 def spans_machines() -> bool:
-    """Whether torchrun started ranks on several machines."""
+    """Return whether torchrun started ranks on several machines."""
     world, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
     return here is not None and int(here) < int(world)
 
 
 @dataclass(frozen=True, slots=True)
 class RankDoor:
-    """Rank 0's side: where it tells its hub to listen, and with which keys."""
+    """Rank 0's side: the address where it tells its hub to listen, and the keys."""
 
     bind: str
     keys: RankKeys | None = None
@@ -55,7 +55,7 @@ class RankDoor:
         return RankDoor(f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks")  # only this user may enter it
 
     def endpoint(self, run_dir: Path, learner_epoch: int, check_hub: Callable[[], None]) -> RankEndpoint:
-        """What ranks connect to; waits until the hub has taken a port. Raises StreamrlError if the hub ends."""
+        """Wait until the hub has taken a port; returns what ranks connect to. Raises StreamrlError if the hub ends."""
         if self.keys is None:
             return RankEndpoint(self.bind)
         while True:
@@ -69,5 +69,5 @@ class RankDoor:
 
 
 def agree(ranks: Ranks, mine: Callable[[], RankEndpoint]) -> RankEndpoint:
-    """Rank 0's endpoint, on every rank; a collective call. `mine` is called on rank 0 only."""
+    """Share rank 0's endpoint with every rank; a collective call. `mine` is called on rank 0 only."""
     return RankEndpoint.decode(ranks.bytes_from_rank_zero(mine().encode() if ranks.rank == 0 else b""))

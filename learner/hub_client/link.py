@@ -70,7 +70,7 @@ class HubLink:
         self._asked: set[int] = set()  # evaluations without a result
         self._eval_moved_at = -math.inf  # when an evaluation's answer was last scored; actors may do nothing else
         self.halted: str | None = None
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None
         """Called at every turn of a wait, in the waiting thread; it may send."""
         self.dropped: Callable[[Sequence[KeptGroup], int], None] = lambda groups, version: None
         """Rank 0: called with some of the groups before a first batch that were all dropped."""
@@ -91,12 +91,12 @@ class HubLink:
         self._heard_at = self._reported_at = time.monotonic()
 
     def wait_until_up(self) -> None:
-        """Rank 0: the hub has bound its sockets and answers."""
+        """Wait, on rank 0, until the hub has bound its sockets and answers."""
         while not isinstance(self._receive(), HubStatus):
             pass
 
     def next_batch(self, version: int) -> BatchShare | None:
-        """This rank's share of the batch that is trained at `version`; None if the run is to stop.
+        """Request this rank's share of the batch that is trained at `version`; None if the run is to stop.
 
         Raises:
             TaskError: every episode fails.
@@ -127,7 +127,7 @@ class HubLink:
         self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None,
         agreements: tuple[Agreement, ...] = (),
     ) -> None:
-        """The batch is trained or set aside; `bounds` are the eta and max_lag from now on, None leaves them."""
+        """Report that the batch is trained or set aside; `bounds` are eta and max_lag from now on, None leaves them."""
         self._send(StepDone(version, skipped, reason, bounds, agreements))
 
     def publish(
@@ -138,7 +138,7 @@ class HubLink:
         self._send(Publish(manifest, path, nbytes, layout, assets_path, device_manifest, held, base_path))
 
     def freeze(self, version: int) -> bytes:
-        """The ledger as of this version, for the checkpoint."""
+        """Request the ledger as of this version, for the checkpoint."""
         self._send(SnapshotRequest(version))
         while True:
             message = self._receive()
@@ -157,7 +157,7 @@ class HubLink:
         self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses, dataset))
 
     def wait_for_evals(self) -> None:
-        """Until every result is in `evals`, or a stop was requested."""
+        """Wait until every result is in `evals`, or a stop was requested."""
         began = self._reported_at = time.monotonic()
         while self._asked and not self._stop_requested():
             self._receive()
@@ -197,7 +197,7 @@ class HubLink:
         self.wait_until_up()
 
     def shutdown(self, reason: str, *, finished: bool) -> None:
-        """The final message."""
+        """Send the final message."""
         self._send(Shutdown(reason, finished))
 
     def close(self) -> None:
@@ -205,8 +205,8 @@ class HubLink:
         self._context.term()
 
     def _receive(self) -> Message | None:
-        """The next message, or None after a short wait; keeps `status` and `evals`."""
-        self.meanwhile()
+        """Return the next message, or None after a short wait; keeps `status` and `evals`."""
+        self.on_idle()
         if not self._socket.poll(POLL_MS):
             self._check_hub()
             silent_s = time.monotonic() - self._heard_at

@@ -20,7 +20,7 @@ log = logging.getLogger("streamrl.learner")
 
 
 class HubProcess:
-    """The child. If it dies, the learner fails; if the learner dies, end-of-file on its stdin ends it."""
+    """The child process. If it dies, the learner fails; if the learner dies, end-of-file on its stdin ends it."""
 
     def __init__(self, settings: HubSettings, rank_keys: RankKeys | None = None) -> None:
         self._socket_folder = Path(settings.rank_endpoint.removeprefix("ipc://")).parent
@@ -34,7 +34,7 @@ class HubProcess:
         )
 
     def check(self) -> None:
-        """Raises StreamrlError if the hub has ended."""
+        """Check that the hub runs. Raises StreamrlError if it has ended."""
         code = self._process.poll()
         if code is None:
             return
@@ -45,7 +45,7 @@ class HubProcess:
         raise StreamrlError(f"{cause}: streamrl launch starts the learner again, streamrl resume does so by hand")
 
     def wait(self, timeout_s: float) -> None:
-        """After Shutdown: let it flush, and kill it if that takes too long."""
+        """Let the hub flush after Shutdown, and kill it if that takes too long."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

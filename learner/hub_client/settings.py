@@ -1,4 +1,4 @@
-"""From the run's config to the settings of its hub."""
+"""Settings of the hub, made from the config of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hub_settings(
     lineage: tuple[Lineage, ...], dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path,
     vocab_size: int, restore_path: Path | None, bounds: tuple[int, int] | None = None, device: str = "cpu",
 ) -> HubSettings:
-    """All settings of the hub process.
+    """Make all settings of the hub process.
 
     Args:
         bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
@@ -80,7 +80,7 @@ def wire_sampling(sampling: schema.SamplingConfig) -> Sampling:
 
 
 def steps_between_checkpoints(config: schema.Config) -> int:
-    """`checkpoint.every_steps`, or fewer if a single actor's outbox would fill up in between; 0 is never.
+    """Return `checkpoint.every_steps`, or fewer if a single actor's outbox would fill up in between; 0 is never.
 
     A full outbox stops generation and only a checkpoint empties it.
     """
@@ -88,13 +88,13 @@ def steps_between_checkpoints(config: schema.Config) -> int:
 
 
 def steps_in_outboxes(config: schema.Config) -> int:
-    """Steps after a checkpoint for which even a single actor's outbox has room."""
+    """Count the steps after a checkpoint for which even a single actor's outbox has room."""
     in_flight = largest_eta(config) + 3
     return max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
 
 
 def response_limit(config: schema.Config) -> int:
-    """Most tokens after the prompt of one trajectory, in training or in any evaluation."""
+    """Return the most tokens after the prompt of one trajectory, in training or in any evaluation."""
     return _longest_response(config, splits(config))
 
 
@@ -107,12 +107,12 @@ def _longest_response(config: schema.Config, chosen: Iterable[tuple[schema.Confi
 
 
 def answer_limit(config: schema.Config) -> int:
-    """Most action tokens of one training trajectory: the scale of length rewards, not the limit of admission."""
+    """Return the most action tokens of one training trajectory: the scale of length rewards, no limit of admission."""
     return config.env.max_turns * config.rollout.train.sampling.max_new_tokens
 
 
 def limits(config: schema.Config, vocab_size: int) -> Limits:
-    """What actors must respect."""
+    """Make the limits that actors must respect."""
     masks = config.staleness.mode is schema.StalenessMode.mask_old_tokens
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
@@ -134,13 +134,13 @@ def _progress_deadline_s(num_tokens: int) -> float:
 
 
 def stall_fail_s(config: schema.Config) -> float:
-    """`learner.stall_fail_s`, or longer where the first answers may take longer; 0 is never."""
+    """Return `learner.stall_fail_s`, or longer where the first answers may take longer; 0 is never."""
     patience_s = config.learner.stall_fail_s
     return max(patience_s, SLOWEST_TOKEN_S * response_limit(config)) if patience_s else 0.0
 
 
 def _slowest_s(config: schema.Config) -> tuple[float, float]:
-    """Time that a turn and a whole episode may take, in training or in any evaluation."""
+    """Estimate the time that a turn and a whole episode may take, in training or in any evaluation."""
     lengths = [(one.env, SLOWEST_TOKEN_S * sampling.max_new_tokens) for one, sampling in splits(config)]
     episodes = [(env.max_turns + 1) * env.step_timeout_s + env.max_turns * turn_s for env, turn_s in lengths]
     return max(turn_s for _, turn_s in lengths), max(episodes)

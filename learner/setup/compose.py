@@ -94,7 +94,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         ),
     )
     run.checkpoints = _make_checkpoints(run, given)
-    hub.meanwhile, hub.dropped = run.poll, samples.dropped
+    hub.on_idle, hub.dropped = run.poll, samples.dropped
     _keep(run, given.lock, shm)
     if recorder is not None:
         announce(run)

@@ -47,7 +47,7 @@ MAX_MOVES = 200
 
 
 class ActorHandler:
-    """Makes no decision itself: the ledger and the weights' health do."""
+    """Puts messages to the ledger and sends what it answers; it makes no decision itself."""
 
     def __init__(self, hub: HubContext, broadcast: BroadcastHandler) -> None:
         self._hub, self._broadcast = hub, broadcast
@@ -61,7 +61,7 @@ class ActorHandler:
     # --- incoming ---------------------------------------------------------------------------------------------------
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float, *, key_name: str | None = None) -> bool:
-        """One message of an actor. False: of a peer without a name, which speaks no protocol of ours.
+        """Handle one message of an actor; False for one of a peer without a name, which speaks no protocol of ours.
 
         Args:
             key_name: of the key that its connection was made with, "" if that was removed; None without keys.
@@ -95,13 +95,13 @@ class ActorHandler:
         return True
 
     def _refused(self, actor: Connection, error: WireError, now: float) -> None:
-        """What was in the frame is unknown, so the actor joins again, and sends what it has no answer about at once."""
+        """Have the actor of a damaged frame join again: so it sends what it has no answer about at once."""
         leaving = actor.state in ("draining", "leaving")  # it would end instead; it sends again by itself, later
         if not self._strike(actor, str(error), now) and not leaving:
             self._send(actor.routing_id, stop_of(StopReason.NO_LINK, f"a damaged message came: {error}", rejoin=True))
 
     def _stop_other_protocol(self, routing_id: bytes, frame: bytes) -> None:
-        """In the peer's own protocol number, or it could not read it: STOP is the same in every protocol."""
+        """Send STOP, which is the same in every protocol, under the peer's own number: it could read no other."""
         theirs = protocol_of(frame)
         assert theirs is not None
         stop = stop_of(StopReason.PROTOCOL, (
@@ -167,7 +167,7 @@ class ActorHandler:
         ))
 
     def _refusal(self, hello: Hello, key_name: str | None) -> Stop | None:
-        """Why this hub cannot take the actor, whatever the ledger holds."""
+        """Return why this hub cannot take the actor, whatever the ledger holds; None if it can."""
         run_id = self._hub.settings.run_id
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hello.actor_id) is None:
             return stop_of(StopReason.PROTOCOL, (
@@ -243,7 +243,7 @@ class ActorHandler:
         )
 
     def _announce_again(self, actor: Connection, beat: ActorHeartbeat, now: float) -> None:
-        """An actor that stays behind may have failed to fetch or install: it is told again."""
+        """Tell an actor that stays behind again: it may have failed to fetch or install."""
         manifest, membership = self._hub.weights.manifest, self._broadcast.membership
         if manifest is None or (beat.installed is not None and beat.installed >= manifest.ref):
             actor.announced_at = now
@@ -293,7 +293,7 @@ class ActorHandler:
             self._evict_if_dead(actor, now)
 
     def _evict_if_dead(self, actor: Connection, now: float) -> None:
-        """A process that has ended closed its connection: that is known long before `hub.dead_after_s` is over."""
+        """Evict an actor whose connection is closed, as a dead process leaves it; `hub.dead_after_s` is far longer."""
         every_s = self._hub.settings.hub.heartbeat_s
         if min(now - actor.heard_at, now - actor.probed_at) < MISSED_BEATS * every_s:
             return
@@ -347,7 +347,7 @@ class ActorHandler:
             self._send(actor.routing_id, stop)
 
     def _strike(self, actor: Connection, detail: str, now: float) -> bool:
-        """Count a violation; whether the actor was evicted for it."""
+        """Count a violation; returns whether the actor was evicted for it."""
         evicted = actor.strike(now)
         if evicted:
             self._hub.counters["num_evictions_for_strikes"] += 1
@@ -363,7 +363,7 @@ class ActorHandler:
                 self._evict(actor, detail, now, stop_of(StopReason.AUTH, detail))
 
     def _shut_out(self, actor_id: str, cause: str, now: float) -> None:
-        """Told why, it ends; what it delivered and no batch has yet is generated again."""
+        """Tell an actor why it must end; what it delivered and no batch has yet is generated again."""
         self._hub.ledger.distrust(actor_id, now)
         actor = self._hub.connections.by_actor.get(actor_id)
         if actor is not None:

@@ -97,7 +97,7 @@ class BroadcastHandler:
                 self.announce(link)
 
     def _loaded(self, ref: VersionRef, error: str, now: float) -> None:
-        """The broadcaster has this version, or cannot have it: the members are invited, or pull."""
+        """Invite the members once the broadcaster has this version; if it cannot have it, they pull."""
         if ref != self._loading:
             return
         self._loading = None
@@ -112,7 +112,7 @@ class BroadcastHandler:
                 self.announce(link)
 
     def announce(self, link: Connection, ticket: NcclTicket | None = None) -> None:
-        """The newest version, to one actor."""
+        """Announce the newest version to one actor."""
         manifest = self._hub.weights.manifest
         assert manifest is not None
         self._hub.send.to_actor(link.routing_id, Announce(manifest, self.offers(link, ticket)))
@@ -131,7 +131,7 @@ class BroadcastHandler:
         return tuple(sorted(offers, key=lambda offer: order.index(offer.transport)))
 
     def beat(self, link: Connection, beat: ActorHeartbeat, now: float) -> None:
-        """An actor's heartbeat: its state in the communicator."""
+        """Follow an actor's state in the communicator, from its heartbeat."""
         link.installed, before = beat.installed, link.nccl
         if not self._nccl or beat.nccl is None or beat.nccl == before:
             return
@@ -144,7 +144,7 @@ class BroadcastHandler:
             self._do(one.failed(who, beat.nccl.failed, f"{who} reported a failure", now), now)
 
     def broadcaster_reported(self, routing_id: bytes, message: BroadcastUp | BroadcastReport, now: float) -> None:
-        """A message of the broadcaster; those of a replaced one are ignored."""
+        """Handle a message of the broadcaster; those of a replaced one are ignored."""
         if isinstance(message, BroadcastUp):
             self._watch.heard()
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
@@ -240,7 +240,7 @@ class BroadcastHandler:
         return found
 
     def _tell_shared(self, link: Connection, other: str) -> None:
-        """NCCL takes one rank of a GPU: a second one would end every epoch that it joins."""
+        """Log once that this actor takes no part: NCCL takes one rank of a GPU, a second would end every epoch."""
         if link.actor_id not in self._told_shared:
             self._told_shared.add(link.actor_id)
             if not self._shares_device(link):
@@ -248,7 +248,7 @@ class BroadcastHandler:
                          link.device)
 
     def _shares_device(self, link: Connection) -> bool:
-        """Whether this actor reports the broadcaster's GPU; opening the buffers will prove it."""
+        """Return whether this actor reports the broadcaster's GPU; opening the buffers will prove it."""
         up = self._up
         if up is None or up.slots is None or "ipc" not in self._hub.settings.publish.transports:
             return False
@@ -296,7 +296,7 @@ class BroadcastHandler:
         return told
 
     def _lost(self, now: float) -> None:
-        """Kill it, and keep its handle until it has been reaped, which may take long."""
+        """Kill the broadcaster, and keep its handle until it has been reaped, which may take long."""
         if self._broadcaster is not None:
             self._broadcaster.kill()
             self._ended.append(self._broadcaster)

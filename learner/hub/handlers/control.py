@@ -17,14 +17,14 @@ log = logging.getLogger("streamrl.hub")
 
 
 class ControlHandler:
-    """One method a verb."""
+    """Answers each verb by a method of its own."""
 
     def __init__(self, hub: HubContext) -> None:
         self._hub = hub
         self._verbs = {"status": self._status, "drain": self._drain}
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises ControlError for what cannot be done."""
+        """Answer a request. Raises ControlError for what cannot be done."""
         verb = self._verbs.get(request["verb"])
         if verb is None:
             raise ControlError(f"this hub does not know {request['verb']!r}: it is of another release")

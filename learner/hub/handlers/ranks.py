@@ -83,7 +83,7 @@ def plan_batch(groups: Sequence[HeldGroup], num_ranks: int, num_minibatches: int
 def share_batch(
     groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int], num_minibatches: int = 1
 ) -> list[BatchShare]:
-    """Every rank's share of a batch; ranks of one data-parallel rank get the same groups.
+    """Divide a batch into every rank's share; ranks of one data-parallel rank get the same groups.
 
     Args:
         dp_ranks: the data-parallel rank of every rank.
@@ -99,7 +99,7 @@ def share_batch(
 
 
 class RankHandler:
-    """One batch at a time: rank 0's request cuts it, and every rank gets its share of that cut.
+    """Serves one batch at a time: rank 0's request cuts it, and every rank gets its share of that cut.
 
     Args:
         shut_down: ends the hub as the message asks.
@@ -131,7 +131,7 @@ class RankHandler:
             self._refuse(routing_id, message, error)
 
     def _refuse(self, routing_id: bytes, message: Message, error: Exception) -> None:
-        """Its sender learns that nothing was done and fails with this cause; the hub goes on for the others."""
+        """Tell the sender that nothing was done: it fails with this cause, and the hub goes on for the others."""
         ranks = [rank for rank, route in self._routes.items() if route == routing_id]
         who = f"learner rank {ranks[0]}" if ranks else "a process that is no learner rank"
         cause = f"the hub refused {type(message).__name__} of {who}: {error}"
@@ -140,7 +140,7 @@ class RankHandler:
         self._hub.send.to_rank(routing_id, EndGroup(cause[:2048]))
 
     def _act(self, routing_id: bytes, message: Message, now: float) -> None:
-        """Raises ValueError, OSError or StreamrlError for what makes no sense now."""
+        """Do what a message asks. Raises ValueError, OSError or StreamrlError for what makes no sense now."""
         ledger = self._hub.ledger
         match message:
             case RankReady():
@@ -246,7 +246,7 @@ class RankHandler:
             self._send(0, msgspec.structs.replace(result, failure=failure))
 
     def report(self, now: float) -> None:
-        """Once a second: the reason of the wait to waiting ranks, counters to rank 0."""
+        """Send the reason of the wait to waiting ranks and counters to rank 0; called once a second."""
         hub = self._hub
         hub.waiting_for = self._why_waiting(now)
         waits = 0 in self._requested_at
@@ -268,7 +268,7 @@ class RankHandler:
         return bool(told)
 
     def _why_waiting(self, now: float) -> str:
-        """What the learner waits for, as a sentence; "" while it does not wait."""
+        """Return what the learner waits for, as a sentence; "" while it does not wait."""
         ledger = self._hub.ledger
         if self._requested_at:
             return ledger.why_waiting(now)

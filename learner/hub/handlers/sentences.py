@@ -1,4 +1,4 @@
-"""Who waits for whom, in one sentence a process: the answer of `streamrl status`."""
+"""The answer of `streamrl status`: one sentence a process says for whom or what it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SILENT_BEATS = 3
 
 
 def sentences(hub: HubContext, now: float) -> list[tuple[str, str]]:
-    """(process, sentence) of the learner's ranks, the hub and every actor."""
+    """Describe the learner's ranks, the hub and every actor: (process, sentence) of each."""
     told = hub.rank_watch.sentences(now, hub.waiting_for) or [("learner", "is not heard of yet")]
     told.append(("hub", _hub(hub)))
     told += [(one.actor_id, _actor(hub, one, now)) for one in sorted(hub.connections.all(), key=_name)]

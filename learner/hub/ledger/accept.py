@@ -1,4 +1,4 @@
-"""What becomes of an incoming group, in the order of the contract, section 8.1: cheap and certain tests first."""
+"""Acceptance of incoming groups: tests in the order of the contract, section 8.1, cheap and certain ones first."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Acceptance:
             detail = f"seq {group.seq} is more than {self.dedup.window} ahead of {entry.settled.upto}"
             return self._reject(entry, group, AcceptResult("rejected", RejectReason.MALFORMED, detail, True), False)
         result = self._decide(actor, entry, group, frame, now)
+        # After the judgement: this may have been the last re-send that orphaned leases waited for.
         self.actors.release_orphans(actor, entry, now)
         return result
 

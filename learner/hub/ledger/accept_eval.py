@@ -1,4 +1,4 @@
-"""What becomes of an incoming evaluation group: the same order of tests, without capacity and age."""
+"""Acceptance of evaluation groups: the same order of tests, without capacity and age."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EvalAcceptance:
     sources: Mapping[str, EvalSource]
 
     def accept(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
-        """The same order of tests, without capacity and age; durable at once. Raises Refused."""
+        """Take an evaluation group in; it is durable at once. Raises Refused."""
         summaries = self.checks.content(group, (0,))
         record = self.evals.record(group.group_id)
         name = f"evaluation group {group.group_id:#x}"

@@ -1,4 +1,4 @@
-"""What becomes of an incoming training group."""
+"""Acceptance of training groups: versions, age, and what follows for the lease."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrainAcceptance:
         return False
 
     def _find(self, actor: Actor, group: Group, summaries: Summaries) -> GroupRecord:
-        """A group that is not live: it has ended, or it was dispatched by a start of the learner that died since."""
+        """Find a group that is not live: it has ended, or an earlier start of the learner dispatched it."""
         group_id = group.group_id
         if group_id >= self.groups.next_id:
             if not actor.survived_restart:
@@ -78,7 +78,7 @@ class TrainAcceptance:
     def _check_age(
         self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, summaries: Summaries
     ) -> None:
-        """L2, a cheap first look; the cut looks again."""
+        """Refuse what is too old by L2: a cheap first look, the cut looks again."""
         version = self.checks.versions.current
         stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
         if not stale:
@@ -130,7 +130,7 @@ class TrainAcceptance:
             self._retry(record, group, now, failed=over and is_failure(group))
 
     def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
-        """RETURNED without members. From an attempt that is no longer current it changes nothing."""
+        """Take back a lease that was RETURNED without members; from an earlier attempt it changes nothing."""
         reason = group.reason.name.lower()
         self.counts[f"num_returned_{reason}"] += 1
         if not record.is_with(actor.actor_id, group.attempt):

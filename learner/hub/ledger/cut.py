@@ -1,4 +1,4 @@
-"""How held groups become batches: dispatch order, a bounded look-ahead, and the hard check on age (L2).
+"""Batches of held groups: dispatch order, a bounded look-ahead, and the hard check on age (L2).
 
 Order of completion would void the lag bound and over-represent short answers, so it is not offered.
 """
@@ -31,7 +31,7 @@ class BatchCutter:
     counts_at_cut: Counter[str] = field(default_factory=Counter)  # of the newest batch
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
+        """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
 
         Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
         may be cut ahead while another is in training; `version` is then the version that one will lead to. Raises
@@ -56,7 +56,7 @@ class BatchCutter:
         for record in batch:
             self.groups.move(record, GroupState.IN_BATCH)
         self.in_flight.append((version, batch))
-        self.counts_at_cut = self.counts.copy()
+        self.counts_at_cut = self.counts.copy()  # `explain` tells what was dropped since
         held = [self.lag.held(record, version) for record in batch]
         self.counts["num_lag_violations"] += self.proof.num_violations(list(zip(batch, held, strict=True)))
         return held
@@ -69,7 +69,7 @@ class BatchCutter:
             raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
 
     def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined.
+        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined.
 
         A batch counts all its optimizer steps, also those of them that were not finite; it is skipped if all were.
         """
@@ -91,7 +91,7 @@ class BatchCutter:
             self.versions.advance(num_steps)
 
     def consumable(self) -> Iterator[GroupRecord]:
-        """Held groups in dispatch order, as far as the window allows."""
+        """Yield held groups in dispatch order, as far as the window allows."""
         # The oldest open group that is not held has been overtaken by more groups than any other open one, because
         # whatever passes a younger group passes it too. So it alone decides.
         num_overtaken: int | None = None

@@ -1,4 +1,4 @@
-"""What time alone changes: silent actors, leases without progress, overdue groups, evaluations that wait too long."""
+"""Time-outs: silent actors, leases without progress, overdue groups, evaluations that wait too long."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Expiry:
         return effects + self.actors.take_revocations()
 
     def _check_pins(self, now: float) -> None:
-        """No evaluation waits for a version that no actor has, or keeps actors from a newer one for too long."""
+        """Start evaluations again whose version no actor has; end those that keep actors from a newer one too long."""
         # A dead actor has left the table by now, and its leases are with the others that have the version.
         for run in self.evals.lost({one.installed.version for one in self.actors.all() if one.installed is not None}):
             self._end_leases(run, now)

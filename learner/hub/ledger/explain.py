@@ -1,4 +1,4 @@
-"""What the learner and every actor wait for, in words for a person; nothing here changes a table."""
+"""Explanations for a person: what the learner and every actor wait for. Nothing here changes a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Explanations:
     cutter: BatchCutter
 
     def why_waiting(self, now: float) -> str:
-        """What the next batch waits for, as a sentence for a person."""
+        """Say what the next batch waits for."""
         have, needed = sum(1 for _ in self.cutter.consumable()), self.lag.rule.groups_per_batch
         if have >= needed:
             return "nothing: a batch can be cut"
@@ -65,7 +65,7 @@ class Explanations:
         return f"learner is at {self.versions.ref}; " + ", ".join(names) + more
 
     def what_it_does(self, actor_id: str, now: float) -> str:
-        """What an actor works on, or what it waits for, as words for a person."""
+        """Say what an actor works on, or what it waits for."""
         actor = self.actors.get(actor_id)
         if actor is None:
             return "waits to join again: the hub gave its leases to others"

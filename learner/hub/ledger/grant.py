@@ -1,4 +1,4 @@
-"""Which actor gets which lease: capacity, the lag rule, and a fair share.
+"""Grants of leases to actors: capacity, the lag rule, and a fair share.
 
 A grant is checked against *the version installed on the actor*, never the learner's: `streamrl.lag_rule` proves why the
 lag bound needs it. A group that comes back to the pool keeps its number and meets the same rule again; the actor with
@@ -20,7 +20,7 @@ from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
 from streamrl.messages.draws import member_seed
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
-LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20
+LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20  # as many as a LEASE may list; a quarter of the usual largest frame
 MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with other work between them
 
 
@@ -83,7 +83,7 @@ class Grants:
     num_grants: int = 0
 
     def order(self) -> list[str]:
-        """Actors that could take what there is: those that hold least first, of these the one that waited longest."""
+        """List actors that could take what there is: first who holds least, then who waited longest."""
         num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
         if not self.evals.evals.any_waiting():
             return self.actors.shares.first(num, self._admits()) if num else []
@@ -91,7 +91,7 @@ class Grants:
         return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
 
     def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Leases for this actor: never more than its free slots, and never more than a fair share of what is there.
+        """Make leases for this actor: at most its free slots, and at most a fair share of what is there.
 
         Ask the others too, then ask again.
         """
@@ -122,7 +122,7 @@ class Grants:
         return leases
 
     def _fair_share(self, actor: Actor) -> int:
-        """How many leases bring this actor level with the others that could have what is there."""
+        """Count the leases that bring this actor level with the others that could have what is there."""
         # The actor that holds least is always below the level, so asking every actor in order leaves nothing over.
         num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
         if not num:
@@ -132,13 +132,13 @@ class Grants:
         return max(0, level - actor.num_train)
 
     def _admits(self) -> Callable[[int], bool]:
-        """Whether an actor with this version may have the first of what there is."""
+        """Return a test whether an actor with some version may have the first of what there is."""
         oldest = self.groups.first(GroupState.READY)
         rank = self.groups.rank(self.groups.next_id if oldest is None else oldest)
         return lambda installed: self.lag.may_grant(rank, installed)
 
     def _candidates(self, actor: Actor, now: float) -> Iterator[GroupRecord]:
-        """READY groups this actor may have, oldest first, then new draws."""
+        """Yield READY groups that this actor may have, oldest first, then new draws."""
         installed = actor.installed.version
         for record in self.groups.in_state(GroupState.READY):
             if not self.lag.may_grant(self.groups.rank(record.group_id), installed):
@@ -171,7 +171,7 @@ class Grants:
 
 
 def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:
-    """Leases as messages that are neither too many nor too large for one."""
+    """Divide leases into messages that are not too large."""
     parts: list[list[Lease]] = []
     nbytes = 0
     for lease in leases:

@@ -51,6 +51,7 @@ class Handshake:
         entry, fenced = self.dedup.open(actor_id, hello.incarnation)
         if fenced is not None:
             self.counts["num_actor_restarts"] += 1
+        # Before leases are looked at: which of its numbers are settled decides which leases are orphans.
         entry.forget_all_but(hello.outbox, hello.next_seq)
         actor = self._bind(actor_id, hello, now)
         held = tuple((ref, self._keep(actor, ref, now)) for ref in hello.held)
@@ -75,7 +76,7 @@ class Handshake:
         return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
 
     def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:
-        """The actor of this HELLO; a new incarnation starts without the leases of the one before."""
+        """Make or renew the actor of a HELLO; a new incarnation starts without the leases of the one before."""
         actor = self.actors.get(actor_id)
         if actor is not None and actor.incarnation != hello.incarnation:
             # The old process is gone or fenced. Its attempts count as failures, or a prompt that kills every process
@@ -95,7 +96,7 @@ class Handshake:
         return actor
 
     def _keep(self, actor: Actor, ref: LeaseRef, now: float) -> bool:
-        """Whether a lease that a HELLO lists goes on: it must be this actor's, and its group with no other actor."""
+        """Decide whether a lease that a HELLO lists goes on: it must be this actor's, its group with no other actor."""
         group_id, attempt = ref
         if group_id & EVAL_BIT:
             record = self.evals.record(group_id)

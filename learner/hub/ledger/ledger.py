@@ -74,7 +74,7 @@ _ALWAYS = (
 
 
 class Ledger:
-    """See the module."""
+    """The state machine that the module describes."""
 
     def __init__(
         self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
@@ -127,11 +127,11 @@ class Ledger:
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def grant_order(self) -> list[str]:
-        """Actors that could take what there is, in the order in which to ask for grants."""
+        """List actors that could take what there is, in the order in which to ask for grants."""
         return self._grants.order()
 
     def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Leases for this actor, at most a fair share; ask the others too, then ask again."""
+        """Make leases for this actor, at most a fair share; ask the others too, then ask again."""
         return self._grants.grant(actor_id, now)
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
@@ -143,40 +143,41 @@ class Ledger:
         self.cutter.check_version(version)
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Exactly B groups to be trained from this version on, in dispatch order, or None if they must be waited for.
+        """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
 
         Raises ValueError: `version` is not the learner's, nor that of the next batch ahead.
         """
         return self.cutter.cut_batch(version)
 
     def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """The oldest batch in flight is done: trained, which led to `version_after`, or skipped and quarantined."""
+        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined."""
         self.cutter.trained(version_after, skipped, reason)
 
     def tick(self, now: float) -> list[Effect]:
         """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
         effects = self._expiry.tick(now)
-        self.check()
+        self.check()  # on every tick: a broken invariant must not reach a checkpoint
         return effects
 
     def why_waiting(self, now: float) -> str:
-        """What the next batch waits for, as a sentence for a person."""
+        """Say what the next batch waits for, in a sentence for a person."""
         return self._explanations.why_waiting(now)
 
     def what_it_does(self, actor_id: str, now: float) -> str:
-        """What an actor works on, or what it waits for, as words for a person."""
+        """Say what an actor works on, or what it waits for."""
         return self._explanations.what_it_does(actor_id, now)
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
     def freeze(self, version: int) -> bytes:
-        """The ledger as of this version. Groups of a batch that is cut but not trained count as held.
+        """Encode the ledger as of this version. Groups of a batch that is cut but not trained count as held.
 
         Raises ValueError: the ledger is already at another version.
         """
         if version != self.version:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
         groups = self.groups
+        # Added to, not replaced: a second snapshot of one version must not forget what ended before the first.
         self._frozen.setdefault(version, SettledSinceCheckpoint()).add(groups.take_recent())
         return msgspec.msgpack.encode(LedgerSnapshot(
             format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
@@ -189,7 +190,7 @@ class Ledger:
         ))
 
     def saved(self, version: int) -> None:
-        """The checkpoint of `freeze(version)` is published: what ended before it is durable, and acks say so.
+        """Make durable what ended before `freeze(version)`, whose checkpoint is published now; acks say so.
 
         Earlier snapshots whose checkpoints failed are covered by this one.
         """
@@ -203,7 +204,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: bytes, settings: LedgerSettings, *, run_id: str, learner_epoch: int, **rest: Any) -> Self:
-        """The ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
+        """Make the ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
 
         Leases that were out are READY again, at their old place; others get them once no actor of the run before has
         come back for `dead_after_s`, or `RETURN_WITHIN` times that after the first HELLO. Held groups stay held, unless
@@ -221,7 +222,9 @@ class Ledger:
         )
         ledger.lag.allow_drawn()  # the new settings may have a smaller eta than the run had
         ledger.dedup.load(loaded.senders, loaded.fenced)
+        # That there is something to restore proves that the checkpoint was published, with these ends.
         ledger.dedup.make_durable(loaded.ended)
+        # Last, because a held group that goes back to the pool changes every table.
         ledger.refused_on_resume = ledger.lifecycle.check_frames()
         return ledger
 
@@ -232,18 +235,18 @@ class Ledger:
         return self._handshake.hello(actor_id, hello, now)
 
     def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
-        """Renew its leases if it makes progress, except those it calls stuck or does not hold; note what it has free.
+        """Note what an actor has free; renew its leases if it makes progress, but none it calls stuck or does not hold.
 
         False: no link, or a fenced one; answer STOP(NO_LINK).
         """
         return self._membership.beat(actor_id, beat, now)
 
     def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
-        """A version is live at this actor, or it refused it. The shell has checked that the root was published."""
+        """Note that an actor made a version live or refused it. The shell has checked that its root was published."""
         self._membership.installed(actor_id, ref, ok, now)
 
     def suspend(self, actor_id: str, now: float) -> None:
-        """Its weights are not to be trusted: its leases go to others, and it gets none until `installed` says so."""
+        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
         self._membership.suspend(actor_id, now)
 
     def distrust(self, actor_id: str, now: float) -> None:
@@ -251,11 +254,11 @@ class Ledger:
         self._membership.distrust(actor_id, now)
 
     def drain(self, actor_id: str, now: float) -> None:
-        """It is leaving: no new leases, but it may finish those it has."""
+        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
         self._membership.drain(actor_id, now)
 
     def bye(self, actor_id: str, now: float) -> None:
-        """It has left. What it still held goes back to the pool and counts as no failure of the group."""
+        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
         self._membership.disconnect(actor_id, now, failed=False)
 
     def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
@@ -263,17 +266,17 @@ class Ledger:
         return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
-        """Open leases of an actor; 0 for one that is not linked."""
+        """Count the open leases of an actor; 0 for one that is not linked."""
         actor = self.actors.get(actor_id)
         return 0 if actor is None else len(actor.open_leases())
 
     def acks_due(self) -> list[str]:
-        """Linked actors with something to be told."""
+        """List linked actors with something to be told."""
         linked = ((self.actors.get(actor_id), incarnation) for actor_id, incarnation in self.dedup.due)
         return [actor.actor_id for actor, incarnation in linked if actor and actor.incarnation == incarnation]
 
     def take_acks(self, actor_id: str) -> Ack | None:
-        """The next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""
+        """Take the next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""
         actor = self.actors.get(actor_id)
         entry = self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
         return entry.take_ack() if entry is not None else None
@@ -285,7 +288,7 @@ class Ledger:
         return self.versions.current
 
     def counters(self) -> dict[str, float]:
-        """Everything counted since the run began, and how many groups and leases there are now."""
+        """Report everything counted since the run began, and how many groups and leases there are now."""
         counts = {
             **dict.fromkeys(_ALWAYS, 0), **self.counts,
             "num_groups_drawn": self.groups.next_id,

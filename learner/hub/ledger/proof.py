@@ -32,7 +32,7 @@ class LagProof:
     frames_every: ClassVar[int] = FRAMES_EVERY
 
     def num_violations(self, batch: Sequence[tuple[GroupRecord, HeldGroup]]) -> int:
-        """Of a batch that was just cut: each record with the group that goes to the ranks."""
+        """Count in a batch that was just cut: each record with the group that goes to the ranks."""
         from_frames = self.num_batches % self.frames_every == 0
         self.num_batches += 1
         num = 0
@@ -49,7 +49,7 @@ def _noted(record: GroupRecord) -> Iterator[list[int]]:
 
 
 def _in_frames(frames: Iterable[bytes]) -> Iterator[list[int]]:
-    """The versions that each member's action tokens name."""
+    """Yield the versions that each member's action tokens name."""
     for frame in frames:
         group = GROUPS.decode(frame)
         assert isinstance(group, Group)

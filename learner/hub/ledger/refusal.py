@@ -1,4 +1,4 @@
-"""Why a group is refused whatever its lease: contents, sampling and versions that no leased group can have."""
+"""Reasons to refuse a group whatever its lease: contents, sampling and versions that no leased group can have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Summaries = tuple[MemberSummary, ...]
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """accepted; rejected, with its reason; repeat (answered before, answered again); no_link (answer STOP(NO_LINK)).
+    """The answer to a group: accepted; rejected, with its reason; repeat (answered again); no_link (send STOP).
 
     `strike` marks what no honest actor would send.
     """
@@ -50,7 +50,7 @@ class GroupChecks:
     versions: Versions
 
     def content(self, group: Group, leased: Collection[int]) -> Summaries:
-        """The rules of `streamrl.messages.validate`; returns a summary of each member."""
+        """Check the rules of `streamrl.messages.validate`; returns a summary of each member."""
         try:
             return check_group(group, self.limits, leased)
         except ContentError as error:
@@ -58,7 +58,7 @@ class GroupChecks:
             raise Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
     def sampling(self, group: Group, leased: Sampling, *, or_full: bool = False) -> None:
-        """Its answers were drawn as the lease asked, or in any way that the learner can score if `or_full`."""
+        """Check that answers were drawn as the lease asked, or with `or_full` in any way that the learner can score."""
         if not group.members or group.sampling == leased or (or_full and is_full(group.sampling)):
             return
         self.counts["num_malformed_sampling"] += 1
@@ -66,7 +66,7 @@ class GroupChecks:
         raise Refused(RejectReason.MALFORMED, detail, strike=True)
 
     def versions_known(self, group: Group, summaries: Summaries) -> None:
-        """No token is of the future, or of a branch of the run that a crash has cut off."""
+        """Check that no token is of the future, or of a branch of the run that a crash has cut off."""
         for one in summaries:
             for ref in one.all_versions:
                 if self.versions.usable(ref) is None:
@@ -78,5 +78,5 @@ class GroupChecks:
 
 
 def is_failure(group: Group) -> bool:
-    """Whether an attempt that left members missing counts against the group."""
+    """Return whether an attempt that left members missing counts against the group."""
     return group.outcome != Outcome.RETURNED or group.reason not in NOT_A_FAILURE

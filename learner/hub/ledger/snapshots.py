@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 class LedgerSnapshot(Struct, array_like=True):
-    """What `Ledger.freeze` writes. Fields are only appended, with defaults."""
+    """The form of what `Ledger.freeze` writes. Fields are only appended, with defaults."""
 
     format: int
     run_id: str
@@ -41,7 +41,7 @@ class LedgerSnapshot(Struct, array_like=True):
 
 
 def at_rest(record: GroupRecord) -> GroupRecord:
-    """A live group without what depends on this process: leases, batches and times."""
+    """Copy a live group without what depends on this process: leases, batches and times."""
     # No lease outlives the process, and a batch whose step is not in the checkpoint must be trained again.
     state = {GroupState.LEASED: GroupState.READY, GroupState.IN_BATCH: GroupState.HELD}.get(record.state, record.state)
     holder = record.lease.actor_id if record.lease is not None else record.holder

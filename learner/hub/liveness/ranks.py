@@ -1,4 +1,4 @@
-"""Watches the learner's process group from outside torch: which rank is dead, stopped or has failed, and who waits.
+"""Watch of the learner's process group from outside torch: which rank is dead, stopped or has failed, who waits.
 
 A collective in which one rank is missing ends by torch's own time-out, after minutes and without a name. Every rank
 sends beats from a thread of its own (`learner.ranks.beats`); a rank that is killed or stopped sends none. Pure but for
@@ -21,7 +21,7 @@ NO_BETTER_CAUSE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why the group ends. `lost`: a rank was killed, stopped or cut off, so a new start may go well."""
+    """The reason why the group ends. `lost`: a rank was killed, stopped or cut off, so a new start may go well."""
 
     cause: str
     lost: bool
@@ -39,7 +39,7 @@ class Heard:
 
 
 class RankWatch:
-    """Beats in, at most one finding out."""
+    """Takes beats in, and gives at most one finding."""
 
     def __init__(self, silent_s: float, *, process_state: Callable[[int], str] = process_state) -> None:
         self._silent_s, self._process_state = silent_s, process_state
@@ -57,11 +57,11 @@ class RankWatch:
             self._heard[beat.rank] = Heard(beat, route, now)
 
     def routes(self) -> list[bytes]:
-        """Where to send the order to end."""
+        """List the routes to which the order to end is sent."""
         return [one.route for one in self._heard.values() if not one.beat.closing]
 
     def check(self, now: float) -> Finding | None:
-        """The finding, once, when it is found."""
+        """Return the finding, once, when it is made."""
         if self._checked_at is not None and now - self._checked_at > PAUSE_S:
             for one in self._heard.values():
                 one.at += now - self._checked_at
@@ -72,14 +72,14 @@ class RankWatch:
         return None
 
     def learner_gone(self, now: float) -> Finding | None:
-        """The process of rank 0 has ended without a shutdown message; None if it announced its end."""
+        """Find that the process of rank 0 has ended without a shutdown message; None if it announced its end."""
         first = self._heard.get(0)
         if self.finding is None and first is not None and not (first.beat.closing or first.beat.failed):
             self.finding = Finding(f"{self._name(first)} was killed while in {_doing(first.beat)}", lost=True)
         return self.finding
 
     def sentences(self, now: float, waiting_for: str) -> list[tuple[str, str]]:
-        """(process, what it does or waits for) of every rank."""
+        """Describe every rank: (process, what it does or waits for)."""
         told = []
         for rank, one in sorted(self._heard.items()):
             told.append((f"learner rank {rank}" if one.beat.world > 1 else "learner", self._sentence(
@@ -103,7 +103,7 @@ class RankWatch:
         return f"is in {beat.phase}, {beat.phase_s:.1f} s so far"
 
     def _awaited(self, waiting: Heard) -> list[int]:
-        """Ranks that have entered fewer collectives than this one."""
+        """List ranks that have entered fewer collectives than this one."""
         entered = waiting.beat.num_collectives
         return sorted(rank for rank, one in self._heard.items() if one.beat.num_collectives < entered)
 

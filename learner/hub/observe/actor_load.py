@@ -1,4 +1,4 @@
-"""What the actors' time goes into, summed over all of them from their heartbeats."""
+"""Use of the actors' time, summed over all of them from their heartbeats."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class ActorLoads(Observer):
             self._p95.pop(actor_id, None)
 
     def metrics(self) -> dict[str, float]:
-        """Sums over the actors, and the step time of that whose environments are slowest."""
+        """Report sums over the actors, and the step time of the one whose environments are slowest."""
         return {**self._sums, P95: max(self._p95.values(), default=0.0)}

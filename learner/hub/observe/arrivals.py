@@ -1,4 +1,4 @@
-"""What actors deliver, before age and filters decide about it: sums whose differences are a step's means."""
+"""Sums over what actors deliver, before age and filters decide about it; their differences are a step's means."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NOT_OF_THE_TASK = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
 
 
 class EpisodeFailures(Observer):
-    """What accepted groups report of failures in their environments, and of prompts that cannot be used.
+    """Counts failures in environments and prompts that cannot be used, as accepted groups report them.
 
     Args:
         notify: told what a person must see.
@@ -44,7 +44,7 @@ class EpisodeFailures(Observer):
         self._alarmed = False
 
     def group(self, arrival: Arrival) -> None:
-        """An accepted group, also one that was handed back."""
+        """Count an accepted group, also one that was handed back."""
         if not arrival.accepted:
             return
         group, num_open = arrival.group, arrival.num_open
@@ -66,7 +66,7 @@ class EpisodeFailures(Observer):
             self._notify(self.fatal)
 
     def _handed_back(self, reason: ReturnReason, detail: str, num_open: int) -> None:
-        """A lease came back for another reason (prompt too long, engine error ...): the first of each is reported."""
+        """Report the first lease that came back for each other reason (prompt too long, engine error ...)."""
         self.last = detail
         self._num_unusable += reason in FAULTS_OF_PROMPT
         if self._num_unusable >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:

@@ -14,7 +14,7 @@ LAST_CHANCE_S = 10.0
 
 
 class HungCalls(Observer):
-    """What heartbeats say of calls of environments, by actor.
+    """Keeps what heartbeats say of calls of environments, by actor.
 
     Attributes:
         fatal: why the run must stop; "" while it need not.

@@ -37,11 +37,11 @@ class Observer:
         """A group has arrived."""
 
     def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
-        """The numbers of one actor's heartbeat."""
+        """An actor has sent the numbers of a heartbeat."""
 
     def remove(self, actor_id: str) -> None:
         """An actor has left or was evicted."""
 
     def metrics(self) -> dict[str, float]:
-        """Counters for the learner's metrics."""
+        """Report counters for the learner's metrics."""
         return {}

@@ -1,4 +1,4 @@
-"""Whether the rewards of a run's beginning can teach it anything: if not, a sentence for the terminal."""
+"""Check of the first rewards of a run: a sentence for the terminal if they can teach it nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENOUGH_STEPS = 3
 
 
 def all_dropped(counts: Counter[str], reward: float | None) -> str:
-    """What to say once so many groups were finished and a filter dropped every one of them; "" before.
+    """Say that so many groups were finished and a filter dropped every one of them; "" before.
 
     Args:
         reward: of every trajectory; None if they differ.
@@ -24,7 +24,7 @@ def all_dropped(counts: Counter[str], reward: float | None) -> str:
 
 
 def all_equal(counts: Counter[str], reward: float | None, *, batch_size: int) -> str:
-    """What to say after so many batches in which every reward was the same; "" before, or if they differ."""
+    """Say that so many batches went by in which every reward was the same; "" before, or if they differ."""
     num_steps = counts["num_groups_trained"] // batch_size
     if reward is None or num_steps < ENOUGH_STEPS:
         return ""

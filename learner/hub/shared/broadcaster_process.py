@@ -27,15 +27,15 @@ class BroadcasterProcess:
         )
 
     def alive(self) -> bool:
-        """Whether it runs; a call after its end also reaps it."""
+        """Return whether it runs; a call after its end also reaps it."""
         return self._process.poll() is None
 
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """Return its exit status; None while it runs."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """Returns at once: a process that the GPU driver holds may take minutes to end, or never do."""
+        """Kill it and return at once: a process that the GPU driver holds may take minutes to end, or never do."""
         self._process.kill()
 
 
@@ -55,11 +55,11 @@ class BroadcasterWatch:
         self.silent_s = 0.0  # since its last report
 
     def started(self) -> None:
-        """A new process: until its first report the longer deadline of a start applies."""
+        """Note a new process: until its first report the longer deadline of a start applies."""
         self._limit_s, self.silent_s = START_S, 0.0
 
     def heard(self) -> None:
-        """A report of any kind arrived."""
+        """Note a report of any kind."""
         self._limit_s, self.silent_s = self._silence_s, 0.0
 
     def tick(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Which connection belongs to which actor, how often it misbehaved, and how fast it generates."""
+"""Connections by actor: how often each misbehaved, and how fast it generates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Connection:
         return len(self.strikes) >= MAX_STRIKES
 
     def count_tokens(self, tokens_total: int, now: float) -> int:
-        """New tokens since the last heartbeat; keeps a smoothed rate. The first heartbeat is the baseline."""
+        """Count new tokens since the last heartbeat; keeps a smoothed rate. The first heartbeat is the baseline."""
         new = max(0, tokens_total - self.tokens_total) if self.rate_at else 0
         if self.rate_at and now > self.rate_at:
             rate = new / (now - self.rate_at)
@@ -56,7 +56,7 @@ class Connection:
 
 
 class Connections:
-    """Routing id <-> actor. A new HELLO of an actor replaces its old connection."""
+    """The table routing id <-> actor. A new HELLO of an actor replaces its old connection."""
 
     def __init__(self) -> None:
         self.by_route: dict[bytes, Connection] = {}
@@ -80,15 +80,15 @@ class Connections:
         return list(self.by_actor.values())
 
     def __len__(self) -> int:
-        """Actors that may generate; relays do not count."""
+        """Count actors that may generate; relays do not count."""
         return sum(connection.max_leases > 0 for connection in self.by_actor.values())
 
 
 def stop_of(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
-    """The answer that ends a connection or a process, with its exit status."""
+    """Make the answer that ends a connection or a process, with its exit status."""
     return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
 
 
 def shut_out(cause: str) -> Stop:
-    """The answer to an actor that is not believed."""
+    """Make the answer to an actor that is not believed."""
     return Stop(StopReason.EVICTED, False, 0.0, EXIT_EVICTED, cause[:512])

@@ -1,4 +1,4 @@
-"""What the hub's handlers share: one state, and one way out to actors and ranks."""
+"""The state that the hub's handlers share, and their way out to actors and ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_NOTICES = 50
 
 
 class Outbound:
-    """Sends that never block: a message to a full or unreachable peer is dropped and counted.
+    """Sends without blocking: a message to a full or unreachable peer is dropped and counted.
 
     An actor that missed one joins again with HELLO.
     """
@@ -42,14 +42,14 @@ class Outbound:
         self._actors, self._ranks, self._counters = actors, ranks, counters
 
     def to_actor(self, routing_id: bytes, message: Message, *, protocol: int = PROTOCOL) -> bool:
-        """Whether the message was queued."""
+        """Send to an actor; returns whether the message was queued."""
         return self._send(self._actors, routing_id, encode(message, protocol=protocol))
 
     def to_rank(self, routing_id: bytes, message: Message) -> bool:
         return self._send(self._ranks, routing_id, encode(message))
 
     def is_gone(self, routing_id: bytes, message: Message) -> bool:
-        """Send to an actor; whether its connection is closed, as that of a dead process is."""
+        """Send to an actor; returns whether its connection is closed, as that of a dead process is."""
         before = self._counters["num_sends_unreachable"]
         return not self.to_actor(routing_id, message) and self._counters["num_sends_unreachable"] > before
 
@@ -103,11 +103,11 @@ class HubContext:
 
     @property
     def fatal(self) -> str:
-        """Why the run must stop; "" while it need not."""
+        """The reason why the run must stop; "" while it need not."""
         return next((one.fatal for one in self.observers if one.fatal), self.ledger.prompts.fatal)
 
     def _passed_over(self, text: str) -> None:
-        """The first record on the terminal, the others in the log: a broken file has thousands."""
+        """Show the first record on the terminal, the others in the log: a broken file has thousands."""
         if self._any_passed_over:
             self._told_records.warning("%s", text)
         else:
@@ -115,7 +115,7 @@ class HubContext:
             self.notify(f"{text} (later ones: in the log)")
 
     def notify(self, text: str) -> None:
-        """A warning in the log and on the terminal of `launch`."""
+        """Warn in the log and on the terminal of `launch`."""
         text = printable(" ".join(text.split()))  # an exception may have many lines, and a peer's text anything
         log.warning("%s", text)
         self.notices = [*self.notices, f"{time.strftime('%H:%M:%S')} {text}"][-MAX_NOTICES:]

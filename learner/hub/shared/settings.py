@@ -1,4 +1,4 @@
-"""What the learner passes to its hub at start-up, and the hub to its broadcaster: one JSON file."""
+"""Settings that the learner passes to its hub at start-up, and the hub to its broadcaster: one JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.messages import Limits, Lineage, Sampling
 
 
 class EvalSetSettings(msgspec.Struct, frozen=True):
-    """One of `eval.datasets`: what its records and their environment are, and how answers are drawn."""
+    """One of `eval.datasets`: its records, their environment, and how answers are drawn."""
 
     name: str
     env: EnvConfig
@@ -30,7 +30,7 @@ class EvalSetSettings(msgspec.Struct, frozen=True):
 
 
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the hub process needs before the first version is published."""
+    """All that the hub process needs before the first version is published."""
 
     run_id: str
     run_dir: str

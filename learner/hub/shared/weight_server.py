@@ -33,7 +33,7 @@ TIMES = ("transfer_s", "verify_s", "pause_s", "install_s")
 
 @dataclass(slots=True)
 class WeightHealth:
-    """What is known of one incarnation of an actor."""
+    """The health of one incarnation of an actor."""
 
     incarnation: int
     wrong: VersionRef | None = None  # it named another root for this version
@@ -63,14 +63,14 @@ class WeightHealthTable:
         return found
 
     def forget(self, actor_id: str) -> None:
-        """It left the run."""
+        """Forget an actor that left the run."""
         self._health.pop(actor_id, None)
 
     def quarantined(self, actor_id: str, incarnation: int) -> bool:
         return bool(self._of(actor_id, incarnation).failed)
 
     def wrong_root(self, actor_id: str, incarnation: int, ref: VersionRef, root: bytes) -> bool:
-        """Whether it serves other bytes under this version than were published; logged the first time.
+        """Return whether it serves other bytes under this version than were published; logged the first time.
 
         Args:
             root: b"" if the message had none: its last one holds.
@@ -88,7 +88,7 @@ class WeightHealthTable:
         return True
 
     def usable(self, actor_id: str, incarnation: int, ref: VersionRef, root: bytes) -> bool:
-        """Whether leases may rely on what this actor reports to serve."""
+        """Return whether leases may rely on what this actor reports to serve."""
         wrong = self.wrong_root(actor_id, incarnation, ref, root)
         return not wrong and not self.quarantined(actor_id, incarnation)
 
@@ -112,7 +112,7 @@ class WeightHealthTable:
         return not health.failed
 
     def metrics(self) -> dict[str, float]:
-        """Counters, and the worst of the actors' last probes."""
+        """Report counters, and the worst of the actors' last probes."""
         return {
             "num_probes": float(self._num_probes),
             "num_probe_failures": float(self._num_failures),
@@ -154,7 +154,7 @@ class WeightServer:
         self.socket = ChunkSocket(router, authenticator)
 
     def publish(self, message: Publish, now: float) -> None:
-        """A new version is complete on disk: serve it; old ones retire."""
+        """Serve a new version, which is complete on disk; old ones retire."""
         if message.layout is not None:
             self._prepare(message.layout, Path(message.assets_path).read_bytes())
             self.base = None if message.base is None else self._serve_base(message.base, message.base_path)
@@ -173,7 +173,7 @@ class WeightServer:
         )
 
     def _prepare(self, layout: Layout, assets: bytes) -> None:
-        """The first version: what all versions share is known now."""
+        """Set up what all versions share, which the first one tells."""
         options = self._settings.publish
         self.layout, self.assets, self.assets_digest = layout, assets, xxhash.xxh3_128_digest(assets)
         self._chunks = ChunkServer(
@@ -196,7 +196,7 @@ class WeightServer:
         return [msgspec.structs.replace(offer, transport=name) for name, offer in made if offer is not None]
 
     def offers(self) -> tuple[Offer, ...]:
-        """Transports of the current version, best first; an actor takes the first that it can verify."""
+        """List transports of the current version, best first; an actor takes the first that it can verify."""
         assert self.manifest is not None and self._chunks is not None
         parent = self._chunks.deltas.parent_of(self.manifest.ref)  # None once the delta turned out too large
         return tuple(
@@ -210,7 +210,7 @@ class WeightServer:
             self._sums.update(visible_s=now - self._published_at, num_visible=1)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes that were pulled, means over all installs of the run so far, and the probes."""
+        """Report bytes that were pulled, means over all installs of the run so far, and the probes."""
         sums = self._sums
         found = {"num_bytes_pulled": float(self.socket.num_bytes_served), **self.health.metrics()}
         if sums["num_installs"]:
@@ -221,7 +221,7 @@ class WeightServer:
 
 
 def _offer(name: str, transport: Transport, published: Published) -> Offer | None:
-    """The transport's offer; None, logged, if it cannot make one: another transport brings this version."""
+    """Make the transport's offer; None, logged, if it cannot: another transport brings this version."""
     try:
         return transport.offer(published)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What speaks against an actor's data, and who is shut out for it.
+"""Trust in actors: findings against an actor's data, and actors that are shut out for them.
 
     outliers   rewards, lengths and ratios of an actor that lie apart from those of all others (`judge`)
     audits     log-probs that the learner does not find under the version that a token names, and tokens that their
@@ -50,7 +50,7 @@ MEASURES = {
 
 @dataclass(slots=True)
 class ActorRecord:
-    """What one incarnation has delivered lately."""
+    """The record of what one incarnation has delivered lately."""
 
     incarnation: int
     draws_by_seed: bool
@@ -71,7 +71,7 @@ class ActorRecord:
 
 
 class ActorTrust(Observer):
-    """The table of all actors.
+    """The records of all actors, and those that were shut out.
 
     Args:
         tolerance: largest mean difference of log-probs at a token's own version, in nats.
@@ -102,7 +102,7 @@ class ActorTrust(Observer):
         self._records.pop(actor_id, None)
 
     def refusal(self, actor_id: str, incarnation: int) -> str:
-        """Why this process may not join; "" if it may."""
+        """Return why this process may not join; "" if it may."""
         last, times, cause = self._shut_out.get(actor_id, (0, 0, ""))
         if times > 1:
             return f"{actor_id} was shut out twice, the last time because {cause}: it stays out of this run"
@@ -110,13 +110,13 @@ class ActorTrust(Observer):
 
     @property
     def causes(self) -> dict[str, str]:
-        """Why, of every actor that is out now."""
+        """The cause for every actor that is out now."""
         return {name: cause for name, (_, _, cause) in self._shut_out.items() if name not in self._records}
 
     # --- what is measured -----------------------------------------------------------------------------------------
 
     def group(self, arrival: Arrival) -> None:
-        """A training group that was not refused, also one that is too old."""
+        """Measure a training group, also one that is too old."""
         record, group = self._records.get(arrival.actor_id), arrival.group
         members = [member for member in group.members if member.status != MemberStatus.ABORTED]
         if record is None or not members or group.group_id & EVAL_BIT:
@@ -135,7 +135,7 @@ class ActorTrust(Observer):
         self._baselines[measure, lag] += _BASELINE_WEIGHT * (value - baseline)
 
     def compared(self, agreements: Iterable[Agreement]) -> None:
-        """What the learner found of the groups of a step; then every actor is judged."""
+        """Take in what the learner found of the groups of a step; then judge every actor."""
         for one in agreements:
             record = self._records.get(one.actor_id)
             if record is None:
@@ -158,7 +158,7 @@ class ActorTrust(Observer):
                 self._shut(name, record, found[name])
 
     def _outliers(self) -> dict[str, str]:
-        """The farthest outlier of each measure: without it the others may look different."""
+        """Find the farthest outlier of each measure: without it the others may look different."""
         found: dict[str, str] = {}
         for name, measure in MEASURES.items() if self._limit else ():
             values = {actor: [gap for gap, _ in one.values[name]] for actor, one in self._records.items()}
@@ -173,7 +173,7 @@ class ActorTrust(Observer):
                 f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
 
     def _disagreements(self) -> dict[str, str]:
-        """Actors that audits speak against; none where that is most of them: then it is the learner, or all.
+        """Find actors that audits speak against; none where that is most of them: then it is the learner, or all.
 
         A lone actor is shut out only by audits that were asked for: the run ends without it.
         """
@@ -189,7 +189,7 @@ class ActorTrust(Observer):
         return {}
 
     def _disagreement(self, record: ActorRecord) -> str:
-        """What audits say against it; "" if nothing."""
+        """Return what audits say against an actor; "" if nothing."""
         num_tokens, mean = record.agreement
         if self._audits and num_tokens >= NUM_LEAST_TOKENS:
             if not mean <= self._tolerance:
@@ -215,11 +215,11 @@ class ActorTrust(Observer):
                      f"generated again; {then}")
 
     def take_due(self) -> list[tuple[str, str]]:
-        """Actors to be cut off, and why; each once."""
+        """Take the actors to be cut off, and why; each once."""
         due, self._due = self._due, []
         return due
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the hub began, and the largest mean difference of an actor's audits."""
+        """Report counters since the hub began, and the largest mean difference of an actor's audits."""
         worst = max((record.agreement[1] for record in self._records.values()), default=0.0)
         return {**{name: float(value) for name, value in self._sums.items()}, "audit_mean_difference": worst}

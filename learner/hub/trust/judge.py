@@ -1,4 +1,4 @@
-"""Which actor's data lie apart from the others': a pure function of what each has delivered lately.
+"""Outlier detection over recent per-actor statistics.
 
 All actors get prompts of one stream, so honest ones differ by chance alone. The median of the others is what they agree
 on; how far an actor may lie from it is their own spread (MAD) and the standard errors of the means.
@@ -31,7 +31,7 @@ class Outlier:
 
 
 def judge(values: Mapping[str, Sequence[float]], *, limit: float, floor: float) -> list[Outlier]:
-    """Actors that lie more than `limit` standard errors from the others, the farthest first; [] where none can be told.
+    """List actors that lie more than `limit` standard errors from the others, farthest first; [] if none can be told.
 
     None can be told with fewer than `NUM_LEAST_ACTORS` that have `NUM_LEAST` values, nor where half of them or more
     would be outliers: then the majority that defines what is right is missing.

@@ -24,7 +24,7 @@ LOST_AFTER = 3  # times `dead_after_s` since its grant: a lease that no heartbea
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something the shell must do. evict: STOP(EVICTED) and close the link; revoke: name these leases in a LEASE."""
+    """An order to the shell. evict: STOP(EVICTED) and close the link; revoke: name these leases in a LEASE."""
 
     kind: Literal["evict", "revoke"]
     actor_id: str
@@ -86,7 +86,7 @@ class Actor:
         return self.eval if group_id & EVAL_BIT else self.train
 
     def open_leases(self) -> list[tuple[int, OpenLease]]:
-        """(group_id, lease) of everything this actor holds, in dispatch order, evaluation last."""
+        """List (group_id, lease) of everything this actor holds, in dispatch order, evaluation last."""
         return sorted(self.train.leases.items()) + sorted(self.eval.leases.items())
 
     def end_lease(self, group_id: int, *, revoke: bool) -> None:
@@ -136,7 +136,7 @@ class ActorTable:
         self.shares.touch(actor)
 
     def remove(self, actor: Actor, now: float, *, failed: bool) -> list[LeaseRef]:
-        """Its link is gone: its leases go back to the pool, each group at its old place."""
+        """Remove an actor without a link: its leases go back to the pool, each group at its old place."""
         held = actor.open_leases()
         for group_id, _ in held:
             self.release(group_id, now, failed=failed)
@@ -145,18 +145,18 @@ class ActorTable:
         return [(group_id, lease.attempt) for group_id, lease in held]
 
     def start_grace(self, now: float, *, survived_restart: bool) -> None:
-        """The first actor is back, or one more of the run before: thousands need longer than one."""
+        """Wait for actors of the run before, longer with each that comes back: thousands need longer than one."""
         if self.restored and (survived_restart or self._grace_from is None):
             self._grace_from = now if self._grace_from is None else self._grace_from
             dead_after_s = self._settings.dead_after_s
             self._grace_until = min(now + dead_after_s, self._grace_from + RETURN_WITHIN * dead_after_s)
 
     def in_grace(self, now: float) -> bool:
-        """Whether leases of the run before still wait for their actors."""
+        """Return whether leases of the run before still wait for their actors."""
         return now < self._grace_until
 
     def lease(self, actor: Actor, record: GroupRecord, attempt: int, members: tuple[int, ...], now: float) -> None:
-        """A READY group becomes this actor's."""
+        """Give a READY group to this actor."""
         record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
         record.holder = ""
         record.max_lag = max(record.max_lag, self._lifecycle.lag.rule.max_lag)  # later lowering does not apply to it
@@ -185,7 +185,7 @@ class ActorTable:
             self._lifecycle.retry(record, now, failed=failed)
 
     def delivered(self, actor: Actor, group_id: int, lease: OpenLease | None, now: float) -> None:
-        """A group of it has come; `lease` is the one that it had for it, None if that had ended before."""
+        """Note that an actor has delivered a group; `lease` is the one it had for it, None if that had ended before."""
         actor.credit(group_id).delivered()
         self.shares.touch(actor)
         if group_id & EVAL_BIT:
@@ -222,7 +222,7 @@ class ActorTable:
                     self.release(group_id, now, failed=False, revoke=True)
 
     def release_orphans(self, actor: Actor, entry: DedupEntry, now: float) -> None:
-        """Once its re-sends are in, leases that are still orphaned were lost."""
+        """Release leases that are still orphaned once the actor's re-sends are in: they were lost."""
         if entry.settled.upto >= actor.resend_upto:
             for group_id, lease in actor.open_leases():
                 if lease.orphan:
@@ -258,7 +258,7 @@ class ActorTable:
                     self.release(group_id, now, failed=True, revoke=True)
 
     def take_revocations(self) -> list[Effect]:
-        """Leases that their actors must stop."""
+        """Take the leases that their actors must stop."""
         effects = [Effect("revoke", one.actor_id, tuple(one.revocations)) for one in self.all() if one.revocations]
         for actor in self._actors.values():
             actor.revocations.clear()

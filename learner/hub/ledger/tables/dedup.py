@@ -1,4 +1,4 @@
-"""What each incarnation of each actor has delivered: the tables that make a repeated message harmless.
+"""Deliveries of each incarnation of each actor: the tables that make a repeated message harmless.
 
 A sequence number is *settled* once it is accepted or rejected, and *durable* once its outcome is in a published
 checkpoint or will never matter again. A rejected number is durable at once: its sender forgets it.
@@ -19,9 +19,8 @@ from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
 MAX_FENCED = 64  # incarnations remembered for each actor
 # Senders without a link that are remembered. Forgetting one is safe, because (group, member) is the authority.
 MAX_DEPARTED = 4096
-FORGET_AFTER_SAVES = 2
-_MAX_RANGES = 256
-_MAX_REJECTED = 64
+FORGET_AFTER_SAVES = 2  # the first may have been frozen before the sender left
+_MAX_RANGES, _MAX_REJECTED = 256, 64  # as many as an ACK may list
 
 
 @dataclass(slots=True)
@@ -53,12 +52,12 @@ class SeqWindow:
         self.bits >>= num_ones
 
     def ranges(self) -> tuple[SeqRange, ...]:
-        """What lies above `upto`, as inclusive ranges."""
+        """List what lies above `upto`, as inclusive ranges."""
         return as_ranges(self.upto + 1 + i for i in range(self.bits.bit_length()) if self.bits >> i & 1)
 
 
 def as_ranges(seqs: Iterable[int]) -> tuple[SeqRange, ...]:
-    """Ascending integers as inclusive ranges."""
+    """Join ascending integers to inclusive ranges."""
     ranges: list[tuple[int, int]] = []
     for seq in seqs:
         if ranges and ranges[-1][1] == seq - 1:
@@ -69,7 +68,7 @@ def as_ranges(seqs: Iterable[int]) -> tuple[SeqRange, ...]:
 
 
 def outbox_error(outbox: Sequence[SeqRange], next_seq: int, window: int) -> str | None:
-    """What is wrong with the outbox of a HELLO, if anything."""
+    """Return what is wrong with the outbox of a HELLO, if anything."""
     previous = 0
     for first, last in outbox:
         if not previous < first <= last < next_seq:
@@ -112,13 +111,13 @@ class DedupEntry:
         self._dirty = False
 
     def place(self, seq: int) -> Literal["new", "repeat", "beyond"]:
-        """Where a number falls: not yet judged, judged before, or further ahead than any honest sender goes."""
+        """Tell where a number falls: not yet judged, judged before, or further ahead than any honest sender goes."""
         if seq in self.settled:
             return "repeat"
         return "beyond" if seq > self.settled.upto + self._window else "new"
 
     def forget_all_but(self, outbox: Sequence[SeqRange], next_seq: int) -> None:
-        """The sender will never again send a number below `next_seq` outside its outbox, valid by `outbox_error`."""
+        """Settle all numbers below `next_seq` outside the outbox, which is valid: the sender never sends them again."""
         # A number whose ack the sender acted on, but which no checkpoint remembers, would otherwise hold the low-water
         # mark down forever after a restart.
         starts = [first for first, _ in outbox] + [next_seq]
@@ -167,7 +166,7 @@ class DedupEntry:
             self._to_make_durable.add(seq)
 
     def take_ack(self) -> Ack | None:
-        """The next ack, or None if there is none due. What does not fit one message stays for the next."""
+        """Take the next ack, or None if there is none due. What does not fit one message stays for the next."""
         accepted = as_ranges(sorted(seq for seq in self._to_accept if seq > self.settled.upto))
         durable = as_ranges(sorted(seq for seq in self._to_make_durable if seq > self.durable.upto))
         rejected = list(self._to_reject.items())
@@ -212,7 +211,7 @@ class DedupTable:
         return incarnation in self._fenced.get(actor_id, ())
 
     def open(self, actor_id: str, incarnation: int) -> tuple[DedupEntry, int | None]:
-        """The sender of a HELLO, and the incarnation that it supersedes, if any."""
+        """Open the entry of a HELLO's sender; returns it and the incarnation that it supersedes, if any."""
         older = self._current.get(actor_id)
         fenced = older if older != incarnation else None
         if fenced is not None:
@@ -226,14 +225,14 @@ class DedupTable:
         return entry, fenced
 
     def make_durable(self, deliveries: Iterable[Delivery]) -> None:
-        """The outcome of these is settled for good; a sender that is forgotten by now needs no ack."""
+        """Settle the outcome of these for good; a sender that is forgotten by now needs no ack."""
         for delivery in deliveries:
             entry = self.get(delivery.actor_id, delivery.incarnation)
             if entry is not None:
                 entry.make_durable(delivery.seq)
 
     def depart(self, actor_id: str, incarnation: int) -> None:
-        """Its link is gone; it may come back, so it is remembered for a while."""
+        """Note that a sender has no link; it may come back, so it is remembered for a while."""
         entry = self.get(actor_id, incarnation)
         if entry is None:
             return
@@ -244,7 +243,7 @@ class DedupTable:
             self._forget(key)
 
     def saved(self) -> None:
-        """A checkpoint was published: fenced senders that two of them have seen are forgotten."""
+        """Note a published checkpoint: fenced senders that two of them have seen are forgotten."""
         self.num_saves += 1
         for key, entry in list(self._entries.items()):
             gone = entry.departed_at is not None and self.num_saves - entry.departed_at >= FORGET_AFTER_SAVES

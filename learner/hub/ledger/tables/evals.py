@@ -19,7 +19,7 @@ from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, Sampling
 from streamrl.messages.validate import MemberSummary
 
-MAX_ANSWERS = 1 << 24  # of one evaluation
+MAX_ANSWERS = 1 << 24  # of one evaluation; a group's number has 32 bits for the place of an answer
 MAX_FINISHED = 64  # ended evaluations whose result can still be asked for
 
 
@@ -62,17 +62,17 @@ class EvalRun:
         return self.pin.version if self.pin is not None else None
 
     def may_ask(self, version: int) -> bool:
-        """Whether an actor with this version may answer what waits."""
+        """Return whether an actor with this version may answer what waits."""
         if self.pinned_to is not None:
             return version == self.pinned_to
         return version >= self.version
 
     def counts(self, summary: MemberSummary) -> bool:
-        """Whether an answer is one of the pinned version from its first to its last token."""
+        """Return whether an answer is of the pinned version from its first to its last token."""
         return self.pin is None or all(span.version == self.pin.version for span in summary.spans)
 
     def progress(self) -> str:
-        """How far it is, as words for a person."""
+        """Describe how far it is, for a person."""
         num = sum(record.state in (GroupState.HELD, GroupState.DROPPED) for record in self.records)
         name = f" on {self.dataset}" if self.dataset else ""
         return f"evaluation of version {self.version}{name}: {num} of {len(self.records)} prompts are scored"
@@ -161,17 +161,17 @@ class EvalTable:
         return next((run for run in self._runs.values() if run.waiting and run.may_ask(version)), None)
 
     def any_waiting(self) -> bool:
-        """Whether there is something to lease, whichever version may score it."""
+        """Return whether there is something to lease, whichever version may score it."""
         return any(run.waiting for run in self._runs.values())
 
     def take(self, run: EvalRun, version: int) -> GroupRecord:
-        """The next prompt, for an actor with this version; the first one pins the evaluation to it."""
+        """Take the next prompt for an actor with this version; the first one pins the evaluation to it."""
         if run.pin is not None and run.pin.version is None:
             run.pin.version = version
         return run.waiting.pop()
 
     def num_waiting_with(self, run: EvalRun) -> int:
-        """Prompts that wait for the same version as this evaluation."""
+        """Count prompts that wait for the same version as this evaluation."""
         return sum(len(one.waiting) for one in self._runs.values() if one is run or one.pin is run.pin is not None)
 
     def record(self, group_id: int) -> GroupRecord | None:
@@ -181,7 +181,7 @@ class EvalTable:
     def finish(
         self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery, answer: str = ""
     ) -> None:
-        """The prompt has its score, whichever actor held the lease."""
+        """Note the score of a prompt, whichever actor held the lease."""
         record.members[0], record.lease, record.state = summary, None, GroupState.HELD
         run = self.run_of(record)
         run.answers[record.group_id] = answer
@@ -191,7 +191,7 @@ class EvalTable:
             run.waiting.remove(record)
 
     def release(self, record: GroupRecord, *, failed: bool) -> None:
-        """The lease ended without a score: back to the pool, or given up after `max_attempts` failures."""
+        """End a lease without a score: its prompt returns to the pool, or is given up after `max_attempts` failures."""
         record.lease = None
         record.num_failures += failed
         if record.num_failures >= self._max_attempts:
@@ -208,7 +208,7 @@ class EvalTable:
         return (run for run in self._runs.values() if run.pinned_to is not None and not run.done)
 
     def lost(self, installed: Collection[int]) -> list[EvalRun]:
-        """Evaluations whose version none of these actors has any more; `start_again` follows."""
+        """List evaluations whose version none of these actors has any more; `start_again` follows."""
         return [run for run in self._pinned() if run.pinned_to not in installed]
 
     def start_again(self, run: EvalRun) -> None:
@@ -223,7 +223,7 @@ class EvalTable:
         run.pin.version = run.pin.overdue_at = None
 
     def overdue(self, newest: int, now: float) -> list[EvalRun]:
-        """Evaluations that have kept actors from the newest version for `keep_s`; `give_up` follows."""
+        """List evaluations that have kept actors from the newest version for `keep_s`; `give_up` follows."""
         found = []
         for run in self._pinned():
             assert run.pin is not None and run.pin.version is not None

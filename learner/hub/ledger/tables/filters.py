@@ -1,4 +1,4 @@
-"""Which complete groups are worth training on. A filter takes a held group and gives a drop reason, or None to keep it.
+"""Filters of complete groups: each takes a held group and gives a reason to drop it, or None to keep it.
 
 What a filter drops leaves capacity at once, so the stream supplies the next group without waiting.
 """
@@ -18,7 +18,7 @@ REASONS = ("zero_std", "accuracy_range")
 
 
 def dropped_by(counts: Counter[str], before: Counter[str] | None = None) -> tuple[int, str]:
-    """How many groups the filters dropped since the counts before, and their settings, `filter.zero_std` and so on."""
+    """Count groups that filters dropped since the counts before; also returns their settings, as `filter.zero_std`."""
     since = {name: counts[f"num_dropped_{name}"] - (before or Counter())[f"num_dropped_{name}"] for name in REASONS}
     return sum(since.values()), " and ".join(f"filter.{name}" for name, num in since.items() if num)
 

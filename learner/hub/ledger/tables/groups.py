@@ -38,7 +38,7 @@ _LEGAL = {
 
 
 class Delivery(Struct, array_like=True, frozen=True, gc=False):
-    """Where accepted bytes came from; the key that an ack names."""
+    """The origin of accepted bytes: the key that an ack names."""
 
     actor_id: str
     incarnation: int
@@ -46,7 +46,7 @@ class Delivery(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Grant(Struct, array_like=True, frozen=True):
-    """Who was given an attempt, and which members."""
+    """The actor that was given an attempt, and the members."""
 
     actor_id: str
     members: tuple[int, ...]
@@ -84,7 +84,7 @@ class GroupRecord(Struct, array_like=True):
 
     @property
     def origins(self) -> tuple[GroupOrigin, ...]:
-        """Of each frame."""
+        """The origin of each frame."""
         return tuple(GroupOrigin(one.actor_id, self.prompt_index) for one in self.deliveries)
 
     def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
@@ -94,11 +94,11 @@ class GroupRecord(Struct, array_like=True):
         return self.lease
 
     def is_with(self, actor_id: str, attempt: int) -> bool:
-        """Whether this actor has the open lease, under this attempt."""
+        """Return whether this actor has the open lease, under this attempt."""
         return self.lease is not None and (self.lease.actor_id, self.lease.attempt) == (actor_id, attempt)
 
     def was_granted(self, actor_id: str, attempt: int) -> bool:
-        """Whether this attempt, open or not, was this actor's."""
+        """Return whether this attempt, open or not, was this actor's."""
         return attempt in self.grants and self.grants[attempt].actor_id == actor_id
 
 
@@ -131,7 +131,7 @@ class HeldGroup:
 
 
 class SettledRow(Struct, array_like=True):
-    """What remains of a group that ended, until everything before it is in a published checkpoint too."""
+    """The rest of a group that ended, kept until everything before it is in a published checkpoint too."""
 
     group_id: int
     state: GroupState
@@ -141,7 +141,7 @@ class SettledRow(Struct, array_like=True):
 
 @dataclass(slots=True)
 class SettledSinceCheckpoint:
-    """What ended since some point: deliveries that may become durable, groups that may be forgotten."""
+    """The ends since some point: deliveries that may become durable, groups that may be forgotten."""
 
     deliveries: list[Delivery] = field(default_factory=list)
     group_ids: list[int] = field(default_factory=list)
@@ -167,7 +167,7 @@ class GroupTable:
         self._by_state: dict[GroupState, set[int]] = {state: set() for state in GroupState}
 
     def add(self, record: GroupRecord) -> None:
-        """A drawn group; numbers come in ascending order."""
+        """Add a drawn group; numbers come in ascending order."""
         assert not self._order or record.group_id > self._order[-1], f"group {record.group_id} added out of order"
         self.live[record.group_id] = record
         self._order.append(record.group_id)
@@ -181,7 +181,7 @@ class GroupTable:
         record.state = state
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:
-        """The end of a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
+        """End a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
         # The end is not durable yet: it becomes so with the first checkpoint that is frozen after it.
         self.recent.deliveries.extend(record.deliveries)
         self.recent.group_ids.append(record.group_id)
@@ -210,7 +210,7 @@ class GroupTable:
         self.mark_saved(list(self.settled))
 
     def mark_saved(self, group_ids: list[int]) -> None:
-        """A published checkpoint has these ends."""
+        """Note that a published checkpoint has these ends."""
         for group_id in group_ids:
             self.settled[group_id].saved = True
         # Only a run of saved ends at the bottom may go: a number above a live group must stay known as ended.
@@ -219,7 +219,7 @@ class GroupTable:
             self.done_below += 1
 
     def take_recent(self) -> SettledSinceCheckpoint:
-        """What ended since the last call."""
+        """Take what ended since the last call."""
         recent, self.recent = self.recent, SettledSinceCheckpoint()
         return recent
 
@@ -227,7 +227,7 @@ class GroupTable:
         return len(self._by_state[state])
 
     def in_state(self, state: GroupState) -> list[GroupRecord]:
-        """Live groups in a state, in dispatch order."""
+        """List live groups in a state, in dispatch order."""
         # A copy, because callers move groups while they go through it.
         return [self.live[group_id] for group_id in sorted(self._by_state[state])]
 
@@ -239,15 +239,15 @@ class GroupTable:
         return [self.live[group_id] for group_id in self._order]
 
     def rank(self, group_id: int) -> int:
-        """Groups trained, plus live ones dispatched before this number (which need not be drawn yet)."""
+        """Count groups trained, plus live ones dispatched before this number (which need not be drawn yet)."""
         return self.num_trained + bisect_left(self._order, group_id)
 
     def num_live(self) -> int:
-        """Groups drawn and not dropped, trained ones included: what capacity is compared with."""
+        """Count groups drawn and not dropped, trained ones included: what capacity is compared with."""
         return self.num_trained + len(self.live)
 
     def num_consumed_after(self, group_id: int) -> int:
-        """Later groups that were trained, or sit in a batch, while this one was still open."""
+        """Count later groups that were trained, or sit in a batch, while this one was still open."""
         # Numbers below the oldest live group can overtake nothing any more: forget them, or the set grows forever.
         oldest = self._order[0] if self._order else self.next_id
         self._overtakers = {other for other in self._overtakers if other > oldest}

@@ -1,4 +1,4 @@
-"""Actors with room for training leases, in an order that needs no walk over all of them.
+"""Actors with room for training leases, in an order that needs no pass over all of them.
 
 They are kept by installed version, because the lag rule admits whole versions, and among those by (leases held, last
 grant, name). So the fair share is a sum over a few versions, and the actor that is next stands first.
@@ -19,7 +19,7 @@ Place = tuple[int, int, str]
 
 
 class Sharer(Protocol):
-    """What of an actor decides its place."""
+    """The facts of an actor that decide its place."""
 
     actor_id: str
     installed: VersionRef | None
@@ -33,7 +33,7 @@ class Sharer(Protocol):
 
 
 class LeaseShares:
-    """Call `touch` after any change of an actor; places are brought up to date when they are asked for."""
+    """The order of actors. Call `touch` after any change of one; places are brought up to date when asked for."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[int, Place]] = {}
@@ -49,12 +49,12 @@ class LeaseShares:
         self._take_out(actor_id)
 
     def totals(self, admits: Callable[[int], bool]) -> tuple[int, int]:
-        """(actors with room, leases that they hold) over the installed versions that `admits`."""
+        """Count (actors with room, leases that they hold) over the installed versions that `admits`."""
         versions = self._admitted(admits)
         return sum(len(self._by_version[one]) for one in versions), sum(self._num_held[one] for one in versions)
 
     def first(self, num: int, admits: Callable[[int], bool]) -> list[str]:
-        """So many actors: those that hold least first, of these the one that waited longest."""
+        """List so many actors: those that hold least first, of these the one that waited longest."""
         places = heapq.merge(*(self._by_version[one] for one in self._admitted(admits)))
         return [actor_id for _, _, actor_id in islice(places, num)]
 
@@ -84,7 +84,7 @@ class LeaseShares:
             del self._by_version[version], self._num_held[version]
 
     def check(self, actors: Iterable[Sharer]) -> None:
-        """Assert that it is what a walk over all actors gives."""
+        """Assert that the order is what a pass over all actors gives."""
         self._admitted(lambda version: True)
         found = {
             one.actor_id: (one.installed.version, (one.num_train, one.granted_no, one.actor_id))

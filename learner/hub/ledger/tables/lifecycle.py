@@ -35,7 +35,7 @@ class GroupLifecycle:
     passed_over: PassedOver
 
     def draw(self) -> GroupRecord:
-        """The next prompt of the stream as a READY group; callers check capacity."""
+        """Draw the next prompt of the stream as a READY group; callers check capacity."""
         prompt = self.prompts.draw()
         record = GroupRecord(self.groups.next_id, prompt.prompt_index, prompt.pass_index)
         self.groups.add(record)
@@ -51,11 +51,11 @@ class GroupLifecycle:
         return True
 
     def missing(self, record: GroupRecord) -> tuple[int, ...]:
-        """Members that no attempt has completed yet."""
+        """List members that no attempt has completed yet."""
         return tuple(i for i in range(self.settings.group_size) if i not in record.members)
 
     def retry(self, record: GroupRecord, now: float, *, failed: bool) -> None:
-        """An attempt ended and members are missing: by policy the group waits again, is held as it is, or dropped."""
+        """End an attempt with members missing: by policy the group waits again, is held as it is, or dropped."""
         settings = self.settings
         record.num_failures += failed
         exhausted = record.num_failures >= settings.max_attempts
@@ -75,7 +75,7 @@ class GroupLifecycle:
             self._make_ready(record)
 
     def hold(self, record: GroupRecord) -> None:
-        """The group is complete: it waits for a batch, unless the filter drops it."""
+        """Hold a complete group: it waits for a batch, unless the filter drops it."""
         record.holder = ""
         self.groups.move(record, GroupState.HELD)
         rewards = [member.reward for member in record.members.values()]
@@ -97,7 +97,7 @@ class GroupLifecycle:
         self.groups.settle(record, GroupState.DROPPED, reason)
 
     def expire_stale(self, record: GroupRecord) -> None:
-        """Too old to train, by L2, and without a lease: generate it again or drop it. Nothing of it survives."""
+        """Generate a group again, or drop it, that is too old by L2 and has no lease. Nothing of it survives."""
         self.counts["num_groups_stale"] += 1
         self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in record.members.values())
         record.num_failures += 1
@@ -107,7 +107,7 @@ class GroupLifecycle:
         self.again(record, "stale")
 
     def again(self, record: GroupRecord, reason: str) -> None:
-        """What arrived of a group without a lease cannot be trained: it is generated again."""
+        """Generate a group without a lease again: what arrived of it cannot be trained."""
         self.passed_over.add(record.group_id, record.frames, record.origins, reason)
         self._discard(record)
         self._make_ready(record)

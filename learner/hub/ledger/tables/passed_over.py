@@ -1,4 +1,4 @@
-"""Groups that arrived and are not trained on, filtered or too old: a few are kept to be read, by a fair draw."""
+"""Groups that arrived and are not trained on, filtered or too old: a fair draw keeps a few to be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PassedOver:
         self._kept: dict[int, tuple[KeptGroup, ...]] = {}  # by group
 
     def add(self, group_id: int, frames: Sequence[bytes], origins: Sequence[GroupOrigin], fate: str) -> None:
-        """These frames of a group will not be trained on; `fate` says why."""
+        """Add frames of a group that will not be trained on; `fate` says why."""
         if not frames or not self._num:
             return
         self._kept[group_id] = tuple(KeptGroup(bytes(f), o, fate) for f, o in zip(frames, origins, strict=True))
@@ -25,6 +25,6 @@ class PassedOver:
         self._kept = {one: self._kept[one] for one in drawn}
 
     def take(self) -> tuple[KeptGroup, ...]:
-        """Every frame of the drawn groups."""
+        """Take every frame of the drawn groups."""
         kept, self._kept = self._kept, {}
         return tuple(frame for frames in kept.values() for frame in frames)

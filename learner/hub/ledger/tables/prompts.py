@@ -1,4 +1,4 @@
-"""Which prompt comes next: an endless, seeded, resumable order over the records of a task.
+"""The order of prompts: endless, seeded and resumable, over the records of a task.
 
 The n-th draw is a pure function of (seed, n), so a cursor is one integer and a group's prompt follows from its number.
 A pass visits every record once, in the order of a keyed permutation that is computed, never stored.
@@ -18,7 +18,7 @@ NUM_FIRST = 256
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where `index` goes under a keyed permutation of 0..size-1."""
+    """Map `index` by a keyed permutation of 0..size-1."""
     # A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside: at most
     # four steps on average, because that domain is less than four times `size`.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -61,27 +61,27 @@ class PromptStream:
         self.record = record
         self._seed = seed
         self._shuffle = shuffle
-        self._num_in_a_row, self._num_hopeless = 0, min(num_records, NUM_FIRST)
+        self._num_in_a_row, self._max_in_a_row = 0, min(num_records, NUM_FIRST)
         self.fatal = ""
         self.tell: Callable[[str], None] = lambda text: None
         """Called for every record that is passed over."""
 
     def read(self, index: int) -> bytes | None:
-        """The record for a lease; None for one that is passed over. `fatal` says if there is none left to lease."""
+        """Read the record for a lease; None for one that is passed over. `fatal` says if none is left to lease."""
         try:
             record = self.record(index)
         except TaskError as error:
             self._num_in_a_row += 1
             if isinstance(error, DataChangedError):
                 self.fatal = f"the run stops: {error}"
-            elif self._num_in_a_row >= self._num_hopeless:
+            elif self._num_in_a_row >= self._max_in_a_row:
                 self.fatal = (
                     f"{self._num_in_a_row} records in a row are passed over, the run stops: no other is left, or none "
                     f"could be used from the start. The last: {error}"
                 )
             self.tell(f"this record is passed over: {error}")
             return None
-        self._num_in_a_row, self._num_hopeless = 0, self.num_records
+        self._num_in_a_row, self._max_in_a_row = 0, self.num_records
         return record
 
     def at(self, position: int) -> Prompt:
@@ -92,7 +92,7 @@ class PromptStream:
         return Prompt(index, pass_index)
 
     def draw(self) -> Prompt:
-        """The next prompt; moves the cursor."""
+        """Take the next prompt; moves the cursor."""
         prompt = self.at(self.cursor)
         self.cursor += 1
         return prompt

@@ -15,7 +15,7 @@ GroupPolicy = Literal["reissue_missing", "reissue_whole", "accept_partial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSettings:
-    """What the ledger's rules are set to.
+    """Settings of the ledger's rules.
 
     Args:
         lag: the lag rule to start with; eta and max_lag may move while the hub runs.

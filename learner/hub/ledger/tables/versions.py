@@ -1,4 +1,4 @@
-"""Which weights exist on this history of the run, and how old the tokens of a group may be in terms of them."""
+"""Versions on this history of the run, and how old the tokens of a group may be in terms of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from learner.hub.ledger.tables.settings import LedgerSettings
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 
-MAX_LINEAGE = 1024
+MAX_LINEAGE = 1024  # epochs: as many as a WELCOME may list
 
 
 class Versions:
@@ -36,28 +36,28 @@ class Versions:
 
     @property
     def lineage(self) -> tuple[Lineage, ...]:
-        """For WELCOME: every epoch's versions that lie on this history, the present epoch last."""
+        """Every epoch's versions that lie on this history, the present epoch last; for WELCOME."""
         return (*self._past.values(), Lineage(self.learner_epoch, self._first, self._last))
 
     def known(self, learner_epoch: int, version: int) -> bool:
-        """Whether these weights lie on the surviving history; the future and dead branches do not."""
+        """Return whether these weights lie on the surviving history; the future and dead branches do not."""
         if learner_epoch == self.learner_epoch:
             return self._first <= version <= self._last
         entry = self._past.get(learner_epoch)
         return entry is not None and entry.first <= version <= entry.last
 
     def usable(self, ref: VersionRef | None) -> VersionRef | None:
-        """These weights, unless they are of a dead branch: an actor gets no leases for those."""
+        """Return these weights, None if they are of a dead branch: an actor gets no leases for those."""
         return ref if ref is not None and self.known(ref.learner_epoch, ref.version) else None
 
     def published(self, ref: VersionRef) -> None:
-        """A version was announced: its tokens are accepted even before its batch is reported as trained."""
+        """Note that a version was announced: its tokens are accepted even before its batch is reported as trained."""
         if ref.learner_epoch != self.learner_epoch or ref.version < self._last:
             raise ValueError(f"published {ref} after {self.learner_epoch}:{self._last}: versions only go up")
         self._last = self.newest_published = ref.version
 
     def advance(self, num_steps: int = 1) -> None:
-        """A batch was trained, in so many optimizer steps."""
+        """Count a batch that was trained, in so many optimizer steps."""
         self.current += num_steps
         self._last = max(self._last, self.current)
 
@@ -70,7 +70,7 @@ class Versions:
 
 
 def cut_lineage(lineage: Sequence[Lineage], version: int) -> tuple[Lineage, ...]:
-    """The lineage of a run that resumes from `version`: later versions are a dead branch."""
+    """Cut the lineage for a run that resumes from `version`: later versions are a dead branch."""
     return tuple(Lineage(entry.learner_epoch, entry.first, min(entry.last, version)) for entry in lineage)
 
 
@@ -104,7 +104,7 @@ class LagBounds:
         self.allow_drawn()
 
     def allow_drawn(self) -> None:
-        """What is drawn by now may stay, even beyond a capacity that has shrunk."""
+        """Let what is drawn by now stay, even beyond a capacity that has shrunk."""
         self._drawn_before = max(self._drawn_before, self._groups.num_live())
 
     @property
@@ -119,7 +119,7 @@ class LagBounds:
         return self.capacity - self._groups.num_live()
 
     def may_grant(self, rank: int, installed: int) -> bool:
-        """Whether a group of this rank may go to an actor with this version installed."""
+        """Return whether a group of this rank may go to an actor with this version installed."""
         # A version may be installed before its batch is reported as trained: until then it counts as the one before.
         return self.rule.may_grant(rank, min(installed, self._versions.current))
 
@@ -129,7 +129,7 @@ class LagBounds:
         return max(record.max_lag, self.rule.max_lag)
 
     def min_useful(self) -> VersionRef:
-        """For the hub's heartbeat: a group that began with anything older can only be refused."""
+        """Return the oldest version worth beginning with, for the hub's heartbeat: older groups can only be refused."""
         if self._masks_old_tokens:
             return VersionRef(0, 0)  # the young end of a sequence is of use, however old its beginning
         version = self._versions.current
@@ -137,7 +137,7 @@ class LagBounds:
         return self._versions.first_known(max(0, self.rule.oldest_trainable(version, widest)))
 
     def is_stale(self, record: GroupRecord, version: int, summary: MemberSummary | None = None) -> bool:
-        """L2: a token of the group, or of one member, is too old to train; with masking, every token of a member."""
+        """Return whether a token of the group, or of one member, is too old (L2); with masking, every token of it."""
         oldest = self.rule.oldest_trainable(version, self.of(record))
         for one in record.members.values() if summary is None else (summary,):
             fresh = [span.version >= oldest for span in one.spans]
@@ -146,7 +146,7 @@ class LagBounds:
         return False
 
     def held(self, record: GroupRecord, version: int | None = None) -> HeldGroup:
-        """A complete group as it would be trained at this version, or now."""
+        """Return a complete group as it would be trained at this version, or now."""
         version = self._versions.current if version is None else version
         bound = self.of(record)
         oldest = self.rule.oldest_trainable(version, bound) if self._masks_old_tokens else -1
