@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +17,15 @@ from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Saving
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
+from learner.hub.shared.settings import HubSettings
 from learner.hub_client.link import HubLink
-from learner.hub_client.settings import response_limit, steps_between_checkpoints, steps_in_outboxes
+from learner.hub_client.settings import (
+    hub_settings,
+    response_limit,
+    stall_fail_s,
+    steps_between_checkpoints,
+    steps_in_outboxes,
+)
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
 from learner.publish.versions import Versions
@@ -26,7 +34,7 @@ from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
-from learner.setup.hub import announce, start_hub
+from learner.setup.hub import announce, same_address, start_hub
 from learner.setup.inputs import Inputs, open_inputs, prepare_inputs
 from learner.setup.publishing import background_of, make_prober, make_publishing
 from learner.setup.trainer import load_trainer, make_staleness
@@ -56,7 +64,10 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     given = open_inputs(config, run_dir, ranks)
     staleness = make_staleness(config, given.past.controls)
     documents = document_directory(given.past.run_id, run_dir)
-    started = start_hub(config, run_dir, given, ranks, undo, documents=documents, bounds=staleness.bounds)
+    started = start_hub(
+        partial(_hub_settings, config, run_dir, given, ranks, documents, staleness.bounds), run_dir,
+        given.learner_epoch, ranks, undo, silent_s=config.learner.rank_silent_s,
+    )
     trainer, adapter = load_trainer(config, given, staleness, ranks)
     shm = None
     if ranks.rank == 0:
@@ -64,7 +75,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         remove_dead()
         shm = ShmPublisher(documents, given.past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
-    hub = started.link(config, ranks, stop, version=trainer.version)
+    hub = started.link(config.learner, ranks, stop, version=trainer.version, stall_fail_s=stall_fail_s(config))
     reader = TrajectoryReader(vocab_size=given.vocab_size)
     samples = open_samples(
         config.samples, run_dir, given.model_dir, seed=config.run.seed, ranks=ranks, reader=reader,
@@ -99,6 +110,20 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     if recorder is not None:
         announce(run)
     return run
+
+
+def _hub_settings(
+    config: Config, run_dir: Path, given: Inputs, ranks: Ranks, documents: Path, bounds: tuple[int, int] | None,
+    rank_endpoint: str,
+) -> HubSettings:
+    past = given.past
+    return hub_settings(
+        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=given.learner_epoch, version=past.version,
+        lineage=given.lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=rank_endpoint, shm_dir=documents,
+        bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=given.vocab_size,
+        restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
+        bounds=bounds, device=str(ranks.device),
+    )
 
 
 def _make_versions(

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from learner.hub.shared.settings import HubSettings
 from learner.hub_client.endpoint import RankDoor, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
-from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
+from learner.hub_client.settings import steps_between_checkpoints
 from learner.loop.run import Run
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
-from learner.setup.inputs import Inputs
 from streamrl.config.addresses import is_wildcard
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag, lookahead
-from streamrl.config.schema import Config
+from streamrl.config.schema import LearnerConfig
 from streamrl.metrics.files import read_object
 from streamrl.named_code import words_for_actors
 from streamrl.transport.keys import ActorKey
@@ -41,43 +42,35 @@ class StartedHub:
     key: ActorKey | None
     beats: RankBeats
 
-    def link(self, config: Config, ranks: Ranks, stop: StopFlag, *, version: int) -> HubLink:
+    def link(
+        self, learner: LearnerConfig, ranks: Ranks, stop: StopFlag, *, version: int, stall_fail_s: float
+    ) -> HubLink:
         """This rank's connection."""
-        learner = config.learner
         return HubLink(
             self.address, key=self.key, rank=ranks.rank, world=ranks.mesh.world, version=version,
             check_hub=self.process.check if self.process else lambda: None, stop_requested=stop,
-            stall_report_s=learner.stall_report_s, stall_fail_s=stall_fail_s(config),
+            stall_report_s=learner.stall_report_s, stall_fail_s=stall_fail_s,
             rank_silent_s=learner.rank_silent_s or learner.rank_timeout_s,
         )
 
 
 def start_hub(
-    config: Config, run_dir: Path, given: Inputs, ranks: Ranks, undo: ExitStack, *, documents: Path,
-    bounds: tuple[int, int] | None,
+    settings_at: Callable[[str], HubSettings], run_dir: Path, learner_epoch: int, ranks: Ranks, undo: ExitStack, *,
+    silent_s: float,
 ) -> StartedHub:
     """Start the hub on rank 0, and this rank's heartbeats; a collective call.
 
     Args:
-        documents: directory of weight documents.
-        bounds: (eta, max_lag) to begin with; None as the settings say.
+        settings_at: the hub's settings, by the address at which it listens for ranks.
         undo: ends them if something fails before the run is whole.
+        silent_s: after which a rank without heartbeats is dead.
     """
-    process, past, epoch = None, given.past, given.learner_epoch
-    door = RankDoor.make() if ranks.rank == 0 else None
+    process, door = None, RankDoor.make() if ranks.rank == 0 else None
     if door is not None:  # the hub imports and binds while the networks load here
-        process = HubProcess(hub_settings(
-            config, run_id=past.run_id, run_dir=run_dir, learner_epoch=epoch, version=past.version,
-            lineage=given.lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=door.bind, shm_dir=documents,
-            bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=given.vocab_size,
-            restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
-            bounds=bounds, device=str(ranks.device),
-        ), door.keys)
+        process = HubProcess(settings_at(door.bind), door.keys)
         undo.callback(process.abandon)
-    endpoint = agree(ranks, lambda: door.endpoint(run_dir, epoch, process.check))
-    beats = undo.enter_context(
-        RankBeats(endpoint.address, ranks, silent_s=config.learner.rank_silent_s, key=endpoint.key)
-    )
+    endpoint = agree(ranks, lambda: door.endpoint(run_dir, learner_epoch, process.check))
+    beats = undo.enter_context(RankBeats(endpoint.address, ranks, silent_s=silent_s, key=endpoint.key))
     return StartedHub(process, endpoint.address, endpoint.key, beats)
 
 

@@ -20,10 +20,11 @@ from jinja2 import Environment, TemplateError
 from envs.check import check_task
 from envs.registry import task_of
 from learner.data.dialogues import task_dialogues
+from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
-from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, tracker_names
+from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import Config, CriticConfig, LoraBase, PolicyConfig, ReferenceConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
@@ -126,13 +127,23 @@ def template_text(given: str | None) -> str | None:
     return given
 
 
+def check_losses(config: Config) -> None:
+    """One objective step on synthetic data. Raises ConfigError."""
+    from learner.setup.dry_run import LossSections, run_dry
+
+    run_dry(LossSections(
+        config.advantage, config.loss, config.kl, config.reference, config.entropy, config.constraint, config.critic,
+        config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
+        steps_per_batch=steps_per_batch(config),
+    ))
+
+
 def check_settings(config: Config, device: torch.device) -> None:
     """Transports on this device, and one objective step on synthetic data. Raises ConfigError."""
     from learner.model.optimizer import check_optimizer
-    from learner.setup.dry_run import run_dry
 
     check_transports(config.publish.transports, device)
-    run_dry(config)
+    check_losses(config)
     for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
         check_optimizer(optimizer, setting=f"{section}.optimizer")
 

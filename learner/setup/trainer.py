@@ -32,9 +32,8 @@ from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks
-from learner.setup.dry_run import run_dry
 from learner.setup.inputs import Inputs
-from learner.setup.preflight import check_models
+from learner.setup.preflight import check_losses, check_models
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
@@ -192,7 +191,7 @@ def _restore_beside(checkpoint: Checkpoint, networks: Networks, *, reference_mov
 def lone_trainer(config: Config) -> tuple[Trainer, StalenessControl, Path]:
     """A trainer in this process alone, without a hub; what steers it; and the folder of the model it starts from."""
     check_models(config, log.info)
-    run_dry(config)
+    check_losses(config)
     torch.manual_seed(config.run.seed)
     ranks, model_dir = Ranks(), Path(str(config.policy.model_path))
     staleness = make_staleness(config, {})

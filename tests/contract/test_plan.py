@@ -1,4 +1,4 @@
-"""The floor plan: modules import only downward, in no circle, and no folder or file outgrows one idea."""
+"""The layers: modules import only downward, in no cycle, and no folder or file outgrows one idea."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("streamrl", "actors", "learner", "envs", "configs")
-MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES = 14, 400, 10
+MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES, MAX_FIELDS = 14, 400, 2, 30
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
     ("streamrl.extension", "streamrl.gpus", "streamrl.named_code"),
     ("streamrl.messages",),
@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("streamrl.api",),
     ("streamrl.cli", "streamrl"),
 )
-"""Rooms from the ground floor up. A room imports from itself and from the floors below, never sideways or up."""
+"""Packages from the lowest layer up. A package imports from itself and from the layers below, never sideways or up."""
 
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "learner": (
@@ -71,10 +71,15 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+@cache
 def imports(name: str) -> frozenset[str]:
     """Our own modules that a module imports anywhere in its text: inside functions and under TYPE_CHECKING too."""
     known, found = modules(), set()
-    for node in ast.walk(ast.parse(known[name].read_text())):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -86,14 +91,14 @@ def imports(name: str) -> frozenset[str]:
     return frozenset(found & known.keys())
 
 
-def room_of(module: str) -> tuple[int, str]:
-    """(floor, room) by the longest prefix that names a room."""
-    rooms = [
-        (floor, room) for floor, names in enumerate(FLOORS) for room in names
-        if module == room or module.startswith(f"{room}.")
+def package_of(module: str) -> tuple[int, str]:
+    """(layer, package) by the longest prefix that names a package."""
+    packages = [
+        (layer, package) for layer, names in enumerate(LAYERS) for package in names
+        if module == package or module.startswith(f"{package}.")
     ]
-    assert rooms, f"{module} belongs to no room: give it one in FLOORS"
-    return max(rooms, key=lambda found: len(found[1]))
+    assert packages, f"{module} belongs to no package: give it one in LAYERS"
+    return max(packages, key=lambda found: len(found[1]))
 
 
 def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
@@ -125,8 +130,9 @@ def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module, by its dotted name; the modules that lie in a package beside its folders are one node."""
-    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+    """The folder of a module, by its dotted name; a module that lies beside the folders of the top level is its own."""
+    folder = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+    return folder if "." in folder else module
 
 
 def folder_edges(package: str) -> dict[str, set[str]]:
@@ -140,22 +146,22 @@ def folder_edges(package: str) -> dict[str, set[str]]:
     return edges
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_cycle():
     assert cycles({name: imports(name) for name in modules()}) == []
 
 
-@pytest.mark.parametrize("package", ["learner.hub"])
-def test_no_folders_import_each_other_in_a_circle(package):
+@pytest.mark.parametrize("package", ["learner", "envs"])
+def test_no_folders_import_each_other_in_a_cycle(package):
     assert cycles(folder_edges(package)) == []
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_a_module_imports_only_downward(name):
-    floor, room = room_of(name)
+    layer, package = package_of(name)
     for other in imports(name):
-        other_floor, other_room = room_of(other)
-        if room != other_room and (room, other_room) not in SIDEWAYS:
-            assert other_floor < floor, f"{name} (floor {floor}) imports {other} (floor {other_floor})"
+        other_layer, other_package = package_of(other)
+        if package != other_package and (package, other_package) not in SIDEWAYS:
+            assert other_layer < layer, f"{name} (layer {layer}) imports {other} (layer {other_layer})"
 
 
 def part_of(module: str) -> str:
@@ -175,8 +181,53 @@ def test_the_parts_of_a_package_import_only_downward(package):
     assert {edge: why for edge, why in edges.items() if level[edge[1]] >= level[edge[0]]} == {}
 
 
+def test_the_learner_has_at_most_eight_layers():
+    assert len(INSIDE["learner"]) <= 8
+
+
+def test_training_knows_no_hub():
+    """Replay, distillation and supervised training use the trainer without a run."""
+    reached, waiting = set(), ["learner.trainer"]
+    while waiting:
+        reached.add(name := waiting.pop())
+        waiting += imports(name) - reached
+    assert not [name for name in reached if name.startswith(("learner.hub", "streamrl.transport"))]
+
+
+def fields_and_methods(node: ast.ClassDef) -> tuple[int, int]:
+    """Attributes that a class declares or that any of its methods sets on itself, and the methods."""
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    for one in ast.walk(node):
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+            fields |= {one.attr} if isinstance(one.value, ast.Name) and one.value.id == "self" else set()
+    return len(fields), sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
+
+
+def test_no_class_holds_more_than_a_reader_can_keep_in_mind():
+    sizes = {
+        f"{name}.{node.name}": fields_and_methods(node)
+        for name in modules() for node in ast.walk(tree(name))
+        if isinstance(node, ast.ClassDef)
+    }
+    whole = {"streamrl.config.schema.Config", "streamrl.metrics.summary.Summary"}  # all settings, all results
+    assert {name: num for name, (num, _) in sizes.items() if num > MAX_FIELDS and name not in whole} == {}
+    assert max(sizes["learner.trainer.Trainer"]) <= 14
+
+
+def test_few_modules_take_the_root_config():
+    """The others take the sections that they read, so that tests and trainers can make them without a whole run."""
+    taking = set()
+    for name in modules():
+        for node in ast.walk(tree(name)) if name.startswith(("learner", "actors")) else ():
+            args = [*node.args.args, *node.args.kwonlyargs] if isinstance(node, ast.FunctionDef) else []
+            notes = [node] if isinstance(node, ast.AnnAssign) else args
+            if {ast.unparse(one.annotation) for one in notes if one.annotation} & {"Config", "schema.Config"}:
+                taking.add(name)
+    assert len(taking) <= 10, sorted(taking)
+
+
 def test_every_exception_to_the_direction_is_used():
-    edges = {(room_of(name)[1], room_of(other)[1]) for name in modules() for other in imports(name)}
+    edges = {(package_of(name)[1], package_of(other)[1]) for name in modules() for other in imports(name)}
     assert SIDEWAYS <= edges
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import configs
 from learner.hub_client.settings import answer_limit, limits, response_limit
-from learner.setup.dry_run import run_dry
+from learner.setup.preflight import check_losses
 from streamrl.algorithms import ESTIMATORS, SURROGATES
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -22,7 +22,7 @@ def config_of(*words: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_the_dry_run(name):
-    run_dry(config_of(f"algorithm={name}"))
+    check_losses(config_of(f"algorithm={name}"))
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - {"reinforce_pp", "clipped_is"}))
@@ -30,7 +30,7 @@ def test_every_recipe_passes_the_dry_run(name):
 def test_what_may_be_paired_computes_a_loss(estimator, surrogate):
     words = (f"advantage.estimator={estimator}", f"loss.surrogate={surrogate}")
     try:
-        run_dry(config_of(*words))
+        check_losses(config_of(*words))
     except ConfigError as refusal:
         assert "advantage.estimator and loss.surrogate: " in str(refusal), "only a pairing may be wrong here"
 
@@ -43,7 +43,7 @@ def test_what_may_be_paired_computes_a_loss(estimator, surrogate):
     ],
 )
 def test_parts_that_ordinary_runs_never_touch_compute_too(words):
-    run_dry(config_of(*words))
+    check_losses(config_of(*words))
 
 
 def test_answers_are_measured_by_what_training_may_sample_and_not_by_what_is_admitted():
@@ -82,11 +82,11 @@ def test_a_long_evaluation_does_not_make_the_hub_wait_longer_for_stuck_training_
 )
 def test_what_would_fail_or_do_nothing_in_training_is_refused_at_the_start(words, message):
     with pytest.raises(ConfigError, match=message):
-        run_dry(config_of(*words))
+        check_losses(config_of(*words))
 
 
 def test_a_clip_that_a_controller_may_move_too_far_is_refused_before_it_moves():
     words = ("entropy.adapt=clip_high", "entropy.target=0.2", "loss.options.ratio_cap=1.4")
-    run_dry(config_of(*words, "entropy.high=0.39"))
+    check_losses(config_of(*words, "entropy.high=0.39"))
     with pytest.raises(ConfigError, match="ratio_cap=1.4 must exceed"):
-        run_dry(config_of(*words, "entropy.high=0.5"))
+        check_losses(config_of(*words, "entropy.high=0.5"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.setup.dry_run import run_dry
+from learner.setup.preflight import check_losses
 from streamrl.algorithms import Estimator, Returns, Surrogate, TokenLoss
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -26,13 +26,13 @@ def mine(monkeypatch):
 def with_surrogate(mine, function):
     function.__module__ = "mine"
     mine.f = function
-    run_dry(load_config(["policy.model_path=somewhere", "loss.surrogate=mine:f", "loss.allow_uncorrected=true"]))
+    check_losses(load_config(["policy.model_path=somewhere", "loss.surrogate=mine:f", "loss.allow_uncorrected=true"]))
 
 
 def with_estimator(mine, function):
     function.__module__ = "mine"
     mine.f = function
-    run_dry(load_config(["policy.model_path=somewhere", "advantage.estimator=mine:f"]))
+    check_losses(load_config(["policy.model_path=somewhere", "advantage.estimator=mine:f"]))
 
 
 def losses(policy_logprobs, behavior_logprobs, advantages):
@@ -145,7 +145,7 @@ def test_a_module_that_fails_while_it_is_imported_is_one_sentence(tmp_path, monk
     (tmp_path / "brokenalgo.py").write_text("x = 1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"brokenalgo failed while it was imported, see its code: ZeroDivisionError"):
-        run_dry(load_config(["policy.model_path=somewhere", "loss.surrogate=brokenalgo:f"]))
+        check_losses(load_config(["policy.model_path=somewhere", "loss.surrogate=brokenalgo:f"]))
 
 
 def test_right_ones_of_each_kind_pass(mine):

@@ -8,7 +8,7 @@ import torch
 from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
-from learner.setup.dry_run import run_dry
+from learner.setup.preflight import check_losses
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError
@@ -112,7 +112,7 @@ def leave_one_out(micro) -> torch.Tensor:
 
 
 def dry(*words: str) -> None:
-    run_dry(load_config(["policy.model_path=somewhere", *words]))
+    check_losses(load_config(["policy.model_path=somewhere", *words]))
 
 
 def test_a_function_as_surrogate_trains_by_its_formula_and_reads_the_clip_and_its_own_options(own):
