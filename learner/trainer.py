@@ -43,7 +43,7 @@ from streamrl.metrics.meter import Meter
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """How batches become optimizer steps.
+    """Settings that turn a batch into optimizer steps.
 
     Attributes:
         max_tokens: of one micro-batch.
@@ -74,7 +74,7 @@ class TrainerSettings:
 
 
 class Observer:
-    """What a run does at fixed places inside a batch; this one does nothing."""
+    """Callbacks at fixed places inside a batch; these do nothing."""
 
     def planned(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """The batch is planned and packed, and has had no pass yet. A collective call."""
@@ -229,7 +229,7 @@ class Trainer:
         sync_if_due(networks.reference, networks.policy, every=settings.sync_reference_every, step=self.step)
 
     def _move_weights(self, trained: TrainedBatch, *, frozen: bool) -> None:
-        """What the batch measured moves the weights of KL, entropy and constraints."""
+        """Move the weights of KL, entropy and constraints by what the batch measured."""
         controls = self.objective.regularizers.controls
         controls.record(trained.measured)
         if not trained.result.skipped and trained.result.lr > 0.0:

@@ -100,7 +100,7 @@ class Audit:
             agreements.add(row, 0, num_tokens, total, num_drawn, num_other)
 
     def _gaps(self, batch: MicroBatch, seen: Inspected, rows: Sequence[Trajectory], of_row: np.ndarray) -> np.ndarray:
-        """How far each token [M] lies from what the seed of its row draws in a first turn."""
+        """The distance of each token [M] from the one that the seed of its row draws in a first turn."""
         seeds = np.array([member_seed(self._seed, row.group_id, row.index) for row in rows], dtype=np.uint64)
         places = (batch.positions[batch.score_index] + 1).numpy().astype(np.uint64)
         assert seen.mass_below is not None

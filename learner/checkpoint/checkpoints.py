@@ -1,4 +1,4 @@
-"""When checkpoints of a run are written, and what is in them."""
+"""The schedule and the contents of a run's checkpoints."""
 
 from __future__ import annotations
 

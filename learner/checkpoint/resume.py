@@ -40,7 +40,7 @@ class ResumeState:
 def find_resume_state(
     run_dir: Path, ranks: Ranks, *, resume: bool, name: str = "", num_minibatches: int = 1, num_epochs: int = 1
 ) -> ResumeState:
-    """What to go on from; a collective call.
+    """The state to resume from; a collective call.
 
     Args:
         resume: look for a checkpoint.

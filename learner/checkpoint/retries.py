@@ -1,4 +1,4 @@
-"""When a checkpoint that could not be written is tried again, and when that has failed for too long."""
+"""Retries of a checkpoint that could not be written, until that has failed for too long."""
 
 from __future__ import annotations
 

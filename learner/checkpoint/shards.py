@@ -50,7 +50,7 @@ class Box:
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Which block of the whole tensor this rank holds."""
+    """The block of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     if tensor.placements != (Shard(0),):
@@ -87,7 +87,7 @@ def training_tensors(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """What this rank holds of a tensor, and where it lies in it."""
+    """The part of a tensor that this rank holds, and its place in it."""
 
     box: Box
     whole: tuple[int, ...]
@@ -122,7 +122,7 @@ def copied(tensors: Iterable[tuple[str, Tensor]]) -> Copied:
 
 
 def generator_states() -> dict[str, Tensor]:
-    """Of the random generators of this process, as bytes."""
+    """States of this process's random generators, as bytes."""
     states = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["rng/cuda"] = torch.cuda.get_rng_state()
@@ -134,7 +134,7 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """In the files, a block that only this rank holds would be taken for the whole."""
+    """The optimizer's state, checked: a block that only this rank holds would pass for the whole in the files."""
     sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
     if sharded and value.dim() and not isinstance(value, DTensor):
         raise CheckpointError(

@@ -186,7 +186,7 @@ class StalenessControl:
         self._published = version
 
     def add_metrics(self, meter: Meter) -> None:
-        """What holds from now on, and what led to it."""
+        """Add the bounds that hold from now on, and the measurements that led to them."""
         meter.add_all({
             "lr/scale": self._scale, "control/eta": self.eta, "control/max_lag": self.max_lag,
             "control/mode": MODES.index(self.mode), "drift/exponent": self.tracker.fit.exponent,

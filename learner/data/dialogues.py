@@ -1,4 +1,4 @@
-"""What a tiny model starts from: prompts and right answers. Without torch, so that the preflight asks first."""
+"""Prompts and right answers for a tiny model's warm start; without torch, so that the preflight can read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REAL_MODEL = "use policy.model_path=... (`make smollm2` gets a small one)"
 
 
 def task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool, limit_s: float = inf) -> list[Dialogue]:
-    """Of the last training records; answers are empty where the task knows none and none are needed.
+    """Dialogues of the last training records; answers are empty where the task knows none and none are needed.
 
     Raises TaskError: the task knows no answers and some are needed, or it does not open with one user message.
     """
@@ -62,7 +62,7 @@ def _opening(task: Task, env: Any, record: Record, runner: asyncio.Runner) -> st
 
 
 def _in_the_way(task: Task, env: Any, messages: Any) -> tuple[str, str] | None:
-    """What a prompt is beside one user message, and the remedy; None if it is just that."""
+    """The obstacle of a prompt that is not one user message, with the remedy; None if it is just that."""
     if getattr(task, "tool_prompt", "") and getattr(env, "tools", ()):
         return "env.tools describes its tools in a system message", "leave env.tools out"
     if messages is None:

@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PackedLayout:
-    """How one packed row divides into blocks; made once per micro-batch, used in every layer."""
+    """The blocks of one packed row; made once per micro-batch, used in every layer."""
 
     lengths: tuple[int, ...]  # tokens of each sequence, in packed order
     blocks: tuple[Block, ...]
@@ -68,7 +68,7 @@ class PackedLayout:
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for this key, so that the layers of a pass share it; masks of earlier passes go."""
+        """The object that `make` returned for this key, shared by the layers of a pass; masks of earlier passes go."""
         if key not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()

@@ -1,4 +1,4 @@
-"""Which trajectories need a forward and backward pass: those that can move a parameter.
+"""The selection of trajectories that need a forward and backward pass: those that can move a parameter.
 
 A trajectory counts in every denominator whether it gets a pass or not, so leaving it out changes no gradient.
 """
@@ -16,7 +16,7 @@ from learner.data.trajectories import Trajectory
 
 
 class LeaveOut(Enum):
-    """What trajectories do without that cannot move a parameter."""
+    """The passes that a trajectory goes without if it cannot move a parameter."""
 
     NOTHING = "nothing"
     BACKWARD = "backward"  # a control reads their log-probs

@@ -1,4 +1,4 @@
-"""From GROUP frames to trajectories; what training would silently get wrong is checked again here, after the hub."""
+"""Trajectories from GROUP frames, with the checks that training relies on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ _UNKNOWN = GroupOrigin("", -1)
 
 
 class _Source(NamedTuple):
-    """What a trajectory is made from."""
+    """The messages that a trajectory is made from."""
 
     group: Group
     member: Member

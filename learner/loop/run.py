@@ -153,7 +153,7 @@ class Run(Observer):
     # --- checkpoints and records --------------------------------------------------------------------------------
 
     def remembered(self) -> dict[str, Any]:
-        """What a resumed run must know beside the tensors."""
+        """The state, beside the tensors, that a resumed run needs."""
         recorder, settings = self.recorder, self.trainer.settings
         return {
             "run_id": self.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": settings.steps_per_batch,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """What fitting on one batch did."""
+    """The result of fitting the critic to one batch."""
 
     loss: float  # mean value loss of the first pass, reward units squared
     explained_variance: float  # 1 - Var(G - V) / Var(G) of the values that the advantages were made from

@@ -16,7 +16,7 @@ from learner.ranks.mesh import Ranks, local_part
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     grad_norm: float  # global norm before clipping; nan or inf if the step was skipped
     skipped: bool  # on all ranks if any gradient was not finite; weights and moments are untouched then
@@ -25,7 +25,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What the optimizer steps of one batch did."""
+    """The results of a batch's optimizer steps."""
 
     steps: tuple[StepResult, ...]
 
@@ -47,7 +47,7 @@ class BatchResult:
 
     @property
     def lr(self) -> float:
-        """Of the last step."""
+        """The learning rate of the last step."""
         return self.steps[-1].lr
 
 

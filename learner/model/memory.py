@@ -49,7 +49,7 @@ class MemoryEstimate:
 def estimate_memory(
     policy: PolicyConfig, learner: LearnerConfig, model_dir: str | Path, *, num_ranks: int
 ) -> MemoryEstimate:
-    """What one of so many learner ranks needs, computing in half precision."""
+    """The memory that one of so many learner ranks needs, computing in half precision."""
     shapes = dict(tensor_shapes(model_dir))
     whole = sum(prod(shape) for shape in shapes.values())
     root = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name and ".h." not in name)

@@ -16,7 +16,7 @@ from learner.model.reference import FrozenPolicy
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """What is trained and what it is compared with; None where nothing would read it."""
+    """The networks that are trained and those they are compared with; None where nothing would read one."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer

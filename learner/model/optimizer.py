@@ -256,7 +256,7 @@ def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint may give it back: moments as the parameter is placed, counts as tensors."""
+    """The state as a checkpoint gives it back: moments placed as the parameter is, counts as tensors."""
     return {
         name: value if not isinstance(value, Tensor) else local_part(value) if value.dim() else int(value)
         for name, value in state.items()

@@ -46,7 +46,7 @@ def model_directory(
 
 
 def policy_vocab_size(model_dir: Path) -> int:
-    """From config.json, without loading the model: the hub checks token ids against it."""
+    """The vocabulary's size from config.json, without loading the model: the hub checks token ids against it."""
     config = model_config(model_dir, setting="policy.model_path")
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 

@@ -41,7 +41,7 @@ log = logging.getLogger("streamrl.learner")
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """What a scoring pass returns beside log-probs and entropies."""
+    """Requests for what a scoring pass returns beside log-probs and entropies."""
 
     state_index: Tensor  # int64 [K] packed positions whose hidden states are wanted
     square_sums: bool = False  # the sum of squared probabilities of every scored token's distribution
@@ -123,7 +123,7 @@ class Policy(nn.Module):
 
 
 def pass_options(learner: LearnerConfig, *, max_tokens: int) -> dict[str, Any]:
-    """How the networks of a run make their passes, as keywords of `load_policy`.
+    """Keywords of `load_policy` that say how the networks of a run make their passes.
 
     Args:
         max_tokens: of the longest sequence.

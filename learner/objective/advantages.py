@@ -28,7 +28,7 @@ from streamrl.config.schema import AdvantageConfig, Discount, Segment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowAdvantages:
-    """Of whole trajectories: `(score - baseline) / scale` and the baseline, [R] or [S].
+    """Advantages of whole trajectories, `(score - baseline) / scale`, and the baseline; [R] or [S].
 
     `moments` are those of the advantages over all action tokens of the batch.
     """
@@ -38,7 +38,7 @@ class RowAdvantages:
     moments: Moments
 
     def of(self, micro: MicroBatch) -> RowAdvantages:
-        """Those of the trajectories of a micro-batch, float32 and on its device."""
+        """The advantages of a micro-batch's trajectories, float32 and on its device."""
         places, device = torch.tensor(micro.trajectory_ids), micro.mask.device
         advantages, baseline = (x[places].float().to(device) for x in (self.advantages, self.baseline))
         return RowAdvantages(advantages, baseline, self.moments)

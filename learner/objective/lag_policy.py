@@ -1,4 +1,4 @@
-"""How one batch treats data for its age; the staleness control gives it to the objective with every batch."""
+"""The treatment of old data in one batch; the staleness control gives one to every batch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from streamrl.algorithms import aggregate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossTerms:
-    """What the stages of the loss made of one micro-batch; all [S, A]."""
+    """The results of the loss's stages for one micro-batch; all [S, A]."""
 
     advantages: Tensor  # detached
     masks: TokenMasks
@@ -100,6 +100,6 @@ def estimated_advantages(tokens: TokenBatch, plan: BatchPlan) -> Advantages:
 
 
 def trusted_tokens(tokens: TokenBatch, plan: BatchPlan, advantages: Tensor) -> TokenMasks:
-    """Which tokens are trained on, and with what weight of a correction."""
+    """The tokens that are trained on, and their weights by a correction."""
     head_lags = plan.of_rows(plan.tensors.head_lags, tokens.micro)
     return token_masks(plan.objective.loss, plan.objective.correction, plan.lag_policy, tokens, advantages, head_lags)

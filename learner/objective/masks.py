@@ -29,7 +29,7 @@ CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """Which tokens of one micro-batch are trained on; [S, A].
+    """The tokens of one micro-batch that are trained on; [S, A].
 
     Attributes:
         keep: bool, action tokens that no mask removed.
@@ -47,7 +47,7 @@ def token_masks(
     loss: LossConfig, correction: CorrectionSpec, lag_policy: LagPolicy, tokens: TokenBatch, advantages: Tensor,
     head_lags: Tensor,
 ) -> TokenMasks:
-    """Which tokens to trust.
+    """Mask the tokens that are too far off-policy to train on.
 
     Args:
         correction: the entry that `loss` names.

@@ -63,7 +63,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be measured on the whole batch before the first gradient; nothing for most losses."""
+        """Measurements of the whole batch that must precede the first gradient; empty for most losses."""
         advantage, needs = self.advantage, set(self.regularizers.needs)
         if self.has_critic:
             needs |= {POLICY, VALUES}
@@ -95,6 +95,6 @@ class Objective:
         return not reads and vanishes_at_zero(self.surrogate, surrogate_options(self.loss))
 
     def to_plain(self) -> dict[str, Any]:
-        """What the controls of the loss and the reward rules remember between batches, for a checkpoint."""
+        """The state of the loss's controls and the reward rules between batches, for a checkpoint."""
         rules = {} if self.reward_rules is None else self.reward_rules.state()
         return {"loss": self.regularizers.controls.to_plain(), "scores": rules}

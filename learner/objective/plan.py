@@ -1,4 +1,4 @@
-"""What all micro-batches of one batch share, fixed before the first loss."""
+"""The plan of a batch: everything that its micro-batches share, fixed before the first loss."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class BatchPlan:
 
     @property
     def known_advantages(self) -> Tensor:
-        """Of this rank's trajectories, the advantage of all their tokens as far as it needs no pass, else NaN."""
+        """The advantage of all tokens of each of this rank's trajectories as far as it needs no pass, else NaN."""
         rows, estimator = self.row_advantages.advantages.float(), self.objective.estimator
         if estimator.of_rows:
             return rows
@@ -110,7 +110,7 @@ class BatchPlan:
 
     @property
     def oldest_lags(self) -> Tensor | None:
-        """Of this rank's trajectories, the lag at the first step beyond which tokens are masked; None masks none."""
+        """The lag at the first step beyond which tokens are masked, for each of this rank's trajectories; None: none are."""
         return _oldest_lags(self.tensors, self.lag_policy)
 
     def tokens(
@@ -123,17 +123,17 @@ class BatchPlan:
         )
 
     def outputs_of(self, batch: MicroBatch) -> PassOutputs:
-        """What the scoring pass saw of this micro-batch; nothing if there was none."""
+        """The scoring pass's outputs for this micro-batch; empty if there was no pass."""
         return self.outputs.get(batch.trajectory_ids, PassOutputs())
 
     def critic_targets(self, batch: MicroBatch) -> Targets:
-        """What this micro-batch trains the critic on."""
+        """The critic's targets in this micro-batch."""
         found, outputs = self.advantages[batch.trajectory_ids], self.outputs_of(batch)
         old = outputs.values if outputs.action_values is None else outputs.action_values
         return Targets(found.targets, found.trained, old)
 
     def of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
-        """Of values [R] of this rank's trajectories those of a micro-batch, on its device."""
+        """The values of a micro-batch's trajectories among those [R] of this rank, on the micro-batch's device."""
         return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
 
 
@@ -146,7 +146,7 @@ def _places(
     objective: Objective, rows: Sequence[Trajectory], tensors: PlanTensors, row_advantages: RowAdvantages,
     lag_policy: LagPolicy, version: int,
 ) -> tuple[tuple[int, ...], frozenset[int] | None]:
-    """Which trajectories are packed, and which of those are only measured."""
+    """The places of trajectories that are packed, and of those among them that are only measured."""
     everything = tuple(range(len(rows)))
     if objective.leave_out is LeaveOut.NOTHING:
         return everything, None

@@ -1,4 +1,4 @@
-"""What must be known of the whole batch before the first backward pass: baselines, scales, row weights, moments.
+"""Numbers of the whole batch that must precede the first backward pass: baselines, scales, row weights, moments.
 
 Nearly everything comes from the plan, which every rank has in full, so ranks agree without communication and a split
 into micro-batches changes nothing. What is measured on trajectories (weights, norms, shaped rewards) is exchanged once
@@ -62,7 +62,7 @@ class PlanTensors:
     num_minibatches: int
 
     def gather(self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks) -> Tensor:
-        """What is `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
+        """Values `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
         mine = torch.zeros(len(self.places), dtype=torch.float64)
         for tokens in observed:
             mine[list(tokens.micro.trajectory_ids)] = measured(tokens).double().cpu()
@@ -254,7 +254,7 @@ def _sums(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _places(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:
-    """Where each trajectory stands in the plan, after checking that both say the same."""
+    """The place of each trajectory in the plan, after a check that both say the same."""
     # The plan says who trains what; a trajectory that only one side knows would make every denominator wrong.
     place_of = {(row.group_id, row.index): i for i, row in enumerate(plan) if row.rank == rank}
     held = {(row.group_id, row.index) for row in trajectories}

@@ -49,7 +49,7 @@ class Regularizers:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a scoring pass must bring."""
+        """Outputs that a scoring pass must bring."""
         if not self._measures_kl:
             return frozenset()
         return frozenset({REFERENCE, POLICY} if self.shapes_rewards else {REFERENCE})
@@ -66,7 +66,7 @@ class Regularizers:
 
     @torch.no_grad()
     def row_penalties(self, tokens: TokenBatch) -> Tensor:
-        """What comes off each trajectory's score, float64 [S]: the log-ratio of the whole trajectory."""
+        """The penalty on each trajectory's score, float64 [S]: the log-ratio of the whole trajectory."""
         k1 = kl_estimate(tokens.scored("policy"), tokens.scored("reference"), tokens.mask, kind="k1")
         return self.controls.kl_coef * k1.double().sum(1)
 

@@ -33,7 +33,7 @@ METHODS = ("reward", "weighted_sum", "tchebycheff", "pareto", "hypervolume", "gd
 
 
 class RewardRules:
-    """What makes a trajectory's reward; remembers the best value of each component for `tchebycheff`.
+    """The rules of a trajectory's reward; they remember the best value of each component for `tchebycheff`.
 
     Args:
         max_tokens: most action tokens that a trajectory can have.

@@ -25,7 +25,7 @@ POLICY, VALUES, REFERENCE, PROXIMAL, SQUARE_NORMS = "policy", "values", "referen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutputs:
-    """What the networks gave for one micro-batch before the update; [S, A] and detached, None where not asked for."""
+    """The networks' outputs for one micro-batch before the update; [S, A], detached, None where not asked for."""
 
     policy: Tensor | None = None  # log-probs
     reference: Tensor | None = None  # log-probs
@@ -67,7 +67,7 @@ class TokenBatch:
         cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
         first_version: int, anchor: str,
     ) -> TokenBatch:
-        """What depends on the policy; lags count from `version`, and ratios are taken against the policy `anchor`.
+        """Tokens under the policy's log-probs; lags count from `version`, ratios are taken against the policy `anchor`.
 
         Args:
             first_version: at the first optimizer step of the batch. From the second one on, anchors come out of the

@@ -196,7 +196,7 @@ class Publisher:
         return True
 
     def _gather_one(self, tensor: Any, draft: _Draft | None) -> None:
-        """Its own function, so that the gathered tensor is freed before the next one is gathered."""
+        """Gather one tensor, in a function of its own so that it is freed before the next one is gathered."""
         if isinstance(tensor, DTensor):
             tensor = tensor.detach().to(self._wire_dtype)  # before it is gathered: half of the bytes move
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -254,7 +254,7 @@ class _Draft:
             self._writer.was_written([digests[at : at + 16] for at in range(0, len(digests), 16)])
 
     def device_manifest(self, parent: VersionRef | None) -> Manifest | None:
-        """Of a finished document."""
+        """The device manifest of a finished document."""
         if self._fold is None:
             return None
         return make_manifest(self._layout, self._ref, parent, self._fold.digests(self._sums), DIGEST_FOLD128)

@@ -1,4 +1,4 @@
-"""From a trained version to its announcement: staged while training waits, or beside it from a copy.
+"""Publishing of a trained version, staged while training waits or beside it from a copy, up to its announcement.
 
     stage     all ranks: write the version, or copy it and begin to write it in a thread
     poll      rank 0, at any time: announce what has been written meanwhile

@@ -36,7 +36,7 @@ class Part:
     tensor: Any  # a tensor of any float type, or what `full_tensor` makes one
 
     def wire(self, dtype: torch.dtype) -> Tensor:
-        """Its numbers in the type of the document, one after another, on their device."""
+        """The part's numbers in the type of the document, one after another, on their device."""
         tensor = self.tensor if isinstance(self.tensor, Tensor) else self.tensor.full_tensor()
         return tensor.detach().to(dtype).reshape(-1)
 
@@ -84,7 +84,7 @@ class SharedFile:
             start, data = start + done, data[done:]
 
     def digests(self, which: range) -> list[bytes]:
-        """Of these buckets, as they are in the file now."""
+        """Digests of these buckets, as they are in the file now."""
         with mmap.mmap(self._fd, self._size, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as whole:
             ranges = bucket_ranges(self._layout)
             views = [whole[HEADER_BYTES + ranges[i][0] : HEADER_BYTES + ranges[i][1]] for i in which]

@@ -1,4 +1,4 @@
-"""Which versions of the policy actors get, and when."""
+"""The schedule of versions that actors get."""
 
 from __future__ import annotations
 

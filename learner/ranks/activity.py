@@ -1,4 +1,4 @@
-"""What a learner rank does at the moment: written by its training thread, read by the thread that sends its beats."""
+"""A learner rank's present activity: written by its training thread, read by the thread that sends heartbeats."""
 
 from __future__ import annotations
 

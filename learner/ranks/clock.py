@@ -1,4 +1,4 @@
-"""How long a rank spends in each stage of a step."""
+"""The seconds that a rank spends in each stage of a step."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of a batch this rank trains on."""
+        """The number of the batch's share that this rank trains on."""
         return self.mesh.dp_ranks[self.rank]
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class Ranks:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     from torch.distributed.tensor import DTensor  # takes longer to import than the check of a run's settings may
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

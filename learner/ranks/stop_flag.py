@@ -24,7 +24,7 @@ class StopFlag:
             signal.signal(number, self._received)
 
     def watch_launcher(self) -> None:
-        """From now on the launcher's exit is a request to stop: there is a run that could be saved."""
+        """Take the launcher's exit for a request to stop from now on: there is a run that could be saved."""
         watch(self._parent_gone)
 
     def __call__(self) -> bool:

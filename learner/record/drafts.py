@@ -1,4 +1,4 @@
-"""Which trajectories a run keeps to be read, and what is known of one before it is decoded.
+"""The draw of trajectories that a run keeps to be read, and drafts of them before they are decoded.
 
 The draw is fair. Every group that arrived since the step before has a key, a hash of the run's seed and its number. The
 groups with the smallest keys are taken, and of each one member by another hash. Rewards, lengths and ages have no
@@ -27,7 +27,7 @@ def draw_groups(group_ids: Iterable[int], num: int, seed: int) -> list[int]:
 
 
 def draw_member(members: Sequence[int], group_id: int, seed: int) -> int:
-    """One of these members of a group."""
+    """Draw one of these members of a group."""
     return members[mix64(seed, group_id, _MEMBERS) % len(members)]
 
 

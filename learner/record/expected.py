@@ -1,4 +1,4 @@
-"""What the right answer would have been, beside what the model said."""
+"""The right answers of samples, beside the model's."""
 
 from __future__ import annotations
 

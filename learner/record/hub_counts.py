@@ -28,7 +28,7 @@ class HubCounts:
         self._before: dict[str, float] = dict(before or {})
 
     def since_last(self, counters: Mapping[str, float], *, num_trained: float = 0.0) -> dict[str, float]:
-        """What the hub's counters say of this step; what was not measured is left out.
+        """The hub's counters of this step; what was not measured is left out.
 
         Args:
             num_trained: groups that the step trained on.

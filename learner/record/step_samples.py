@@ -53,7 +53,7 @@ class SampleWriter:
             self._num_lost += len(drafts)
 
     def take(self) -> list[Sample]:
-        """What was written since the last call."""
+        """Samples written since the last call."""
         return [self._written.get() for _ in range(self._written.qsize())]
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class StepSamples:
         return rows
 
     def take(self) -> list[Sample]:
-        """What was written since the last call, on rank 0."""
+        """Samples written since the last call, on rank 0."""
         return self._writer.take() if self._writer is not None else []
 
     def close(self) -> None:

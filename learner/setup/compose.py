@@ -1,4 +1,4 @@
-"""From config to a `Run`: lock the directory, start the hub, load the model, restore what a predecessor saved."""
+"""Composition of a `Run`: lock the directory, start the hub, load the model, restore what a predecessor saved."""
 
 from __future__ import annotations
 

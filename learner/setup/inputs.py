@@ -1,4 +1,4 @@
-"""What a run is given: files by absolute paths, models found, and sizes that follow from the number of records."""
+"""Inputs of a run: files by absolute paths, models found, and sizes that follow from the number of records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare_inputs(config: Config, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts from.
+    """The inputs that a run starts from.
 
     Attributes:
         eval_sets: none asks for more prompts than it has.
@@ -95,7 +95,7 @@ def _absolute_set(given: Any) -> Any:
 
 
 def fit_to_records(config: Config, task: Task) -> list[EvalSet]:
-    """What follows from the number of records: the steps of `trainer.num_epochs`, and the size of evaluations.
+    """Set what follows from the number of records: the steps of `trainer.num_epochs`, the size of evaluations.
 
     Returns:
         the evaluation sets, none asked for more prompts than it has.

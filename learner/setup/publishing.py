@@ -1,4 +1,4 @@
-"""How this learner publishes: the publisher of its weights, the base of an adapter, the probe."""
+"""Parts of publishing: the publisher of the weights, the base of an adapter, the probe."""
 
 from __future__ import annotations
 

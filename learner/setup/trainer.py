@@ -112,7 +112,7 @@ def make_staleness(config: Config, controls: Mapping[str, Any]) -> StalenessCont
 
 
 def leaves_out(wish: SkipZeroAdvantage, staleness: StalenessControl) -> LeaveOut:
-    """What trajectories that cannot change the gradient go without, as far as the control allows it."""
+    """The passes that trajectories without a gradient go without, as far as the control allows it."""
     if wish is SkipZeroAdvantage.never:
         return LeaveOut.NOTHING
     needed = wish is SkipZeroAdvantage.auto and staleness.reads_ratios

@@ -1,4 +1,4 @@
-"""Where a learner's batches come from."""
+"""Sources of a learner's batches."""
 
 from __future__ import annotations
 

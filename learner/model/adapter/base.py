@@ -15,7 +15,7 @@ from streamrl.weights.saved import weights_digest
 
 @dataclass(frozen=True, slots=True)
 class AdapterOf:
-    """What an adapter belongs to, as its checkpoints say."""
+    """The base that an adapter belongs to, as its checkpoints name it."""
 
     rank: int
     alpha: float
@@ -79,5 +79,5 @@ def _difference(saved: Mapping[str, Any] | None, now: AdapterOf | None) -> str:
 
 
 def _words(value: Any) -> str:
-    """As it is written on a command line."""
+    """The value as a command line writes it."""
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

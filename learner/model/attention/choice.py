@@ -1,4 +1,4 @@
-"""Which attention a run computes with: `learner.attention`, or what fits the device and the type.
+"""The choice of attention kernel: `learner.attention`, or the one that fits device and type.
 
     sdpa                blocks with scaled_dot_product_attention: any device, type and model
     flex_attention      FlexAttention: a CUDA device

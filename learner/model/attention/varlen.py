@@ -28,7 +28,7 @@ from streamrl.architectures.masks import MaskRule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """Where sequences of queries and keys end, as the kernels take it."""
+    """The ends of the sequences of queries and keys, as the kernels take them."""
 
     queries: Tensor  # int32 [sequences + 1], from 0
     keys: Tensor  # int32 [sequences + 1], from 0
@@ -57,7 +57,7 @@ def attend_varlen(
 
 
 def ends_of(packing: PackedLayout, device: torch.device) -> Ends:
-    """Of the sequences of a layout, in packed order."""
+    """The ends of a layout's sequences, in packed order."""
     lengths = packing.lengths
     parents = packing.parents or (-1,) * len(lengths)
     bounds = list(pairwise(accumulate(lengths, initial=0)))

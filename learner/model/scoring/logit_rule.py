@@ -1,4 +1,4 @@
-"""What a model does to its logits after the output layer: Cohere and Granite scale them, Gemma caps them."""
+"""Changes that a model makes to its logits after the output layer: Cohere and Granite scale, Gemma caps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs and entropies, holding the logits of a chunk of tokens at a time.
+"""Log-probs and entropies from hidden states, holding the logits of one chunk of tokens at a time.
 
 A vocabulary of 150,000 makes the logits of 4,096 tokens 2.4 GB in float32, and autograd would keep them. Here they
 exist `chunk_tokens` rows at a time, in the forward pass and, computed again, in the backward pass. The last rows are

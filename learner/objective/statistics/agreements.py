@@ -1,4 +1,4 @@
-"""How what actors recorded agrees with what the learner computes: sums by group and actor, for the hub to judge."""
+"""Agreement of actors' records with the learner's passes: sums by group and actor, for the hub to judge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Sums:
 
 
 class Agreements:
-    """Those of one batch: of its passes, which cost nothing, and of audits."""
+    """The agreements of one batch: of its passes, which cost nothing, and of audits."""
 
     def __init__(self) -> None:
         self._rows: Sequence[Trajectory] = ()
@@ -56,7 +56,7 @@ class Agreements:
         sums.num_other += num_other
 
     def take(self, ranks: Ranks) -> tuple[Agreement, ...]:
-        """Those of all ranks, on every rank; a collective call."""
+        """The agreements of all ranks, on every rank; a collective call."""
         mine = [
             Agreement(actor_id, lag, one.num_tokens, one.difference / one.num_tokens, one.num_drawn, one.num_other)
             for (_, actor_id, lag), one in self._sums.items() if actor_id and one.num_tokens

@@ -127,7 +127,7 @@ def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float
 
 
 def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
-    """What is known of the whole batch from its plan; one rank adds it."""
+    """Add the statistics of the whole batch that its plan holds; one rank does so."""
     by_group: dict[int, list[PlanRow]] = {}
     for row in plan:
         by_group.setdefault(row.group_id, []).append(row)
@@ -150,7 +150,7 @@ def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
 
 
 def add_trajectories(meter: Meter, trajectories: Sequence[Trajectory]) -> None:
-    """What only the rank that holds a trajectory knows of it."""
+    """Add the statistics that only the rank knows that holds a trajectory."""
     truncated = _mean([row.truncated for row in trajectories])
     turns = _mean([row.num_turns for row in trajectories])
     sequences = 1.0 + _mean([len(row.later) for row in trajectories])
@@ -168,7 +168,7 @@ def add_left_out(
     meter: Meter, left_out: Sequence[Trajectory], *, num_tokens: int, version: int, advantages: Tensor,
     oldest_lags: Tensor | None,
 ) -> None:
-    """What is known without a pass of the trajectories that get none; the mean loss counts them as 0.
+    """Add the statistics of trajectories that get no pass; the mean loss counts them as 0.
 
     Ratios, drift, ESS and entropy are then those of the other trajectories.
 

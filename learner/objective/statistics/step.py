@@ -24,7 +24,7 @@ from streamrl.metrics.meter import Meter
 
 
 class StepStatistics:
-    """What this rank measured of one batch, an optimizer step at a time; the first step begins with it.
+    """This rank's measurements of one batch, an optimizer step at a time; the first step begins with the object.
 
     Attributes:
         version: of the optimizer step that is under way.

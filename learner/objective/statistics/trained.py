@@ -1,4 +1,4 @@
-"""What training on a batch did."""
+"""The result of training on a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamrl.metrics.meter import Meter
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What a batch did: measurements of all its optimizer steps, their results, the critic's, and statistics."""
+    """The result of a batch: measurements of all its optimizer steps, their results, the critic's, and statistics."""
 
     measured: Meter
     result: BatchResult
