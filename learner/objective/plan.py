@@ -110,7 +110,7 @@ class BatchPlan:
 
     @property
     def oldest_lags(self) -> Tensor | None:
-        """The lag at the first step beyond which each trajectory of this rank has its tokens masked; None masks none."""
+        """The lag at the first step beyond which a trajectory has its tokens masked, [R]; None masks none."""
         return _oldest_lags(self.tensors, self.lag_policy)
 
     def tokens(
