@@ -60,10 +60,10 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_ranks_and_sweeps.py": "a run of two ranks, one on two machines, and four jobs of a sweep",
     "flow/test_relay.py": "runs through relays; unit/weights/test_relay.py has the relay",
     "flow/test_resume.py": {
+        "test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves": "36 slow steps",
         "test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing": "30 slow steps",
         "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_run_lock.py has the lock",
         "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
-        "test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run": "two runs, one learner killed",
     },
     "flow/test_search.py": "three launched runs",
     "flow/test_two_launches.py": "a launched run, and commands beside it",
@@ -96,6 +96,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder": "vLLM starts once more",
     },
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
+    "unit/learner/test_attention_kinds.py": {
+        "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",
+    },
 }
 
 

@@ -27,7 +27,7 @@ REAL = {
     "test_a_file_and_a_reward_train_for_an_epoch_past_long_prompts_and_bad_values",
     "device transports": "test_device_transports.py::"
     "test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused",
-    "a killed learner": "test_resume.py::test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves",
+    "a killed learner": "test_resume.py::test_actors_that_outlive_a_learner_take_on_the_settings_of_the_resumed_run",
 }
 """One flow test of each kind; the others are slow."""
 

@@ -159,6 +159,7 @@ def write_command_line(command: Sequence[str]) -> None:
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
+    write_command_line([sys.executable, "-m", "tests.flow.fork_server"])
     import_programs()
     request = serve(listener)
     if request is not None:

@@ -190,34 +190,52 @@ def test_a_checkpoint_that_latest_does_not_name_yet_is_used_only_if_nothing_else
     assert find_checkpoint(tmp_path).version == 2
 
 
+STAGES = ("write_shards", "write_durably", "_publish", "sync_directory")
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 import learner.checkpoint.checkpoint as module
 from tests.unit.learner.test_checkpoint import Training
-training = Training({model!r}).step()
-training.save({run!r})
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
-setattr(module, {stage!r}, die)
-training.step().save({run!r})
+for stage in {stages!r}:  # forks, before torch has threads: each imports nothing again
+    child = os.fork()
+    if child == 0:
+        run = os.path.join({folder!r}, stage)
+        training = Training({model!r}).step()
+        training.save(run)
+        setattr(module, stage, die)
+        training.step().save(run)
+        os._exit(0)
+    print(stage, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize("stage", ["write_shards", "write_durably", "_publish", "sync_directory"])
-def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, tmp_path, stage):
-    paths = [str(HERE.parents[2])]
-    code = KILLED.format(paths=paths, model=str(checkpoints["qwen3-tied"]), run=str(tmp_path), stage=stage)
+@pytest.fixture(scope="module")
+def killed(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
+    """(a folder with a run for each stage of writing, whose learner was killed in it, and how those learners ended)."""
+    folder = tmp_path_factory.mktemp("killed")
+    for stage in STAGES:
+        (folder / stage).mkdir()
+    paths, model = [str(HERE.parents[2])], str(checkpoints["qwen3-tied"])
+    code = KILLED.format(paths=paths, model=model, folder=str(folder), stages=STAGES)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
+    return folder, [*done.stdout.splitlines(), done.stderr]
 
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
 
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.glob("ckpt.tmp-*"))
-    found = find_checkpoint(tmp_path)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_learner_killed_half_way_leaves_the_checkpoint_before_it(checkpoints, killed, stage):
+    folder, ended = killed
+    run = folder / stage
+
+    assert f"{stage} {-signal.SIGKILL}" in ended, ended
+    assert list(run.glob("ckpt.tmp-*"))
+    found = find_checkpoint(run)
     assert (found.version, found.blobs["ledger"]) == (1, b"ledger 1")
-    Training(checkpoints["qwen3-tied"]).load(tmp_path)
+    Training(checkpoints["qwen3-tied"]).load(run)
 
 
 def test_a_fenced_learner_makes_nothing_visible(training, tmp_path):
