@@ -72,6 +72,11 @@ SLOW: dict[str, str | dict[str, str]] = {
     "slurm/test_jobs.py": {
         "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",
     },
+    "unit/actors/test_reward_model.py": {
+        "test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task":
+            "a process with a reward model, killed and started again",
+    },
+    "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
     "unit/bench/test_gpu_dry_run.py": {
         "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",
     },
@@ -98,6 +103,13 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
     "unit/learner/test_attention_kinds.py": {
         "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",
+    },
+    "unit/learner/test_loading.py": {
+        "test_no_rank_holds_the_model_while_it_loads": "a large model, loaded by two ranks",
+    },
+    "unit/weights/test_publisher.py": {
+        "test_every_rank_writes_its_own_rows_from_little_memory_and_no_weights_are_gathered":
+            "a large model on two ranks; a small one is published by two in `make test`",
     },
 }
 
