@@ -1,4 +1,4 @@
-"""What an actor says of its work now and then: how much it made, how it was rewarded, what failed."""
+"""An actor's periodic activity line: throughput, mean reward and failures since the last one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Activity:
         self._reward += sum(member.reward for member in finished)
 
     def line(self, now: float, tokens_total: int, version: object) -> str:
-        """What was done since the last line, if that is `EVERY_S` ago; else, or if nothing was, ""."""
+        """Describe the work since the last line; "" within `EVERY_S` of it, or if nothing was done."""
         passed = now - self._said_at
         if passed < EVERY_S:
             return ""

@@ -269,7 +269,7 @@ def _add_scores(scores: dict[str, float], step: Step, source: str) -> dict[str, 
 
 
 def _described(error: Exception) -> str:
-    """For people: never raises, always UTF-8."""
+    """Describe an error for the log: never raises, always UTF-8."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # a user's __str__

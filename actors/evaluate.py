@@ -48,7 +48,7 @@ REFRESH_S = 0.5
 
 @dataclass(slots=True)
 class Answers:
-    """What came back, by prompt: scores and final answers in the order of completion, and what was not scored."""
+    """The results by prompt: scores and final answers in the order of completion, and what was not scored."""
 
     scores: list[list[float]]
     finals: list[list[str]]
@@ -166,7 +166,7 @@ def text_of(result: Mapping[str, Any], path: Path) -> str:
 
 
 def num_prompts_of(one: EvalSet, task: Task) -> int:
-    """How many prompts of a set are asked; TaskError for records that cannot be read."""
+    """The number of prompts that are asked of a set; TaskError for records that cannot be read."""
     return min(one.config.eval.num_samples, task.num_records("test"))
 
 

@@ -1,4 +1,4 @@
-"""What an actor's time goes into, for the heartbeat: generation, environments, installs, and waiting for leases.
+"""Shares of an actor's time for the heartbeat: generation, environments, installs, and waiting for leases.
 
     no episode                     starved: it waits for leases
     episodes, none in the engine   idle, as is the time above: all of them are in their environments

@@ -45,7 +45,7 @@ class LocalPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """Where weights come from: a Hugging Face checkpoint, or with `version` a checkpoint of the run in `folder`."""
+    """The source of weights: a Hugging Face checkpoint, or with `version` a checkpoint of the run in `folder`."""
 
     folder: Path
     version: int | None = None
@@ -176,5 +176,5 @@ async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
 
 
 def sampling_message(sampling: SamplingConfig) -> Sampling:
-    """What an engine draws from."""
+    """The sampling parameters as an engine takes them."""
     return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)

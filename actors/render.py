@@ -109,7 +109,7 @@ class Renderer:
         return self._decode(list(token_ids))
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Decode these tokens, special ones included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:

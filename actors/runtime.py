@@ -1,4 +1,4 @@
-"""From the learner's WELCOME to a running actor: model files, tokenizer, task, engine, installer.
+"""Build a running actor from the learner's WELCOME: model files, tokenizer, task, engine, installer.
 
 An actor needs only the address. Model configuration and tokenizer come through the weight socket, the weights by the
 weight transports, task and sampling from the learner's settings; local `key=value` words win over them.
@@ -75,7 +75,7 @@ MAX_LEASE_FACTOR = 3
 
 @dataclass(slots=True)
 class ActorRuntime:
-    """What is built from the first WELCOME and lives as long as the process."""
+    """The parts that are built from the first WELCOME and live as long as the process."""
 
     engine: Engine
     installer: Installer
@@ -94,7 +94,7 @@ class ActorRuntime:
         return (self.train, self.test, *self.sets.values())
 
     def runner_of(self, lease: Lease) -> EpisodeRunner:
-        """What plays the episodes of this lease; KeyError for an evaluation set that the settings do not have."""
+        """The runner of this lease's episodes; KeyError for an evaluation set that the settings do not have."""
         if lease.purpose != Purpose.EVAL:
             return self.train
         return self.sets[lease.dataset] if lease.dataset else self.test
@@ -247,7 +247,7 @@ def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *,
 
 
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
-    """For heartbeats: calls of environments that are slow or were given up, steps that were answered, the sandbox."""
+    """Heartbeat numbers: environment calls that are slow or were given up, steps that were answered, sandbox level."""
     executors = [runner.executor for runner in runtime.runners]
     answered = [executor.num_answered for executor in executors]
     slow = [executor.slow(SLOW_CALL_S) for executor in executors]
@@ -260,7 +260,7 @@ def environment_calls(runtime: ActorRuntime) -> dict[str, float]:
 
 
 def built_from(welcome: Welcome) -> tuple[object, ...]:
-    """What of a WELCOME goes into a runtime; a resumed run may come with other settings."""
+    """The part of a WELCOME that a runtime depends on; a resumed run may come with other settings."""
     settings = json.loads(welcome.task)
     sections = {name: settings.get(name) for name in ("env", "data", "reward", "rollout", "actors")}
     sections["sets"] = settings.get("eval", {}).get("datasets")

@@ -1,4 +1,4 @@
-"""From the settings of a run to the parts of an actor: its engine, what it reads, the limits of its episodes."""
+"""Make an actor's parts from the settings of a run: its engine, its renderer, the limits of its episodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_settings(overrides: Sequence[str]) -> Config:
 
 
 def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
-    """How conversations of this task become ids; without a task there are no prompts of its own."""
+    """Make the renderer of this task's conversations; without a task it has no system or tool prompt of its own."""
     system_prompt = config.data.system_prompt
     return Renderer(
         tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
@@ -41,7 +41,7 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:
-    """What the settings say of the engine, whichever it is."""
+    """The arguments of the engine's factory, whichever engine the settings name."""
     device, actors = pick_device(config.actors.device), config.actors
     return EngineSpec(
         model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
@@ -54,7 +54,7 @@ def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpe
 
 
 def adapter_spec(welcome: Welcome) -> AdapterSpec | None:
-    """What the run's versions are, if they are adapters."""
+    """The layers, rank and scale of the run's adapters; None where versions are whole models."""
     base, layout = welcome.base, welcome.layout
     if base is None or layout is None:
         return None

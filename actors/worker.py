@@ -278,7 +278,7 @@ class Worker:
             log.info("%s", line)
 
     def _update_progress(self) -> None:
-        """What the next heartbeat says."""
+        """Update the numbers of the next heartbeat."""
         held, num_train = self._leases.held, self._leases.num_train
         stuck = self._leases.stuck(self._limits)
         runtime = self._runtime

@@ -35,7 +35,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What a factory builds an engine from.
+    """The arguments of an engine factory.
 
     Args:
         model_dir: the model's configuration and tokenizer files, deleted after the build; weights come by `install`.
@@ -103,7 +103,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What came out. `logprobs` are of the sampled token under the processed distribution (0.0 for greedy)."""
+    """One generated turn; `logprobs` are of the sampled tokens under the processed distribution (0.0 for greedy)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -131,7 +131,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class InstallTimes:
-    """How long running sequences stood still, and the whole install, in seconds."""
+    """Durations of an install in seconds: the pause of running sequences, and the whole."""
 
     pause_s: float
     install_s: float

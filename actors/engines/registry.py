@@ -35,5 +35,5 @@ def build_engine(name: str, spec: EngineSpec) -> Engine:
 
 
 def wire_name(name: str) -> str:
-    """What HELLO calls the engine: a user's own by its attribute alone."""
+    """The engine's name in HELLO: a user's own engine goes by its attribute alone."""
     return name.rpartition(":")[2][:_WIRE_CHARS]

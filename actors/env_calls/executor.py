@@ -116,7 +116,7 @@ class EnvExecutor:
         return self.num_abandoned > MAX_ABANDONED
 
     async def run(self, method: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
-        """What `method(argument)` returns. The limit counts from its start, not from this call.
+        """Return the result of `method(argument)`. The limit counts from its start, not from this call.
 
         Raises:
             HungCallError: it ran for longer than limit_s.
@@ -278,5 +278,5 @@ def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
 
 
 def _not_an_exception(method: Callable[..., Any], error: BaseException) -> TaskError:
-    """For what would end the loop, or pass for a lease that was taken back."""
+    """The error in place of a BaseException, which would end the loop or pass for a canceled lease."""
     return TaskError(f"{where(method)} raised {type(error).__name__}: environments must raise an Exception")

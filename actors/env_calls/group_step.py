@@ -28,7 +28,7 @@ class GroupStep:
         self._outcomes: asyncio.Future[dict[int, Any]] = asyncio.get_running_loop().create_future()
 
     async def step(self, index: int, turn: Turn, call: Call) -> Any:
-        """What the call returned for this member. Raises the error of the call, or of this member's entry."""
+        """Return this member's entry of the group call. Raises the error of the call, or of the entry."""
         self._turns[index] = turn
         self.leave(index)
         await self._complete.wait()

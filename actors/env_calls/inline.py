@@ -79,7 +79,7 @@ class InlineCalls:
         return self._owns_signal
 
     def run(self, call: Callable[[], T], limit_s: float, name: str) -> T:
-        """What `call` returns, of a method that is `ready`. Raises `Interrupted` after limit_s."""
+        """Return the result of `call`, of a method that is `ready`. Raises `Interrupted` after limit_s."""
         loop = asyncio.get_running_loop()
         try:
             events._set_running_loop(None)  # as in a thread: the environment may run a loop of its own
@@ -114,5 +114,5 @@ class InlineCalls:
 
 
 def _function(method: Callable[..., Any]) -> object:
-    """What the methods of all instances share."""
+    """The function behind a bound method, the same for all instances."""
     return getattr(method, "__func__", method)

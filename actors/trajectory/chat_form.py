@@ -37,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What the model said; `content` is all of its text, calls of tools included."""
+    """The model's message; `content` is all of its text, calls of tools included."""
 
     content: str
     role: str = "assistant"

@@ -1,4 +1,4 @@
-"""What an interaction loop of the user's own generates with: the actor's engine, in the same process.
+"""The client that a user's own interaction loop generates with: the actor's engine, in the same process.
 
 Whatever it generates is recorded as it was read and sampled; nothing that the loop does to texts changes a token. Where
 the input of a call begins with all that was read and said before, the same sequence goes on; otherwise another one
@@ -58,7 +58,7 @@ class Client:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How the run samples: temperature, top_p, top_k, min_p, max_new_tokens and stop."""
+        """The run's sampling settings: temperature, top_p, top_k, min_p, max_new_tokens and stop."""
         one = self._sampling
         return {
             "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k, "min_p": one.min_p,
@@ -110,7 +110,7 @@ class Client:
         return Generated(said, list(generation.token_ids), list(generation.logprobs), generation.finish)
 
     def reward(self, value: float, turn: int = -1) -> None:
-        """What a turn earned, the last one unless said, beside the reward that the rollout returns at its end."""
+        """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
         number = float(value)
         if not math.isfinite(number):
             raise TaskError(f"client.reward got {value!r}, expected a finite number")
@@ -159,7 +159,7 @@ class Client:
         raise EpisodeFullError(f"{why}, and return the reward of what there is")
 
     def _distribution(self, given: Mapping[str, float | None], train: bool) -> Sampling:
-        """What this call samples from."""
+        """The sampling parameters of this call, checked."""
         known = ("temperature", "top_p", "top_k", "min_p")
         unknown = sorted(set(given) - set(known))
         if unknown:

@@ -1,4 +1,4 @@
-"""What the model reads next: the tokens that it read and sampled with more after them, or a context of its own.
+"""The model's next input: the tokens that it read and sampled with more after them, or a context of its own.
 
 A chat template may render earlier turns differently from what was generated. Many leave out the thinking of earlier
 answers as soon as the user speaks again. What it makes of the whole conversation decides:
@@ -66,7 +66,7 @@ class Conversation:
         return self._said
 
     def answer(self, step: Step) -> None:
-        """What the environment says before the next turn. Raises TaskError: see `Renderer.more_text`."""
+        """Add the environment's answer before the next turn. Raises TaskError: see `Renderer.more_text`."""
         if step.context is not None:
             self._messages = None if isinstance(step.context, InputText) else list(step.context)
             self.read(self._renderer.input_text(step.context, self._tools), ENVIRONMENT)
@@ -113,7 +113,7 @@ def note_rewriting(author: str) -> None:
 
 
 def rest_after(text: str, beginning: str) -> str | None:
-    """What `text` adds to its beginning; None if it begins otherwise. Differences of white space count for nothing."""
+    """The part of `text` after `beginning`, differences of white space aside; None if it begins otherwise."""
     if text.startswith(beginning):
         return text[len(beginning) :]
     wanted = "".join(beginning.split())

@@ -40,7 +40,7 @@ class Transcript:
 
     @property
     def first_version(self) -> VersionRef | None:
-        """What sampled the first token; None before it."""
+        """The version that sampled the first token; None before it."""
         first = next(iter(self._versions), None)
         return None if first is None else VersionRef(first.learner_epoch, first.version)
 
@@ -93,7 +93,7 @@ class Transcript:
         return list(read[: len(self._present)]) == self._present
 
     def _add_input(self, read: Sequence[int]) -> None:
-        """What the model read before its turn: a prompt, or what follows the last turn."""
+        """Add the input of a turn: a prompt, or the tokens after the last turn."""
         if not self._present:
             self.begin(read)
         elif self.goes_on(read):

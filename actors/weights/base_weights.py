@@ -1,4 +1,4 @@
-"""How a version reaches an engine: as a whole model, as an adapter beside its base, or merged with it."""
+"""Installation of a version in an engine: as a whole model, as an adapter beside its base, or merged with it."""
 
 from __future__ import annotations
 

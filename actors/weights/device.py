@@ -17,7 +17,7 @@ from streamrl.weights.source import ReceiverFactory
 
 
 class DeviceWeights:
-    """What a process needs once, for all its fetches by ipc and nccl; other transports are ignored.
+    """The per-process state of all fetches by ipc and nccl; other transports are ignored.
 
     Raises:
         ConfigError: a transport that cannot work here: no GPU, no cupy, no NCCL.

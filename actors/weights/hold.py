@@ -41,7 +41,7 @@ class VersionHold:
         self._free.clear()
 
     def end(self, ref: LeaseRef) -> None:
-        """It was finished, handed back or revoked."""
+        """End the work on a lease that was finished, handed back or revoked."""
         if ref not in self._open:
             return
         self._open.discard(ref)

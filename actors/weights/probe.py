@@ -32,7 +32,7 @@ _MOST_CHARS = 2000
 
 
 async def probe_engine(engine: Engine, document: Document, base: HeldBase | None = None) -> Probed | None:
-    """How the engine compares with its document (and the base of that), and with the learner's probe if there is one.
+    """Compare the engine with its document (and the base of that), and with the learner's probe if there is one.
 
     Of an engine that got base and adapter merged, only log-probs can be compared.
     Nothing may be installed meanwhile; sequences may run. None if there is nothing to compare by: no probe in the

@@ -19,7 +19,7 @@ class EngineHungError(EngineError):
 
 
 def patience(silent_s: float, nbytes: int) -> float:
-    """How long an engine may show no progress while it takes a document of this size."""
+    """The seconds that an engine may show no progress while it takes a document of this size."""
     return silent_s + SECONDS_PER_GB * (nbytes // 10**9)
 
 

@@ -84,7 +84,7 @@ class AdapterSets:
         }
 
     def route(self, versions: Sequence[VersionRef], lengths: Sequence[int]) -> None:
-        """Which adapter each token of the next pass uses: runs of `lengths` tokens, a version for each."""
+        """Set the adapter of each token of the next pass: runs of `lengths` tokens, a version for each."""
         if len(set(versions)) == 1:
             self._active = [(None, self._sets[versions[0]])]
             return

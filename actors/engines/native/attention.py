@@ -31,7 +31,7 @@ ATTENTION_NAME = "streamrl_slots"
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores per token."""
+    """The shape of one attention layer's cache entry per token."""
 
     kv_heads: int
     key_dim: int
@@ -74,7 +74,7 @@ class SlotCache:
         self.values[layer].view(-1, shape.value_dim).index_copy_(0, index, value.reshape(-1, shape.value_dim))
 
     def token_index(self, kv_heads: int, positions: Tensor) -> Tensor:
-        """Where the tokens at `positions` [n] of rows 0.. lie in a layer seen as [slots * kv_heads * tokens, dim]."""
+        """Indices of the tokens at `positions` [n] of rows 0.. in a layer seen as [slots * kv_heads * tokens, dim]."""
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
@@ -133,7 +133,7 @@ class Prompt:
 
 
 class PassView:
-    """What attends to what in one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
+    """Attention within one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
 
     def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
         """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""

@@ -1,4 +1,4 @@
-"""From logits to tokens, each with the log-probability that it was drawn with.
+"""Sampling of tokens from logits, each with the log-probability that it was drawn with.
 
 A row is processed in this order: divide by the temperature, keep the top-k, renormalize and keep the smallest prefix
 that holds top-p of the mass, drop what is below min-p times the largest, renormalize. Log-probs are of this final

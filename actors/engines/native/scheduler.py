@@ -45,11 +45,11 @@ class Sequence:
 
     @property
     def key(self) -> _Key:
-        """What sequences must have in common to share the cache of a prompt."""
+        """The key of the prompt cache: sequences with equal keys share an entry."""
         return self.version, self.prompt
 
     def mark(self, ref: VersionRef) -> None:
-        """From the next token on, `ref` samples."""
+        """Record `ref` as the version that samples from the next token on."""
         self.marks.append((ref, len(self.token_ids)))
 
     def add(self, token: int, logprob: float) -> str | None:
@@ -267,7 +267,7 @@ class Scheduler:
 
     @property
     def versions_in_use(self) -> set[VersionRef | None]:
-        """Those of the running sequences, if they are pinned."""
+        """The versions that running sequences are pinned to; None where one is not pinned."""
         return {sequence.version for sequence in self.running}
 
     def _recompute(self) -> None:

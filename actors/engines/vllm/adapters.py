@@ -186,7 +186,7 @@ class AdapterVllmEngine(VllmEngine):
             self._open.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """As `VllmEngine.generate`; under `finish` every token is of one version."""
+        """Generate as `VllmEngine` does; under `finish` every token is of one version."""
         if not self._pinning:
             return await super().generate(request)
         await self._until_open()

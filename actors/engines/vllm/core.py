@@ -105,7 +105,7 @@ class Core:
         await self.label_and_resume(ref)
 
     async def label_and_resume(self, ref: VersionRef) -> None:
-        """From now on tokens are of this version."""
+        """Label tokens with this version from now on, and resume generation."""
         await self.call(self.llm.update_weight_version(str(ref)))
         await self.call(self.llm.resume_generation())
 

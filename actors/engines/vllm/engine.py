@@ -121,7 +121,7 @@ class VllmEngine:
         self._pause_s = self._busy_s = self._busy_since = 0.0
 
     def _model_folder(self, group: EngineProcessGroup, arguments: Mapping[str, Any]) -> str:
-        """Where vLLM finds the model's files; one that lasts where vLLM compiles."""
+        """The folder that vLLM reads the model's files from; a lasting one where vLLM compiles."""
         return group.folder if arguments.get("enforce_eager") else lasting_folder(group.folder)
 
     def _more_arguments(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class VllmEngine:
         return await self._generate(request)
 
     async def _generate(self, request: GenerateRequest, version: VersionRef | None = None) -> Generation:
-        """With this version's adapter, if there are adapters; None takes the newest."""
+        """Generate with this version's adapter, if there are adapters; None takes the newest."""
         check_temperature(request.sampling.temperature)
         check_request(request, self.max_tokens, self._vocab_size)
         params = vllm().SamplingParams(

@@ -1,4 +1,4 @@
-"""What vLLM is told about GPUs: which ones, how much of their memory, and in which type logits are computed."""
+"""GPU settings passed to vLLM: which devices, how much of their memory, and the dtype of the logits."""
 
 from __future__ import annotations
 

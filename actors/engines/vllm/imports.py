@@ -50,7 +50,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def moved(name: str, parameters: tuple[str, ...]) -> str | None:
-    """What is wrong with one entry of NAMES in the vLLM that is installed; None if it is as expected."""
+    """Describe how the installed vLLM differs from one entry of NAMES; None if it is as expected."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

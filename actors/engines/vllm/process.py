@@ -239,7 +239,7 @@ class StagedDocument:
 
 
 def _packed(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Where each would begin in a file of its own."""
+    """The aligned byte offset of each tensor in a packed file."""
     offsets, offset = {}, 0
     for name, tensor in tensors.items():
         offsets[name] = offset
