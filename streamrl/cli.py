@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamrlError, one_sentence
@@ -65,6 +67,15 @@ streamrl report FOLDER                  index.html of all runs in a folder, and 
 }
 
 
+PROGRAMS = {
+    "learner": "learner", "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat",
+    "reward-model": "actors.reward_model", "tasks": "envs.catalog",
+}
+"""Command -> the module that this process becomes."""
+MODULES = {"keys": "streamrl.transport.keys_command", "slurm": "streamrl.slurm", "relay": "streamrl.weights.pull.relay"}
+"""Command -> the module with a function of that name, which gets the words."""
+
+
 class CurrentStderr(logging.Handler):
     """Writes to what `sys.stderr` is at the moment: the live display takes it over, to keep lines above its panel."""
 
@@ -77,11 +88,10 @@ def main() -> int:
     start_log("launch", level="INFO", handler=CurrentStderr())
     command, *words = sys.argv[1:] or [""]
     commands = {
-        "launch": launch, "settings": settings, "report": report, "relay": relay, "learner": learner, "actor": actor,
-        "samples": samples, "keys": keys, "join": join, "slurm": slurm,
+        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join,
+        **{name: partial(_become, module) for name, module in PROGRAMS.items()},
+        **{name: partial(_call, module, name) for name, module in MODULES.items()},
         **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
-        "eval": evaluate, "chat": chat, "tasks": tasks,
-        "reward-model": reward_model,
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -152,21 +162,6 @@ def settings(words: list[str]) -> int:
     return 2
 
 
-def tasks(words: list[str]) -> int:
-    """Print the tasks that come with streamrl: this process becomes the list."""
-    return _become("envs.catalog", words)
-
-
-def learner(words: list[str]) -> int:
-    """A learner alone: this process becomes it."""
-    return _become("learner", words)
-
-
-def actor(words: list[str]) -> int:
-    """An actor: this process becomes it."""
-    return _become("actors", words)
-
-
 def join(words: list[str]) -> int:
     """An actor for a run elsewhere: this process becomes it."""
     from streamrl.transport.keys_command import JOIN_USAGE, join_words
@@ -174,50 +169,20 @@ def join(words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(JOIN_USAGE)
         return 0
-    return actor(join_words(words))
+    return _become("actors", join_words(words))
 
 
-def keys(words: list[str]) -> int:
-    """Who may connect to a hub."""
-    from streamrl.transport.keys_command import keys as run
-
-    return run(words)
-
-
-def slurm(words: list[str]) -> int:
-    """Write a run's Slurm jobs, and submit them if asked to."""
-    from streamrl.slurm import slurm as run
-
-    return run(words)
-
-
-def evaluate(words: list[str]) -> int:
-    """Score one model on a task: this process becomes the evaluation."""
-    return _become("actors.evaluate", words)
-
-
-def reward_model(words: list[str]) -> int:
-    """Score conversations with a reward model: this process becomes its service."""
-    return _become("actors.reward_model", words)
-
-
-def chat(words: list[str]) -> int:
-    """Talk to one model: this process becomes the conversation."""
-    return _become("actors.chat", words)
+def _call(module: str, name: str, words: list[str]) -> int:
+    """The function of a command in its module, which is imported for it alone."""
+    return getattr(importlib.import_module(module), name)(words)
 
 
 def _become(module: str, words: list[str]) -> int:
+    """This process becomes the program: nothing of it is imported here."""
     from streamrl.parent_watch import program
 
     command = [*program(module), *words]
     os.execv(command[0], command)
-
-
-def relay(options: list[str]) -> int:
-    """Pass weights on from a learner to many actors."""
-    from streamrl.weights.pull.relay import relay as run
-
-    return run(options)
 
 
 def report(run_dirs: list[str]) -> int:

@@ -343,14 +343,7 @@ def _schema() -> DictConfig:
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
-    check_overrides(overrides)
-    try:
-        merged = OmegaConf.merge(_schema(), dict(values), OmegaConf.from_dotlist(list(overrides)))
-    except OmegaConfBaseException as error:
-        _check_types(overrides)
-        raise ConfigError(plain_message(error)) from error
-    assert isinstance(merged, DictConfig)
-    return to_config(_with_overrides_first(merged, overrides, values.get("env", {})))
+    return _on_top(values, OmegaConf.from_dotlist, overrides)
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
@@ -358,15 +351,19 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
 
     Raises ConfigError as `load_config` does.
     """
-    words, plain = as_words("", values, ()), to_plain(config)
+    return _on_top(to_plain(config), lambda _: values, as_words("", values, ()))
+
+
+def _on_top(below: Mapping[str, Any], values_of: Callable[[list[str]], Any], words: Sequence[str]) -> Config:
+    """The config of plain values with those of the words on top."""
     check_overrides(words)
     try:
-        merged = OmegaConf.merge(_schema(), plain, dict(values))
+        merged = OmegaConf.merge(_schema(), dict(below), values_of(list(words)))
     except OmegaConfBaseException as error:
         _check_types(words)
         raise ConfigError(plain_message(error)) from error
     assert isinstance(merged, DictConfig)
-    return to_config(_with_overrides_first(merged, words, plain["env"]))
+    return to_config(_with_overrides_first(merged, words, below.get("env", {})))
 
 
 def to_yaml(config: Config) -> str:
