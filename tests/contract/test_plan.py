@@ -219,7 +219,8 @@ def test_few_modules_take_the_root_config():
     taking = set()
     for name in modules():
         for node in ast.walk(tree(name)) if name.startswith(("learner", "actors")) else ():
-            args = [*node.args.args, *node.args.kwonlyargs] if isinstance(node, ast.FunctionDef) else []
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            args = [*node.args.args, *node.args.kwonlyargs] if is_function else []
             notes = [node] if isinstance(node, ast.AnnAssign) else args
             if {ast.unparse(one.annotation) for one in notes if one.annotation} & {"Config", "schema.Config"}:
                 taking.add(name)
