@@ -36,7 +36,7 @@ def entries() -> list[Entry]:
 
 
 def lines(words: list[str]) -> list[str]:
-    """What is printed: all tasks, or those whose name or sentence holds every word.
+    """The printed lines: all tasks, or those whose name or sentence contains every word.
 
     Raises ConfigError if none does, with the nearest names.
     """

@@ -44,7 +44,7 @@ SLOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of every call: its time limit (env.step_timeout_s), and the callback for one that is slow."""
+    """The time limit of every call (env.step_timeout_s), and the callback for one that is slow."""
 
     limit_s: float
     notify: Callable[[str], None]
@@ -178,7 +178,7 @@ def _call(where: str, method: str, function: Callable[..., Any], *args: Any) -> 
 
 
 def _call_as_actor(where: str, method: str, function: Callable[[Any], Any], argument: object, limits: _Limits) -> Any:
-    """As `_call`, but where an actor would: an async method on a loop, a plain one in a thread, both with a limit."""
+    """Call a method as an actor would: an async one on a loop, a plain one in a thread, both with a limit."""
     told = f"{where}: {method} has been running for {SLOW_S:g} s; the limit is env.step_timeout_s={limits.limit_s:g}."
     watch = threading.Timer(SLOW_S, limits.notify, (told,))
     watch.daemon = True

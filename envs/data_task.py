@@ -54,7 +54,7 @@ class DataTask:
 
     @property
     def system_prompt(self) -> str | None:
-        """What tells the model which form its answer must have, for data.system_prompt=auto."""
+        """The system prompt of data.system_prompt=auto: it tells the model which form its answer must have."""
         return getattr(self._reward, "system_prompt", None)
 
     def num_records(self, split: str) -> int:
@@ -113,7 +113,7 @@ def task_from_data(settings: TaskSettings) -> DataTask:
 
 
 def player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
-    """What makes environments of one question and one answer."""
+    """Return a factory of environments of one question and one answer."""
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
     if getattr(reward, "batched", False):
         kind: type[AnswerEnv] = AsyncBatchedAnswerEnv if is_async else BatchedAnswerEnv
@@ -148,13 +148,13 @@ class AsyncAnswerEnv(AnswerEnv):
 
 
 class BatchedAnswerEnv(AnswerEnv):
-    """With a reward that takes lists: it is called once for the answers of a group that one actor generates."""
+    """An `AnswerEnv` whose reward takes lists: called once for the answers of a group that one actor generates."""
 
     def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:
         return self._steps(self._reward.score_group([env.answered(action) for env, action in turns]))
 
     def answered(self, action: str) -> tuple[Record, str, Sequence[ChatMessage]]:
-        """What the reward needs to know of this answer."""
+        """The reward's arguments for this answer."""
         return self._record, action, self._prompt
 
     def _steps(self, values: Sequence[Any]) -> Sequence[Step | Exception]:

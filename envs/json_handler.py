@@ -1,4 +1,4 @@
-"""What small JSON services over HTTP share: answers with their length, and no log line for each request."""
+"""Base class of small JSON services over HTTP: answers with their length, and no log line for each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class JsonHandler(BaseHTTPRequestHandler):
     """`do_POST` is the service's own; it reads with `body` and ends with `answer`."""
 
     def body(self, max_bytes: int) -> bytes:
-        """What the request says it holds, at most `max_bytes`."""
+        """Read the request's body of the length that it declares, at most `max_bytes`."""
         return self.rfile.read(min(max_bytes, int(self.headers.get("Content-Length") or 0)))
 
     def answer(self, status: int, content: dict[str, Any]) -> None:

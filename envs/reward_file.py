@@ -61,7 +61,7 @@ def reward_from_file(
 def _served(
     form: Form, module: ModuleType, options: Mapping[str, Any], shape: RecordShape
 ) -> WrittenReward | RewardFunctions | EnvFactory:
-    """What plays or scores by the interface that the file follows."""
+    """Make the environment or the reward of the interface that the file follows."""
     file, first = (module.__file__ or "").rpartition("/")[2], form.found[0]
     match form.kind:
         case "environment":
@@ -96,7 +96,7 @@ def _served(
 def _driver(
     form: Form, module: ModuleType, options: Mapping[str, Any], shape: RecordShape, file: str
 ) -> Callable[[], DrivesGeneration]:
-    """What makes an environment with an interaction loop of its own."""
+    """Return a factory of environments with an interaction loop of their own."""
     first = form.found[0]
     if form.kind == "loop":
         if len(form.found) == 1:
@@ -149,7 +149,7 @@ class WrittenReward:
         return entries_of_batch(value, 1, self.name)[0] if self.batched else value
 
     def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:
-        """What the batched form returned for each. Raises TaskError for a list of another length."""
+        """The batched function's entry for each answer. Raises TaskError for another number of entries."""
         return entries_of_batch(self._function(**self._arguments(*answers)), len(answers), self.name)
 
     def _arguments(self, *answers: Answer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a user's reward function returned becomes a `Step`, or an error that shows the value."""
+"""Conversion of the value that a user's reward function returned: a `Step`, or an error that shows the value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_step(value: Any, source: str) -> Step:
 
 
 def entries_of_batch(value: Any, num: int, source: str) -> Sequence[Any]:
-    """What a batched reward function returned for `num` completions. Raises TaskError for another number of entries."""
+    """The entries that a batched reward returned for `num` completions. Raises TaskError for another number of them."""
     try:
         values = None if isinstance(value, str | bytes | Mapping) else list(value)
     except TypeError:

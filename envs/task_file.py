@@ -144,7 +144,7 @@ def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
 
 
 def _seeded(form: Form, module: ModuleType, file: Path) -> Callable[..., Any]:
-    """What makes a task of an environment that needs no records. Raises TaskError for one that needs them."""
+    """Return a factory of tasks for an environment without records. Raises TaskError for one that needs records."""
     sizes = {key: getattr(module, key, size) for key, size in (("num_train", NUM_TRAIN), ("num_test", NUM_TEST))}
     if form.kind == "gymnasium":
         (kind,) = form.found

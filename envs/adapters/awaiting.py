@@ -20,7 +20,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function(*args)` gives, awaited if it is async."""
+    """Return the result of `function(*args)`, awaited if it is async."""
     return await function(*args) if is_async(function) else function(*args)
 
 

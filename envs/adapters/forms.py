@@ -1,4 +1,4 @@
-"""Which interfaces a user's file follows, told by the names and parameters of what it defines.
+"""The interfaces that a user's file may follow, told by the names and parameters of what it defines.
 
     reward        a function reward_fn, reward or compute_score; a class with reward(record, completion)
     environment   a class with reset(record) and step(action)

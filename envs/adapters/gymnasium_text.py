@@ -21,7 +21,7 @@ LAST_SEED = 2**31 - 1
 
 
 class TextEnv(Protocol):
-    """What is played; `reset` may lack one or both of its parameters."""
+    """The environment that is played; `reset` may lack one or both of its parameters."""
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Any]:
         """Begin another episode."""

@@ -91,7 +91,7 @@ async def base_generate(*args: Any, **options: Any) -> Any:
 
 
 async def async_request(url: str, endpoint: str, method: str = "POST", *_: Any, **options: Any) -> Any:
-    """To the engine of this actor, if the address is its own; to any other service over HTTP."""
+    """Send a request to this actor's engine, if the address is its own; to any other service over HTTP."""
     episode = _episodes.get(url)
     if episode is None:
         options = {key: value for key, value in options.items() if key not in ("max_trials", "retry_delay")}
@@ -121,7 +121,7 @@ class GenerateEnv:
         self._generate, self._name, self._shape = generate, name, shape
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
-        """What a tiny model is made for; the loop decides itself what the model reads."""
+        """The record's prompt, for which a tiny model is made; the loop itself decides what the model reads."""
         return self._shape.messages(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
@@ -142,7 +142,7 @@ class GenerateEnv:
         return Step(0.0, truncated=cut)
 
     def _config(self, record: Record, client: GenerationClient) -> Any:
-        """What RL2 gives to such a function, as far as it means something here."""
+        """The config that RL2 gives to such a function, as far as it means something here."""
         from streamrl.config.load import as_omegaconf
 
         try:
@@ -177,7 +177,7 @@ class _Episode:
         }}
 
     def rewards(self, state_dicts: list[StateDict], name: str) -> list[float]:
-        """Of each turn: what stands on its tokens and on those of the environment after them."""
+        """The reward of each turn: the sum over its tokens and those of the environment after them."""
         turn_of = [turn for turn, length in enumerate(self._lengths) for _ in range(length)]
         rewards = [0.0] * len(self._lengths)
         num_actions = 0

@@ -125,7 +125,7 @@ class InteractionLoopEnv:
         self._make, self._options, self._reward, self._name, self._shape = make, options, reward, name, shape
 
     def reset(self, record: Record) -> Sequence[OurMessage]:
-        """What a tiny model is made for; the loop decides itself what the model reads."""
+        """The record's prompt, for which a tiny model is made; the loop itself decides what the model reads."""
         return self._shape.messages(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:

@@ -37,7 +37,7 @@ class RolloutEnv:
         self._record_name = record_parameter(function, name)
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
-        """What a tiny model is made for; the loop decides itself what the model reads."""
+        """The record's prompt, for which a tiny model is made; the loop itself decides what the model reads."""
         return self._shape.messages(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
@@ -76,7 +76,7 @@ class BlockingClient:
         return self.result(self._client.generate(prompt, **options))
 
     def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine gives, run on the actor's loop."""
+        """Run the coroutine on the actor's loop and return its result."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -114,7 +114,7 @@ class _BlockingChat:
 
 
 async def in_own_thread(call: Callable[[], T], client: BlockingClient) -> T:
-    """What the call returns. If this is canceled, so are the client's calls; the thread is left to end by itself."""
+    """Run the call in its own thread. If this is canceled, so are the client's calls; the thread ends by itself."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -80,7 +80,7 @@ class TextStepEnv:
         return self._goes_on(step, answer.get("next_state"), action)
 
     def _goes_on(self, step: Step, next_state: Any, action: str) -> Step:
-        """With what the next state adds to the state and the action before it, or with all of it in their place."""
+        """Add to the step what `next_state` appends to state and action; all of `next_state` if it replaces them."""
         before = self._state + action
         if not isinstance(next_state, str):
             raise TaskError(

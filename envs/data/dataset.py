@@ -157,7 +157,7 @@ def _checked_prompt(source: Source, shape: RecordShape, index: int) -> Any:
 
 
 def _held_out(digests: np.ndarray, ratio: float | None, path: Any) -> np.ndarray:
-    """Which records [N] are held out: those with the smallest digests, and all others with the same prompts."""
+    """Mark the records [N] that are held out: those with the smallest digests, and all others with the same prompts."""
     num = len(digests)
     if ratio == 0:
         return np.zeros(num, bool)

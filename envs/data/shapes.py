@@ -1,4 +1,4 @@
-"""What a record means: where its prompt and its right answer are, under whatever names it came with.
+"""The fields of a record that hold its prompt and its right answer, under whatever names it came with.
 
     {"question": "2 + 2 = ?", "answer": "4"}                         a text
     {"messages": [{"role": "user", "content": ...}], "answer": ...}  a conversation

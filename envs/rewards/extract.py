@@ -94,7 +94,7 @@ def _number_alone(token: str) -> str:
 
 
 def first_found(text: str, *finders: Callable[[str], str | None]) -> str | None:
-    """What the first finder gives that finds anything."""
+    """The result of the first finder that finds anything; None if none does."""
     return next((found for find in finders if (found := find(text)) is not None), None)
 
 

@@ -36,7 +36,7 @@ class Repetition:
 
 
 class Length:
-    """From 0 to -1: the share of reward.length_chars that a completion has, in characters; it asks for brevity."""
+    """A penalty on length, 0 to -1: the share of reward.length_chars that a completion uses, in characters."""
 
     reads_answer = False
 

@@ -50,7 +50,7 @@ _CALLS = {
 
 
 def confine(memory_bytes: int = MEMORY_BYTES) -> None:
-    """From here on this process, of one thread, can read files and compute, and nothing else. Raises OSError."""
+    """Confine this process, of one thread, to reading files and computing, from here on. Raises OSError."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
@@ -155,7 +155,7 @@ class _Grader:
 
 
 def _grade_all(prepare: Callable[[Any], Callable[[], Any]], questions: int, answers: int) -> None:
-    """In the fork: never returns."""
+    """Grade the questions in the forked process: never returns."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for place, fd in enumerate((null, null, null, questions, answers)):

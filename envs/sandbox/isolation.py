@@ -1,4 +1,4 @@
-"""How a program is kept apart from this machine, as the command line that starts its supervisor.
+"""Isolation of a program from this machine: the command line that starts its supervisor.
 
     level 1  a process of its own: resource limits, no environment, no new privileges, killed with all its descendants.
              Robustness against mistakes, NOT security: a program can read the user's files and open connections.

@@ -1,4 +1,4 @@
-"""What one program may use, and what became of it."""
+"""The limits of one program, and the outcome of its execution."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What became of one run of a program.
+    """The outcome of one run of a program.
 
     Args:
         status: one of STATUSES. "error" is an exception, a signal or an exit status other than 0; "lost" means that the

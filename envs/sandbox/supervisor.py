@@ -102,7 +102,7 @@ def outcome(ended, exit_status, word):
 
 
 def run_program(program, call, directory, limits):
-    """In the forked process: never returns."""
+    """Run the program in the forked process: never returns."""
     status = 0
     try:
         os.chdir(directory)

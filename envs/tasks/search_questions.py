@@ -168,7 +168,7 @@ class SearchQuestions(SingleTurnTask):
 
 
 class _FileForm:
-    """What a task over data files asks of its reward."""
+    """The part of a reward that a task over data files needs: stop strings, system prompt and target."""
 
     stop, system_prompt = STOP, None
 
@@ -207,7 +207,7 @@ def answers_of(answer: Any) -> list[str]:
 
 
 def information(found: str) -> str:
-    """What was found, as the model reads it."""
+    """The found text as the model reads it."""
     return f"\n<information>{found}</information>\n"
 
 

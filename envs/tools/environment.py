@@ -31,7 +31,7 @@ NO_CALLS_LEFT = "No calls are left: give the final answer."
 
 @dataclass(frozen=True, slots=True)
 class ToolRules:
-    """How episodes with tools go.
+    """Rules of episodes with tools.
 
     Args:
         parse: reads the calls of one turn; no calls make it the final answer.

@@ -74,7 +74,7 @@ def with_tools(task: Task, env: EnvConfig) -> ToolTask:
 
 
 def describe(tools: Sequence[Tool], parser: str) -> str:
-    """What a system message says of the tools: each as JSON, and how a call is written."""
+    """The system message's description of the tools: each as JSON, and how a call is written."""
     lines = [json.dumps(schema(tool)["function"], ensure_ascii=False) for tool in tools]
     form = FORMS.get(parser, FORMS["tags"])
     return "\n".join((

@@ -1,4 +1,4 @@
-"""What a tool is, and what a call of it must hold.
+"""The interface of a tool, and the arguments that a call of it must have.
 
     class Weather:
         name = "weather"

@@ -83,7 +83,7 @@ def _same_sets(golds: list[str], givens: list[str]) -> bool:
 
 
 def _intervals(gold: str, answer: str) -> bool | None:
-    """Of inequalities in one name: compared as intervals, also with one; None if there are none."""
+    """Compare inequalities in one variable as intervals, also with a written interval; None if there are none."""
     found = _interval(gold), _interval(answer)
     if found == (None, None):
         return None

@@ -107,7 +107,7 @@ def parts(text: str) -> tuple[str, list[str]]:
 
 
 def _inside(text: str) -> tuple[str, str]:
-    """What one pair of brackets around all of it holds, and that pair; the text and "" if there is none."""
+    """The text inside one pair of brackets around all of it, and that pair; the text and "" if there is none."""
     shown = text.replace(r"\{", " {").replace(r"\}", "} ").strip()
     if len(shown) < 2 or shown[0] not in _OPEN or shown[-1] not in _CLOSE or (shown[0] == "{") != (shown[-1] == "}"):
         return text, ""
