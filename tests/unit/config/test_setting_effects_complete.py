@@ -18,7 +18,7 @@ LEDGER, HUB, LEARNER, ACTOR, LAUNCH = (
     f"config/test_setting_effects_{name}.py" for name in ("ledger", "hub", "learner", "actor", "launch")
 )
 OBJECTIVE = "learner/objective/test_objective.py"
-DEVICES = "hub/test_broadcast_handler.py"
+DEVICES = "hub/handlers/test_broadcast_handler.py"
 KL_OPTIONS = "learner/objective/test_kl_options.py"
 KL, KL_CONTROL = "learner/objective/test_kl_training.py", "learner/objective/test_loss_weights.py"
 SPLIT_SAMPLING = f"{LEDGER}::test_a_lease_carries_the_sampling_of_its_split"
