@@ -28,7 +28,7 @@ from typing import Any
 from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("learner", "learner.hub", "actors", "streamrl.cli")
+PROGRAMS = ("learner", "learner.hub", "actors", "streamrl.cli", "tests.fakes.lying_actor")
 PADDING = "." * (1 << 16)
 """An argument of the server: the room in which its children write their own command lines."""
 
@@ -67,6 +67,8 @@ def import_programs() -> None:
         for node in ast.walk(ast.parse(main.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 importlib.import_module(node.module)
+    for program in PROGRAMS:
+        sys.modules.pop(f"{program}.__main__", None)  # one of them imports another
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page of it
 
