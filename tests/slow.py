@@ -58,6 +58,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_an_exception_in_a_callback_stops_the_run_and_reaches_the_caller": "a launched run",
     },
     "flow/test_ranks_and_sweeps.py": "a run of two ranks, one on two machines, and four jobs of a sweep",
+    "flow/test_recorded_groups.py": "a run of three steps; unit/learner/test_trainer.py compares the same bits",
     "flow/test_relay.py": "runs through relays; unit/weights/test_relay.py has the relay",
     "flow/test_resume.py": {
         "test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves": "36 slow steps",

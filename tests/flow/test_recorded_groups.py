@@ -1,0 +1,78 @@
+"""Groups that a real run was trained on train the same bits again, without its hub and its actors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learner.checkpoint.resume import ResumeState
+from learner.loop.steering import Steering
+from learner.loop.train import train
+from learner.ranks.mesh import Ranks
+from learner.setup.compose import build_run, tear_down
+from learner.setup.trainer import load_networks, make_objective, make_staleness, make_trainer
+from learner.sources.batch import Batch, BatchSource
+from learner.sources.recorded import RecordedBatches
+from streamrl.config.load import load_config
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+NUM_STEPS = 3
+WORDS = (f"trainer.num_steps={NUM_STEPS}", "eval.num_samples=0", "run.device=cpu", "run.num_threads=1")
+
+
+class NeverStops:
+    reason = None
+
+    def __call__(self) -> bool:
+        return False
+
+
+class Keeps:
+    """A run's source, whose batches are kept."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self.source = source
+        self.batches: list[Batch] = []
+
+    def next_batch(self, version: int) -> Batch | None:
+        batch = self.source.next_batch(version)
+        self.batches += [] if batch is None else [batch]
+        return batch
+
+    def trained(self, version, trained) -> None:
+        self.source.trained(version, trained)
+
+
+def weights(networks) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in networks.policy.named_parameters()}
+
+
+def test_a_list_of_the_groups_of_a_run_gives_its_weights_bit_by_bit(harness):
+    words, ranks = harness.words(*WORDS), Ranks()
+    run = build_run(load_config(words), harness.run_dir, NeverStops(), ranks)
+    run.source = kept = Keeps(run.source)
+    try:
+        harness.actor("a0")
+        assert train(run)
+        trained = weights(run.trainer.networks)
+    finally:
+        tear_down(run)
+
+    config = load_config(words)
+    torch.manual_seed(config.run.seed)
+    staleness = make_staleness(config, {})
+    objective = make_objective(config, staleness, {}, num_steps=0)
+    networks = load_networks(
+        config, run.model_dir, ResumeState("again"), ranks, with_critic=objective.has_critic, with_reference=False
+    )
+    trainer = make_trainer(config, networks, objective, ranks)
+    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    source = RecordedBatches([batch.share.groups for batch in kept.batches])
+    for recorded in kept.batches:
+        batch = source.next_batch(trainer.version)
+        assert batch.plan == recorded.plan
+        trainer.train_batch(batch.rows, batch.plan, lag_policy=staleness.lag_policy)
+
+    again = weights(networks)
+    assert trainer.step == NUM_STEPS and again.keys() == trained.keys()
+    assert [name for name in trained if not torch.equal(again[name], trained[name])] == []
