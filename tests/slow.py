@@ -102,6 +102,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder": "vLLM starts once more",
     },
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
+    "unit/envs/test_hostile_answers.py": {
+        "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
+    },
     "unit/learner/test_attention_kinds.py": {
         "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",
     },
