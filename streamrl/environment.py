@@ -1,4 +1,4 @@
-"""What a user implements: a `Task` gives the prompts, an `Env` plays one episode of one prompt.
+"""The interfaces that a user implements: a `Task` gives the prompts, an `Env` plays one episode of one prompt.
 
 The short form is `SingleTurnTask`: two methods, `record` and `reward`. Several turns, tools or state take an `Env` of
 one's own, returned by `Task.env`.
@@ -80,7 +80,7 @@ class Task(Protocol):
     name: str
 
     def num_records(self, split: str) -> int:
-        """How many prompts `split` ("train" or "test") has."""
+        """The number of prompts of `split` ("train" or "test")."""
         ...
 
     def record(self, split: str, index: int) -> Record:
@@ -139,7 +139,7 @@ class HasTargetTurns(Protocol):
     """Optional on a task of several turns: how an episode goes that earns the full reward; for a warm start."""
 
     def target_turns(self, record: Record) -> Sequence[str]:
-        """What follows the prompt: the model's text, the environment's, the model's, ...; the model has the last."""
+        """The texts after the prompt: the model's, the environment's, the model's, ...; the last is the model's."""
         ...
 
 
@@ -148,7 +148,7 @@ class HasLastStep(Protocol):
     """Optional on an environment that plays the last turn that env.max_turns allows differently."""
 
     def last_step(self, action: str) -> Step | Awaitable[Step]:
-        """In place of `step` in that turn; `done` says whether the episode was over without the limit."""
+        """Play that turn in place of `step`; `done` says whether the episode was over without the limit."""
         ...
 
 
@@ -166,7 +166,7 @@ class HasGroupStep(Protocol):
     """Optional on an environment of one turn that scores the answers of a group together."""
 
     def step_group(self, turns: Sequence[tuple[Any, str]]) -> Sequence[Any] | Awaitable[Sequence[Any]]:
-        """In place of `step`, once for the members of a group that one actor plays: a `Step` or an Exception for each.
+        """Step all members of a group that one actor plays, in place of `step`: a `Step` or an Exception for each.
 
         `turns` are their environments and answers, this one's included. Members that failed before are not there.
         """
@@ -207,7 +207,7 @@ class Generated:
 
 
 class GenerationClient(Protocol):
-    """What an interaction loop generates with; `actors.trajectory.client.Client` is it.
+    """The client that an interaction loop generates with; `actors.trajectory.client.Client` implements it.
 
     Attributes:
         tokenizer: the model's, of transformers.
@@ -250,7 +250,7 @@ class GenerationClient(Protocol):
         ...
 
     def reward(self, value: float, turn: int = -1) -> None:
-        """What a turn earned, the last one unless said, beside the reward that the rollout returns at its end."""
+        """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
         ...
 
 

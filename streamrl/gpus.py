@@ -92,14 +92,14 @@ class Placement:
         return self.learner_share is not None or any(share is not None for share in self.actor_shares)
 
     def __str__(self) -> str:
-        """For the terminal."""
+        """Format the placement for the terminal."""
         parts = [f"learner {','.join(self.learner)}"] if self.learner else []
         parts += [f"actor-{number} {','.join(own)}" for number, own in enumerate(self.actors) if own]
         return "GPUs: " + ", ".join(parts) + (" (shared)" if self.is_shared else "")
 
 
 def environment_for(gpus: Sequence[str]) -> dict[str, str]:
-    """What a process gets that computes on these GPUs; nothing for none."""
+    """The environment variables of a process that computes on these GPUs; none without GPUs."""
     return {VISIBLE: ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}  # the order of nvidia-smi
 
 

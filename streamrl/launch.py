@@ -156,7 +156,7 @@ class Launcher:
         return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
 
     def _resume(self) -> str:
-        """What continues this run."""
+        """The command that continues this run."""
         return self._caller.resume_words(name_or_path(self.run_dir))
 
     def _supervise(self, interrupts: Interrupts) -> int:

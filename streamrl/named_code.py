@@ -67,7 +67,7 @@ def allow_words(names: Iterable[str]) -> list[str]:
 
 
 def words_for_actors(settings: Mapping[str, Any]) -> list[str]:
-    """What the actors of a run with these settings are given on their command line."""
+    """The words that the actors of a run with these settings get on their command line."""
     return allow_words(name for _, name in named_code(settings))
 
 

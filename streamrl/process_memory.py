@@ -1,4 +1,4 @@
-"""What a process does with memory that it does not use now: the garbage collector and the C library's allocator."""
+"""Settings of a process's unused memory: the garbage collector and the C library's allocator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def uncollected() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """For models on a CPU: freed tensors stay with the process, which reuses their pages in the next step.
+    """Keep the memory of freed tensors in the process (models on a CPU): the next step reuses their pages.
 
     glibc returns large blocks to the system at once, and the next step has a page fault for each 4 KiB of them again:
     some 200,000 in a step of a model of 135 million parameters. In return the process keeps its peak.

@@ -19,7 +19,7 @@ def process_state(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP, a terminal or a debugger: it does nothing until something lets it go on."""
+    """Whether SIGSTOP, a terminal or a debugger stopped it: it does nothing until it is continued."""
     return process_state(pid) in ("T", "t")
 
 
@@ -30,7 +30,7 @@ def processor_s(pid: int) -> float:
 
 
 def _fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the state on."""
+    """The fields of /proc/PID/stat, from the state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

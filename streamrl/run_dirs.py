@@ -31,7 +31,7 @@ LEARNER_ENDS_S = 15.0
 
 
 def name_or_path(run_dir: Path) -> str:
-    """What to call a run on the command line and in Python: its name, if it is found by that."""
+    """The word for a run on the command line and in Python: its name if it is found by that, else its path."""
     is_known = (RUNS / run_dir.name).resolve() == run_dir.resolve()
     return run_dir.name if is_known else str(run_dir)
 

@@ -1,4 +1,4 @@
-"""What an estimator or a surrogate returned: what the objective reads, or a sentence that says what to return.
+"""Checks on the result of an estimator or a surrogate; their errors say what to return.
 
 The checks read types, shapes and dtypes, so none waits for a device; the dry run looks for values that are not finite.
 """

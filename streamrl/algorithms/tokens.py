@@ -1,4 +1,4 @@
-"""From logits to token log-probs, and from per-row numbers to per-token ones."""
+"""Token log-probs from logits, and per-token numbers from per-row ones."""
 
 from __future__ import annotations
 

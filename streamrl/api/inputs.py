@@ -1,4 +1,4 @@
-"""What a call from Python brings: a reward and records, written as files that every process of the run can read."""
+"""The inputs of a call from Python: a reward and records, written as files that every process of the run reads."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def module_of(function: Callable[..., Any]) -> str:
 
 
 class _Module:
-    """What is written so far: name -> value, and the texts in the order in which they must stand."""
+    """The module written so far: name -> value, and the texts in the order in which they must stand."""
 
     def __init__(self, reward: str) -> None:
         self._reward, self._known = reward, dict[str, Any]()

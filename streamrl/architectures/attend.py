@@ -18,7 +18,7 @@ _NOT_APPLIED = ("position_bias", "alibi", "head_mask", "score_mod", "indices", "
 
 
 def check_extras(module: torch.nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer adds to its scores, as keywords of `attend`; ValueError for what is not known here."""
+    """Translate a layer's changes of its scores to keywords of `attend`; ValueError for one that is not known here."""
     for name in _NOT_APPLIED:
         if keywords.get(name) is not None:
             raise ValueError(f"{type(module).__name__} changes its attention scores by `{name}`")

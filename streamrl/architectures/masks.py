@@ -1,4 +1,4 @@
-"""What a layer lets a token see, as the model itself declares it: a rule on positions inside one sequence.
+"""The attention mask of a layer as the model itself declares it: a rule on positions inside one sequence.
 
 transformers builds every mask of a model through one interface and hands it the rule as a function of two positions:
 causal, a window, chunks, or what the architecture adds. Packed scoring and the native engine register `keep_rule`
@@ -25,7 +25,7 @@ _carried: ContextVar[Any] = ContextVar("carried", default=None)
 
 
 class MaskRule:
-    """Which key positions a query position sees, both counted from the start of their own sequence."""
+    """The key positions that a query position sees, both counted from the start of their own sequence."""
 
     def __init__(self, visible: MaskFunction, *, local_size: int | None = None, plain: bool = True) -> None:
         """`local_size`: rows no longer than this see everything before them; `plain`: nothing but that is added."""
@@ -39,7 +39,7 @@ class MaskRule:
 
     @property
     def carried(self) -> Any:
-        """What `carry` was given when the model made its masks, while it lives; also where a layer is recomputed."""
+        """The argument of `carry` when the model made its masks, while it lives; also where a layer is recomputed."""
         return None if self._carried is None else self._carried()
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:

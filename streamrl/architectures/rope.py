@@ -59,7 +59,7 @@ def _depends_on_length(kind: str) -> bool:
 
 
 def _parameters(config: Any) -> list[dict[str, Any]]:
-    """Of all layer types, or of each."""
+    """The rope parameters of all layer types together, or of each."""
     found = getattr(config, "rope_parameters", None) or {}
     return [found] if "rope_type" in found else [value for value in found.values() if isinstance(value, dict)]
 

@@ -1,4 +1,4 @@
-"""Where a process listens: whether other machines reach it, which asks for keys."""
+"""Listening addresses: whether other machines reach a process, which then needs keys."""
 
 from __future__ import annotations
 

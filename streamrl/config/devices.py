@@ -52,7 +52,7 @@ def check_devices(config: Config) -> None:
 
 
 def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
-    """Which of these GPUs the learner and each actor get; none where the settings keep them on a CPU.
+    """The GPUs that the learner and each actor get of these; none where the settings keep them on a CPU.
 
     Raises ConfigError: too few GPUs, and the settings do not let processes share them.
     """

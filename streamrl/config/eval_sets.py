@@ -44,7 +44,7 @@ class EvalSet:
 
     @property
     def setting(self) -> str:
-        """Where it is set, for messages."""
+        """The name of its setting, for messages."""
         return f"eval.datasets.{self.name}" if self.name else "eval"
 
 

@@ -84,13 +84,13 @@ def largest_max_lag(config: Config) -> int:
 
 
 def eval_sampling(config: Config) -> SamplingConfig:
-    """How an evaluation draws tokens: as in training where `rollout.test.sampling` says nothing."""
+    """The sampling of an evaluation: as in training where `rollout.test.sampling` says nothing."""
     own = {item.name: getattr(config.rollout.test.sampling, item.name) for item in fields(EvalSamplingConfig)}
     return replace(config.rollout.train.sampling, **{name: value for name, value in own.items() if value is not None})
 
 
 def sampling_note(config: Config) -> str:
-    """What evaluation draws differently from training, after the word "evaluation"; "" if nothing."""
+    """Describe how evaluation samples differently from training, after the word "evaluation"; "" if it does not."""
     train, test = config.rollout.train.sampling, eval_sampling(config)
     pairs = ((item.name, getattr(test, item.name), getattr(train, item.name)) for item in fields(SamplingConfig))
     differ = {name: f"{name} {_short(here)} (training {_short(there)})" for name, here, there in pairs if here != there}

@@ -42,7 +42,7 @@ def checked_text(file: Path) -> str:
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node stands for, its aliases written out; infinite for one that contains itself."""
+    """The number of values in a node with its aliases written out; infinite for one that contains itself."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:

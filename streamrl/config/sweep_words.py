@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Its first and its last value."""
+        """The first and the last value."""
         return (self.values[0], self.values[-1]) if self.values else (str(self.low), str(self.high))
 
 

@@ -182,7 +182,7 @@ class InstallSource(IntEnum):
 
 
 class Probed(Message):
-    """How an engine's log-probs compare with the learner's; `failed` is "" for a healthy one.
+    """Comparison of an engine's log-probs with the learner's; `failed` is "" for a healthy one.
 
     `mean` and `largest` are absolute differences in nats; None without a probe in the manifest, or where the engine
     cannot score tokens.

@@ -1,4 +1,4 @@
-"""What all messages share: the base class, the directions, bounded field types, and the name of a version."""
+"""The common parts of all messages: base class, directions, bounded field types, and the name of a version."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def draw_gaps(drawn_at: np.ndarray, below: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """How far each number of `uniforms` lies from where it would have drawn the token that was recorded; [n] each.
+    """The distance of each number of `uniforms` from those that would have drawn the recorded token; [n] each.
 
     A draw inverts the cumulative distribution: token i comes of the numbers from the mass of all smaller ids to that
     plus its own. So the gap is 0 for an exact draw, of the size of rounding for another arithmetic, and of the size of

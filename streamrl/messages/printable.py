@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, but line breaks and tabs stay."""
+    """Escape a text as `printable` does, but keep line breaks and tabs."""
     return "".join(char if char.isprintable() or char in "\n\t" else _escape(char) for char in text)
 
 

@@ -46,7 +46,7 @@ class BatchRequest(Message):
 
 
 class PlanRow(Message):
-    """What every rank knows about one member of the batch, wherever it is trained."""
+    """One member of the batch as every rank knows it, wherever it is trained."""
 
     group_id: U64
     index: U16
@@ -90,7 +90,7 @@ class BatchShare(Message):
 
 
 class Agreement(Message):
-    """How the log-probs that an actor recorded for a group agree with the learner's.
+    """Agreement of the log-probs that an actor recorded for a group with the learner's.
 
     Lag 0: scored by the version that every token names, so honest ones agree up to rounding, and tokens may have been
     drawn again. Otherwise by the current one.

@@ -53,7 +53,7 @@ PART_BYTES = 1 << 15
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
-    """How many consecutive action tokens a version sampled."""
+    """A run of consecutive action tokens that one version sampled."""
 
     learner_epoch: int
     version: int
@@ -61,7 +61,7 @@ class VersionTokens(Struct, array_like=True, frozen=True, gc=False):
 
 
 class MemberSummary(Struct, array_like=True, frozen=True, gc=False):
-    """What the ledger keeps of a checked member besides its bytes; `num_tokens` counts prompts and all after them."""
+    """The ledger's record of a checked member besides its bytes; `num_tokens` counts prompts and all after them."""
 
     index: int
     status: MemberStatus
@@ -203,7 +203,7 @@ def _check_indices(group: Group, leased: Collection[int]) -> None:
 
 
 def _check_lengths(group: Group, members: Sequence[Member], limits: Limits) -> list[int]:
-    """Where each member's tokens begin in the array of all, and where the last one's end: [members + 1]."""
+    """Offsets of the members' tokens in the array of all, the end of the last included: [members + 1]."""
     places = [0]
     for member in members:
         prompt = member.prompt_ids or group.members[0].prompt_ids

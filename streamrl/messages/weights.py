@@ -52,7 +52,7 @@ class Probe(Message):
 
 
 class Manifest(Message):
-    """What a version is: one 16-byte digest a bucket and a root over all of them (`streamrl.weights.manifest`)."""
+    """The identity of a version: a 16-byte digest per bucket and a root over all (`streamrl.weights.manifest`)."""
 
     ref: VersionRef
     parent: VersionRef | None
@@ -140,7 +140,7 @@ TRANSPORTS = {
 
 
 class DeltaIndex(Message):
-    """What a delta consists of: its base, and the encoded form of every bucket."""
+    """The contents of a delta: its base, and the encoded form of every bucket."""
 
     parent: VersionRef
     parent_root: Digest

@@ -118,7 +118,7 @@ class Turn(Message):
 
 
 class SequenceStart(Message):
-    """From token `start` of a trajectory on, the model read these prompt ids in place of all that came before."""
+    """A new context: from token `start` of a trajectory on, the model read these ids in place of all before."""
 
     start: U32
     prompt_ids: bytes
@@ -203,7 +203,7 @@ class Rejection(Message):
 
 @message(5, TO_ACTOR)
 class Ack(Message):
-    """What became of sent groups, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
+    """The states of sent groups, batched. ACCEPTED: the ledger holds it. DURABLE: a published checkpoint covers it."""
 
     incarnation: U64
     settled_upto: U64

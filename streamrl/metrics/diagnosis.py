@@ -1,4 +1,4 @@
-"""What limits the speed of a run, as one line, from shares of time that its metrics hold.
+"""The bottleneck of a run, as one line, from shares of time that its metrics hold.
 
     learner       it hardly ever waits: faster training is what helps
     generation    it waits, and the actors generate meanwhile
@@ -81,7 +81,7 @@ class Diagnosis:
 
 
 def diagnose(shares: Shares) -> Diagnosis:
-    """What limits the run; see the module."""
+    """The bottleneck of the run; see the module."""
     idle, starved = shares.learner_idle, shares.starved
     waits = f"learner idle {idle:.0%}"
     if idle < IDLE_ENOUGH:
@@ -163,7 +163,7 @@ _SUMS = ("actor_s", "actor_starved_s", "actor_paused_s", "episode_generation_s",
 
 
 def _gained(rows: Sequence[Row], key: str) -> float:
-    """What a sum grew by from the first row to the last; a hub that was restarted begins at 0."""
+    """The growth of a sum from the first row to the last; a hub that was restarted begins at 0."""
     values = [row[key] for row in rows if key in row]
     return sum(later - before if later >= before else later for before, later in zip(values, values[1:], strict=False))
 

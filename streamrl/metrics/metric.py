@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How values of one step become one number; all but `last` work on sums and counts, never on means."""
+    """The reduction of one step's values to one number; all but `last` work on sums and counts, never on means."""
 
     mean = "mean"  # sum of value * weight over sum of weight
     sum = "sum"

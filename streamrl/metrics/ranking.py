@@ -1,4 +1,4 @@
-"""Which of several runs is best: what they are ranked by, and what became of each."""
+"""Ranking of several runs: the value that they are ranked by, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = tuple(f.name for f in fields(Summary) if f.type in ("int", "float", "f
 
 
 class Outcome(IntEnum):
-    """What became of a run, best first."""
+    """The outcome of a run, best first."""
 
     finished = 0
     pruned = 1
@@ -28,12 +28,12 @@ class Outcome(IntEnum):
 
 
 def pruned_at(step: int) -> str:
-    """What `Summary.stopped` says of a pruned run."""
+    """The text of `Summary.stopped` for a pruned run."""
     return f"pruned at step {step}"
 
 
 def outcome(record: RunRecord) -> Outcome:
-    """From its state; `unfinished` covers a run that goes on, was interrupted or was killed."""
+    """The outcome by the run's state; `unfinished` covers one that goes on, was interrupted or was killed."""
     return Outcome[record.state] if record.state in Outcome.__members__ else Outcome.unfinished
 
 

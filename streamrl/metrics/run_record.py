@@ -24,7 +24,7 @@ FAILURE = "failure.txt"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run left behind. Files that it lacks, as an older or killed run does, leave their field empty.
+    """The record that a run left. Files that it lacks, as an older or killed run does, leave their field empty.
 
     Attributes:
         summary: None while it runs, or if it was killed.
@@ -175,7 +175,7 @@ def read_some_metrics(path: Path, max_rows: int, damaged: list[str]) -> list[dic
 
 
 def starts_of(root: Path) -> list[dict[str, Any]]:
-    """What `run.json` says of each start, the newest last."""
+    """The entries of `run.json`, one for each start, the newest last."""
     starts = read_object(root / "run.json").get("starts", ())
     return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
 

@@ -81,7 +81,7 @@ class FanOut(Sink):
         self._each("log_samples", step, samples)
 
     def places(self) -> list[str]:
-        """What `where` says of each member that says something."""
+        """The places that the members' `where` names, without empty ones."""
         return [place for place in self._each("where") if place]
 
     def close(self) -> None:

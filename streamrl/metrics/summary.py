@@ -145,7 +145,7 @@ class Summary:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong although the run went on: an evaluation that fell, rewards that teach nothing."""
+    """Problems of a run that went on in spite of them: an evaluation that fell, rewards that teach nothing."""
     found = []
     _, scores, errors = score_errors(rows)
     if len(scores) > 1 and scores[0] - scores[-1] > 2 * math.hypot(errors[0], errors[-1]):

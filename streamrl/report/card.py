@@ -27,7 +27,7 @@ STYLE = (
 
 
 def run_text(record: RunRecord, directory: Path) -> str:
-    """Its name and state, model and task, steps, evaluation and report."""
+    """Describe a run: name and state, model and task, steps, evaluation and report."""
     report = directory / "report.html"
     about = " on ".join(part for part in (headline.model(record), headline.task(record)) if part)
     rows = [

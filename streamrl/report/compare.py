@@ -145,7 +145,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:
-    """What tells the runs apart: the overrides that not all share, else directory names."""
+    """The labels of the runs: the overrides that not all share, else directory names."""
     shared = set.intersection(*(set(record.overrides) for record in records)) if records else set()
     own = [", ".join(word for word in record.overrides if word not in shared) for record in records]
     return own if all(own) and len(set(own)) == len(own) else [record.name for record in records]

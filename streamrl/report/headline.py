@@ -1,4 +1,4 @@
-"""What a reader wants first: which run this is, what came of it, and what went wrong."""
+"""The top of a report: which run this is, its result, and what went wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def algorithm(record: RunRecord) -> str:
 
 
 def started(record: RunRecord) -> str:
-    """When the run began: `22 Nov 2026, 08:25`."""
+    """The start of the run: `22 Nov 2026, 08:25`."""
     if not record.starts:
         return ""
     try:

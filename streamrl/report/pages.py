@@ -1,4 +1,4 @@
-"""What is written when a run has ended, however it did."""
+"""Pages that are written when a run has ended, however it did."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ KINDS = ("train", "eval")
 
 @dataclass(slots=True)
 class Query:
-    """Which samples, in which order: the largest of `sort` first, or the smallest if `reverse`."""
+    """A selection of samples and their order: the largest of `sort` first, or the smallest if `reverse`."""
 
     kind: str | None = None
     step: int | None = None
@@ -43,7 +43,7 @@ class Query:
     search: str = ""
 
     def of(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Those asked for; equal ones in the order of the file."""
+        """Select the samples asked for; equal ones in the order of the file."""
         word = self.search.casefold()
         found = [
             one for one in samples
@@ -108,7 +108,7 @@ def samples_of(run_dir: Path) -> list[Sample]:
 
 
 def find(samples: Sequence[Sample], query: Query) -> list[Sample]:
-    """Those asked for, at least one. Raises ConfigError: there is none."""
+    """Select the samples asked for, at least one. Raises ConfigError: there is none."""
     found = query.of(samples)
     if found:
         return found

@@ -1,4 +1,4 @@
-"""What the model said: best, worst and random trajectories of the first and last third, and evaluations side by side.
+"""Samples in the report: best, worst and random trajectories of the first and last third, evaluations side by side.
 
 Everything in a sample is output of a model or an environment: it is escaped, cut to a length, and never more than text.
 """

@@ -31,5 +31,5 @@ class Caller:
         return True
 
     def resume_words(self, run: str) -> str:
-        """What continues the run of this name or directory."""
+        """The command that continues the run of this name or directory."""
         return shlex.join(["streamrl", "resume", run])

@@ -33,7 +33,7 @@ def num_threads(config: Config) -> int:
 
 
 def openmp_environment(num_threads: int, num_cores: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What children get beside `environment`, which wins: with more threads than cores, none may spin at a barrier.
+    """Variables of children besides `environment`, which wins: with more threads than cores none may spin at a barrier.
 
     A thread that spins there holds the core that the thread it waits for needs.
     """
@@ -85,14 +85,14 @@ class Child:
         return "\n".join("  " + line for line in own[-6:])
 
     def sentence(self, now: float) -> str:
-        """What can be said of it without asking it; `now` in monotonic seconds."""
+        """Describe the process without asking it; `now` in monotonic seconds."""
         pid = self.process.pid
         stopped = " and is stopped (SIGSTOP)" if is_stopped(pid) else ""
         return (f"runs for {now - self.started_at:.0f} s as process {pid}{stopped}, with {processor_s(pid):.0f} s of "
                 f"processor time (see {self.log_path})")
 
     def _lines(self) -> list[str]:
-        """Of its log, without empty ones; a task may print anything."""
+        """The lines of its log, without empty ones; a task may print anything."""
         text = text_of(self.log_path)
         return [printable_lines(line) for line in text.splitlines() if line.strip()]
 

@@ -48,7 +48,7 @@ class Standby:
         return child
 
     def dismiss(self) -> None:
-        """It is not needed any more: it ends by its pipe, or by force."""
+        """End a standby that is not needed any more, by its pipe or by force."""
         child, self.child = self.child, None
         if child is not None:
             child.close_pipe()
@@ -91,7 +91,7 @@ class LearnerRestarts:
         return text_of(self._run_dir / "LATEST").strip()
 
     def what_ended_it(self) -> str:
-        """What the hub wrote about the process group; "" if it has none."""
+        """The cause that the hub wrote about the process group's end; "" if it has none."""
         return str(self._status().get("cause", ""))
 
     def _status(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class JobProcess:
         self._pruned_at: int | None = None
 
     def _pass_on_errors(self) -> None:
-        """To the terminal, and to the log for the reason of a failure."""
+        """Copy the run's errors to the terminal, and to the log for the reason of a failure."""
         assert self._process.stderr is not None
         with self.log_path.open("a") as log:
             for line in self._process.stderr:
@@ -119,7 +119,7 @@ class JobProcess:
         return self._pruned_at is not None
 
     def interrupt(self) -> None:
-        """As Ctrl-C: the first time it saves and stops, the second time it ends at once."""
+        """Interrupt as Ctrl-C does: the first time it saves and stops, the second time it ends at once."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 

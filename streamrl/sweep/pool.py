@@ -24,7 +24,7 @@ class _Running:
 
 
 class Pool:
-    """As many jobs at once as there are `places`, each with the environment variables of its place.
+    """A pool of as many concurrent jobs as there are `places`, each with its place's environment variables.
 
     Args:
         make_job: from the number and the words that `source` gives.

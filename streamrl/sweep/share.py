@@ -29,7 +29,7 @@ def _visible(place: int, num_jobs: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def describe(places: Sequence[Mapping[str, str]]) -> str:
-    """What jobs that run at once get, for the terminal."""
+    """Describe for the terminal what jobs that run at once get."""
     threads = f"{len(places)} runs at once with OMP_NUM_THREADS={places[0]['OMP_NUM_THREADS']} each"
     gpus = [place["CUDA_VISIBLE_DEVICES"] for place in places if "CUDA_VISIBLE_DEVICES" in place]
     return f"{threads}, on GPUs {' / '.join(gpus)}" if gpus else threads

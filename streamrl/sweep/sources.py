@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep come from: a list made beforehand, or a search that learns from each (`study.Search`)."""
+"""Sources of a sweep's jobs: a list made beforehand, or a search that learns from each (`study.Search`)."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) 
 
 
 def _number(path: Path) -> int:
-    """Of the job whose directory this is."""
+    """The number of the job whose directory this is; 0 for any other."""
     head = path.name.partition("-")[0]
     return int(head) if head.isdigit() else 0
 

@@ -29,7 +29,7 @@ _HANDSHAKE_FAILED = (
 
 
 class Authenticator:
-    """Which keys may connect to the sockets of one process.
+    """Authentication of the keys that connect to the sockets of one process.
 
     Args:
         context: of the sockets; the answers to their ZAP requests come from a thread of its own.

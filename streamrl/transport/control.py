@@ -73,7 +73,7 @@ class ControlServer:
 
 
 def note(endpoint: str) -> dict[str, Any]:
-    """What a process writes into its file of the run directory, so that `ask` finds it."""
+    """The entry that a process writes into its file of the run directory, so that `ask` finds it."""
     return {"control": endpoint, "pid": os.getpid(), "host": socket.gethostname()}
 
 

@@ -54,7 +54,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ActorKey:
-    """What an actor needs: its name, its key pair, and the public key of the hub that it trusts."""
+    """The credentials of an actor: its name, its key pair, and the public key of the hub that it trusts."""
 
     name: str
     pair: KeyPair

@@ -87,7 +87,7 @@ def join_words(words: list[str]) -> list[str]:
 
 
 def _address_in(run_dir: Path) -> str:
-    """Where the hub of this run listens; waits until it has said so."""
+    """Wait until the hub of this run has written its address, and return it."""
     note = run_dir / "hub.json"
     if not note.exists():
         print(f"waiting for the learner to write {note}", flush=True)

@@ -21,11 +21,11 @@ class LogLimit:
         self._num_left_out = 0
 
     def warning(self, text: str, *args: object) -> None:
-        """As `Logger.warning`, but not too often, and cut to `MAX_CHARS`."""
+        """Log as `Logger.warning` does, but not too often, and cut to `MAX_CHARS`."""
         self._write(logging.WARNING, text, args)
 
     def info(self, text: str, *args: object) -> None:
-        """As `Logger.info`, within the same limit."""
+        """Log as `Logger.info` does, within the same limit."""
         self._write(logging.INFO, text, args)
 
     def _write(self, level: int, text: str, args: tuple[object, ...]) -> None:

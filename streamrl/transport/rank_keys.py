@@ -26,18 +26,18 @@ class RankKeys:
         return RankKeys(KeyPair.new(), KeyPair.new())
 
     def environment(self) -> dict[str, str]:
-        """For the hub's process."""
+        """The environment variable that passes the keys to the hub's process."""
         return {VARIABLE: f"{self.server.secret.decode()} {self.ranks.secret.decode()}"}
 
     @staticmethod
     def from_environment() -> RankKeys | None:
-        """Those of `environment`; None without any."""
+        """Read the keys that `environment` passed; None without any."""
         text = os.environ.get(VARIABLE)
         return None if text is None else RankKeys(*(KeyPair.of_secret(one.encode()) for one in text.split()))
 
     @property
     def key(self) -> ActorKey:
-        """What a rank shows, and the hub that it trusts."""
+        """The key that a rank shows, and the hub that it trusts."""
         return ActorKey(NAME, self.ranks, self.server.public)
 
     def hub(self) -> KeyPair:

@@ -1,4 +1,4 @@
-"""Which run a command names, and whether it is running."""
+"""Lookup of the run that a command names, and whether it is running."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NamedRun:
         raise ControlError(f"{self.name} is over: {self.how_it_ended()}")
 
     def how_it_ended(self) -> str:
-        """In words, with the command that goes on."""
+        """Describe the end of the run in words, with the command that continues it."""
         if not any((self.path / mark).exists() for mark in ("EPOCH", "metrics.jsonl")):
             return f"its learner never started; see {self.path}/logs/learner.log"
         state, summary = run_state(self.path, self.status), read_object(self.path / "summary.json")

@@ -32,7 +32,7 @@ def status(words: list[str]) -> int:
 
 
 def _of_hub(run: NamedRun) -> tuple[list[tuple[str, str]], str]:
-    """What the hub says of itself, the learner and the actors, and how far the run is."""
+    """The hub's report on itself, the learner and the actors, and the run's progress."""
     if not run.has_hub:
         return [], "starting"
     try:

@@ -136,7 +136,7 @@ class Document:
 
     @classmethod
     def map_open_file(cls, fd: int, manifest: Manifest, layout: Layout) -> Document:
-        """As `map_file`, for a file that is open already."""
+        """Map a file that is open already, as `map_file` does."""
         _, ref, nbytes = unpack_header(os.pread(fd, HEADER_BYTES, 0))
         if ref != manifest.ref or nbytes != document_nbytes(layout):
             raise WeightsError(

@@ -29,7 +29,7 @@ _PIECE = 1 << 22
 
 
 class SavedAdapter(NamedTuple):
-    """What the manifest says of an adapter: the folder of its base, its scale, and how the base was quantized."""
+    """The manifest's fields on an adapter: the folder of its base, its scale, and how the base was quantized."""
 
     base: Path
     base_digest: str

@@ -60,7 +60,7 @@ class Receiver(Protocol):
 
 
 class ActorSide(Protocol):
-    """What a receiver may use of its actor (`streamrl.weights.source.WeightSource`)."""
+    """The part of its actor that a receiver may use (`streamrl.weights.source.WeightSource`)."""
 
     context: zmq.Context
     pull_token: bytes
@@ -102,5 +102,5 @@ def load_transport(name: str, *, setting: str) -> Transport:
 
 
 def device_transports(names: Iterable[str], *, setting: str) -> list[str]:
-    """Those of these transports that need a GPU on both sides."""
+    """Select the transports that need a GPU on both sides."""
     return [name for name in names if load_transport(name, setting=setting).on_device]

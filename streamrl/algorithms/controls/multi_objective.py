@@ -38,7 +38,7 @@ def tchebycheff(objectives: Tensor, weights: Tensor, ideal: Tensor) -> Tensor:
 
 @torch.no_grad()
 def domination_count(objectives: Tensor) -> Tensor:
-    """How many points are nowhere worse and somewhere better, int64 [N]; 0 is the front."""
+    """The number of points that dominate each point (nowhere worse, somewhere better), int64 [N]; 0 is the front."""
     _check(objectives)
     ours, theirs = objectives[:, None, :], objectives[None, :, :]
     return ((theirs >= ours).all(-1) & (theirs > ours).any(-1)).sum(1)

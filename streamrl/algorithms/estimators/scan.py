@@ -38,7 +38,7 @@ def suffix_scan(increments: Tensor, decays: Tensor, last: Tensor) -> Tensor:
 
 
 def next_action(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
-    """For each position, `values` at the row's next action token, or `last` [B] if there is none; [B, T]."""
+    """Return `values` at the row's next action token for each position, or `last` [B] if there is none; [B, T]."""
     width = mask.shape[1]
     positions = torch.arange(width, device=mask.device).expand_as(mask)
     nearest = torch.where(mask, positions, width).flip(1)

@@ -181,7 +181,7 @@ def _recursion(
 
 
 def _segment_numbers(segment_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where segments start, and each position's segment number in its row (0 before the first)."""
+    """The mask of segment starts, and each position's segment number in its row (0 before the first)."""
     ids = segment_ids.long()
     none = torch.iinfo(torch.int64).min
     clean = torch.where(mask, ids, none)

@@ -1,4 +1,4 @@
-"""From token losses to one number, the same for every split into ranks and micro-batches.
+"""Aggregation of token losses to one number, the same for every split into ranks and micro-batches.
 
 `loss = sum_i a_i sum_t mask keep loss_it`. The row weights a_i are computed once, from the whole optimizer batch, and
 travel with the rows. Rows are trajectories, not turns. Multiply by the data-parallel size where gradients are averaged.

@@ -140,7 +140,7 @@ class Surrogate(Entry):
 
     @property
     def usual_anchor(self) -> str:
-        """What the ratio is taken against without `loss.anchor`; "none" where no denominator is taken."""
+        """The denominator of the ratio without `loss.anchor`; "none" where none is taken."""
         if self.needs_proximal:
             return "loglinear"
         return "behavior" if {"behavior_logprobs", "anchor_logprobs"} & set(self.inputs) else "none"
@@ -190,12 +190,12 @@ class Estimator(Entry):
 
     @property
     def of_rows(self) -> bool:
-        """It gives one number to a whole trajectory, from the scores of its group."""
+        """Whether it gives one number to a whole trajectory, from the scores of its group."""
         return "group_ids" in self.inputs
 
     @property
     def needs_critic(self) -> bool:
-        """It reads values."""
+        """Whether it reads values."""
         return bool({"values", "bootstrap_values", "q_values", "expected_q"} & set(self.inputs))
 
     @property
@@ -205,7 +205,7 @@ class Estimator(Entry):
 
     @property
     def of_segments(self) -> bool:
-        """It looks ahead from segment to segment, not from token to token."""
+        """Whether it looks ahead from segment to segment, not from token to token."""
         return "segment_ids" in self.inputs
 
 

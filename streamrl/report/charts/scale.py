@@ -1,4 +1,4 @@
-"""From data to pixels: scales, round tick values, and axis limits that one outlier does not set."""
+"""Mapping of data to pixels: scales, round tick values, and axis limits that one outlier does not set."""
 
 from __future__ import annotations
 

@@ -94,5 +94,5 @@ def _label(name: str, band: tuple[int, int]) -> str:
 
 
 def _shade(index: int, bands: Sequence[tuple[int, int]]) -> int:
-    """From the palest to the darkest over the bands there are."""
+    """The shade of a band: spread from the palest to the darkest over the bands there are."""
     return round(index * (NUM_SHADES - 1) / max(1, len(bands) - 1))

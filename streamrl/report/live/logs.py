@@ -29,7 +29,7 @@ class Tail:
         self.lines()
 
     def lines(self) -> list[str]:
-        """What was added since the last call; all of it again after the file was replaced or cut."""
+        """The lines added since the last call; all of them again after the file was replaced or cut."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""What the live display knows of a run, and what follows from it. Pure: dicts and times in, numbers out."""
+"""The live display's state of a run, and the numbers derived from it. Pure: dicts and times in, numbers out."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ViewState:
 
     @property
     def phase(self) -> str:
-        """What the run does now, in words; what it waits for only if that takes long, else what limits its speed."""
+        """The present activity in words: the thing waited for only if that takes long, else the bottleneck."""
         if self.state in ("finished", "stopped"):
             return self.state
         quiet_s = self.now - self.changed_at

@@ -130,7 +130,7 @@ class LiveView:
 
 
 def first_batch(state: ViewState) -> str:
-    """What a run does that has no step yet."""
+    """Describe the activity of a run before its first step."""
     if state.waiting_for:
         return f"waiting: {state.waiting_for}"
     return f"the learner {state.learner}" if state.learner else "still starting"

@@ -42,7 +42,7 @@ MAX_ABANDONED = 1
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a member needs to take a version."""
+    """The data that a member needs to take a version."""
 
     manifest: Manifest  # digest_kind 1
     layout: Layout

@@ -121,7 +121,7 @@ class Threads:
         self, work: Callable[[], Any], *, deadline_s: float, stop: threading.Event, what: str,
         caller: CallingThread | None = None,
     ) -> Any:
-        """What `work` returns or raises.
+        """Run `work` in another thread; return or raise what it does.
 
         Args:
             caller: makes the call; None starts a thread for it.
@@ -181,7 +181,7 @@ class GuardedCommunicator:
         self._call(inner.test, max(0.0, deadline - time.monotonic()), "its test")
 
     def broadcast(self, buffer: torch.Tensor, deadline_s: float) -> None:
-        """As `Communicator.broadcast`.
+        """Broadcast as `Communicator.broadcast` does, within `deadline_s`.
 
         Raises:
             CommunicatorError: it failed or was too slow; the communicator was aborted.

@@ -26,7 +26,7 @@ from streamrl.weights.manifest import (
 
 
 class DeviceDocument:
-    """As `streamrl.weights.document.Document`, for a uint8 tensor on any device whose buckets were all checked.
+    """The counterpart of `streamrl.weights.document.Document` on any device: a uint8 tensor, all buckets checked.
 
     Args:
         body: uint8 [document bytes]; owned by the document and by every tensor it gave out.
@@ -83,7 +83,7 @@ def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> N
 
 
 class BucketSource(Protocol):
-    """Where a broadcaster takes a document from."""
+    """The source that a broadcaster takes a document from."""
 
     layout: Layout
 

@@ -28,7 +28,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """To a reader: a bucket lies in a slot, or no more of a version comes."""
+    """Message to a reader: a bucket lies in a slot, or no more of a version comes."""
 
     reader: bytes
     message: IpcBufferFilled | IpcBufferEnd

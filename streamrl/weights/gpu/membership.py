@@ -41,7 +41,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """To each member: version `ref` will come by this epoch. `first_rank` by member."""
+    """Message to each member: version `ref` will come by this epoch. `first_rank` by member."""
 
     epoch: int
     ref: VersionRef
@@ -52,7 +52,7 @@ class Invite:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the broadcaster: this epoch is over. `hung`: it is inside a call without an abort, so end the process."""
+    """Message to the broadcaster: this epoch is over. `hung`: it is in a call without an abort, so end the process."""
 
     epoch: int
     reason: str
@@ -61,7 +61,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """To these actors: version `ref` does not come by broadcast, use another transport."""
+    """Message to these actors: version `ref` does not come by broadcast, use another transport."""
 
     ref: VersionRef
     members: tuple[str, ...]

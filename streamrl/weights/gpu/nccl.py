@@ -46,7 +46,7 @@ def _nccl() -> Any:
 
 
 def unique_id_bytes(raw: bytes | Sequence[int]) -> bytes:
-    """What `get_unique_id` gives, as 128 bytes: cupy returns bytes from version 14, a tuple of signed ints before."""
+    """The result of `get_unique_id` as 128 bytes: cupy returns bytes from version 14, a tuple of signed ints before."""
     data = raw if isinstance(raw, bytes) else bytes(number & 0xFF for number in raw)
     if len(data) > UNIQUE_ID_BYTES:
         raise WeightsError(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes, this one {len(data)}")
@@ -79,7 +79,7 @@ class CupyNccl:
 
     @property
     def version(self) -> int:
-        """Of the loaded NCCL library, e.g. 22809."""
+        """The version of the loaded NCCL library, e.g. 22809."""
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:

@@ -67,15 +67,15 @@ class ChunkServer:
         self.add_bytes(manifest, _map(manifest, path, layout), layout)
 
     def add_base(self, manifest: Manifest, path: str | Path, layout: Layout) -> None:
-        """As `add`, for a document that never retires."""
+        """Add a document that never retires."""
         self.add_base_bytes(manifest, _map(manifest, path, layout), layout)
 
     def add_base_bytes(self, manifest: Manifest, body: memoryview, layout: Layout) -> None:
-        """As `add_base`, for a document in memory that does not change any more."""
+        """Add a base in memory that does not change any more."""
         self._base = Served(manifest, [body[start:end] for start, end in bucket_ranges(layout)])
 
     def add_bytes(self, manifest: Manifest, body: memoryview, layout: Layout) -> None:
-        """As `add`, for a document in memory that does not change any more."""
+        """Add a document in memory that does not change any more."""
         ref = manifest.ref
         buckets = [body[start:end] for start, end in bucket_ranges(layout)]
         parent = None if manifest.parent is None else self._documents.get(manifest.parent)

@@ -91,7 +91,7 @@ class HostShare:
             leave(self.path, fd)
 
     def document_path(self, manifest: Manifest) -> Path:
-        """Where this version of this run lies once a member has it."""
+        """The path of this version of this run once a member has it."""
         ref = manifest.ref
         return self.path / f"w.{ref.learner_epoch}.{ref.version}.{manifest.root[:8].hex()}"
 
@@ -104,7 +104,7 @@ class SharedReceiver:
         self.source = puller.source
 
     def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
-        """As every receiver; waits while another process of this host pulls the same version."""
+        """Receive as every receiver does; wait while another process of this host pulls the same version."""
         pull = partial(self._pull, manifest, layout, cancelled=cancelled, deadline=deadline)
         if not self._share.join():
             return pull()

@@ -65,7 +65,7 @@ class ChunkPlan(ABC):
 
     @abstractmethod
     def progress(self) -> str:
-        """How far it got, for a log."""
+        """The progress so far, for a log."""
 
     def next_ask(self, now: float) -> Ask | None:
         """The chunk to pull now, if the window has room; call `sent` when it left."""

@@ -188,7 +188,7 @@ class Relay:
             chunks.add_bytes(manifest, document.view(0, document.nbytes), layout)
 
     async def _fetch_base(self, base: Base, chunks: RelayChunks) -> None:
-        """What every version of this run is an adapter of: once, and for as long as the run has it."""
+        """Fetch the base that every version of this run is an adapter of: once, for as long as the run has it."""
         if self._base is None or not same_weights(self._base.manifest, base.manifest):
             self._base = await self._fetch(base.manifest, base.offers, base.layout)
         document = self._base

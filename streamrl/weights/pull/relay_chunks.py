@@ -87,7 +87,7 @@ class RelayChunks(ChunkServer):
         self._assets = memoryview(assets)
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
-        """As a hub does; GONE for what was not here within `WAIT_FOR_ANNOUNCE_S` and is not being fetched."""
+        """Answer as a hub does; GONE for a version not here within `WAIT_FOR_ANNOUNCE_S` and not being fetched."""
         denied = self._token not in (b"", pull.pull_token)
         if denied or self._is_here(pull):
             return super().answer(pull)
