@@ -46,6 +46,7 @@ def adapted_layers(names: Iterable[str]) -> list[str]:
     """The layers of an adapter's tensors, in order. Raises WeightsError as `factors_of`."""
     names = list(names)
     layers = [name.removesuffix(DOWN) for name in names if name.endswith(DOWN)]
+    # A symmetric difference: tensors that are no factor, and factors whose partner is missing.
     strange = set(names) ^ {layer + end for layer in layers for end in (DOWN, UP)}
     if strange:
         raise WeightsError(f"an adapter is pairs of lora_A and lora_B, and of {sorted(strange)[0]} one is missing")
@@ -77,5 +78,6 @@ def _sum(name: str, weight: torch.Tensor, pair: Factors, scale: float) -> torch.
         raise WeightsError(
             f"{name} is {list(weight.shape)} and its adapter {[pair.up.shape[0], pair.down.shape[1]]}: another model"
         )
+    # In float32, rounded once: in bfloat16 small updates of an adapter would be lost.
     whole = weight.float().addmm(pair.up.to(weight.device).float(), pair.down.to(weight.device).float(), alpha=scale)
     return whole.to(weight.dtype)

@@ -16,6 +16,7 @@ ASSET_NAMES = (
     "config.json", "tokenizer*.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
     "merges.txt", "vocab.json",
 )
+# Far above any tokenizer; it bounds the memory that a peer's WELCOME can make an actor take.
 MAX_ASSETS_BYTES = 256 << 20
 
 _DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
@@ -33,6 +34,7 @@ def pack_assets(model_dir: str | Path) -> bytes:
 
 def unpack_assets(data: bytes, target_dir: str | Path) -> list[Path]:
     """Write the assets into `target_dir` and return the files; WeightsError, and none, if one may not travel."""
+    # All names are checked before the first file is written, so a refused map leaves nothing behind.
     if len(data) > MAX_ASSETS_BYTES:
         raise WeightsError(f"the assets are {len(data)} bytes, over the limit of {MAX_ASSETS_BYTES}")
     try:
@@ -50,5 +52,6 @@ def unpack_assets(data: bytes, target_dir: str | Path) -> list[Path]:
 
 
 def _allowed(name: str) -> bool:
+    # `*` of a pattern matches a slash too, so separators are refused first: a name must stay in its folder.
     plain = not any(char in name for char in "/\\\0") and len(name) <= 128
     return plain and any(fnmatch.fnmatchcase(name, pattern) for pattern in ASSET_NAMES)

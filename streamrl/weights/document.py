@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     import torch
 
 HEADER_BYTES = 64
+# First in the file: a reader on the same host knows from these bytes alone whether it sees the same document.
 PROBE_BYTES = 16
 MAGIC = b"SRLMDOC1"
 PIECE_BYTES = 256 << 10
 """Copied, then digested while it is still in the cache, before the next piece is touched."""
 NUM_THREADS = min(2, os.cpu_count() or 1)
+# Below this a digest takes about a millisecond, and starting threads is not worth it.
 _WORTH_A_THREAD = 8 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _POPULATE_BYTES = 4 << 20
@@ -90,6 +92,7 @@ class OpenFile:
     """A file that stays open, so that other processes of this user can map it, until nothing refers to it any more."""
 
     def __init__(self, fd: int) -> None:
+        # A descriptor of its own: the caller closes the one that it opened.
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd)
 
@@ -162,6 +165,7 @@ class Document:
                     f"bucket {index} of {len(ranges)} of version {self.manifest.ref} is cut: it ends at byte {end}, "
                     f"the document has {len(view)}"
                 )
+        # Cut documents were refused above by bucket; this finds bytes that no bucket covers.
         if len(view) != document_nbytes(self.layout):
             raise WeightsError(
                 f"version {self.manifest.ref} has {len(view)} bytes, {len(ranges)} buckets of the layout hold "

@@ -101,6 +101,7 @@ def bucket_digest(view: bytes | bytearray | memoryview) -> bytes:
 
 def root_of(layout_id: bytes, ref: VersionRef, digest_kind: int, digests: Sequence[bytes]) -> bytes:
     """xxh3-128 over (layout digest, learner epoch, version, digest kind, all bucket digests), as MessagePack."""
+    # Without the parent: it says only what a delta starts from, the weights are the same without it.
     identity = (layout_id, ref.learner_epoch, ref.version, digest_kind, tuple(digests))
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(identity))
 

@@ -25,6 +25,7 @@ PREFIX = "model/model."
 _FACTOR = ".default.weight"
 """The end of a factor's name in a checkpoint, where peft has put the adapter's."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# Files are digested piece by piece: a whole one may not fit in memory.
 _PIECE = 1 << 22
 
 
@@ -94,6 +95,7 @@ def _joined(key: str, whole: list[int], parts: list[tuple[Tensor, list[int]]]) -
     for part, offset in parts:
         out[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
         filled += part.numel()
+    # Blocks of ranks never overlap, so the count of numbers shows whether one is missing.
     if filled != math.prod(whole):
         raise CheckpointError(
             f"{key!r}: the files hold {filled} of its {math.prod(whole)} numbers, take another version"

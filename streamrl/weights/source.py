@@ -77,6 +77,7 @@ class WeightSource:
         self.relay: str | None = None
         self.puller: ZmqReceiver | None = None
         self.delta_base = DeltaBase()
+        # One pool for all pulls: a receiver lives for one fetch only, the pages are reused by the next.
         self._memory = DocumentMemory()
         self._relay_blocked_until = 0.0
         self.factories: dict[str, ReceiverFactory] = {}
@@ -92,6 +93,7 @@ class WeightSource:
 
     def _puller(self, offer: Offer) -> ZmqReceiver:
         limits = self.limits
+        # A relay is near. The next offer is the hub's own, so a short time-out costs little.
         if offer.name == self.relay:
             limits = msgspec.structs.replace(limits, chunk_timeout_s=min(limits.chunk_timeout_s, RELAY_SILENT_S))
         self.puller = ZmqReceiver(
@@ -109,11 +111,13 @@ class WeightSource:
         """The relay before the hub's own socket, unless it is in back-off."""
         if self.relay is None or time.monotonic() < self._relay_blocked_until:
             return list(offers)
+        # A connect refused at once is cheaper than waiting for the time-out of a PULL.
         if not reachable(self.relay):
             self._back_off_relay("connection refused")
             return list(offers)
         found: list[Offer] = []
         for offer in offers:
+            # Only the place of the socket changes; shm and the device transports stay before it in the hub's order.
             if offer.transport == "zmq":
                 found.append(msgspec.structs.replace(offer, name=self.relay))
             found.append(offer)
@@ -151,7 +155,9 @@ class WeightSource:
             except Superseded:
                 raise
             except NotAvailable as error:
+                # Retired at one place may only mean that this place is ahead; the others are still asked.
                 retired = retired or isinstance(error, VersionRetired)
+                # A relay that has retired the version works: it is not put into back-off.
                 if offer.name == self.relay and not isinstance(error, VersionRetired):
                     self._back_off_relay(str(error))
                 log.info("version %s not over %s: %s", manifest.ref, offer.transport, error)
@@ -159,6 +165,7 @@ class WeightSource:
             except WeightsError as error:
                 log.warning("version %s refused from %s: %s", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error}")
+            # Not the transport's fault, and not fatal: one of the next offers may need less.
             except _OUT_OF as error:
                 log.warning("version %s not over %s: %r", manifest.ref, offer.transport, error)
                 failures.append(f"{offer.transport}: {error!r}")
@@ -173,6 +180,7 @@ class WeightSource:
         receiver = factory(offer)
         document, transfer_s, verify_s = receiver.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
         if isinstance(document, Document):  # on the host, where deltas are applied
+            # Checked here for every transport, a user's own included; `verify` returns at once if it was done before.
             if document.manifest != manifest:
                 raise WeightsError(f"brought version {document.manifest.ref} instead of {manifest.ref}")
             document.verify()
@@ -189,6 +197,7 @@ class WeightSource:
         over_zmq = [offer for offer in offers if offer.transport == "zmq"][:1]
         if not over_zmq:
             raise WeightsError("the hub offers no zmq endpoint to fetch the model's configuration and tokenizer from")
+        # The hub's own socket is always the last one, and its error is the caller's.
         *nearer, last = self._with_relay(over_zmq)
         for offer in nearer:
             try:

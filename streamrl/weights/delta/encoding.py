@@ -25,6 +25,7 @@ from streamrl.messages import Layout
 from streamrl.weights.manifest import DTYPE_BYTES, bucket_digest
 
 SKIP = 65535
+# The fastest level: the hub's socket thread encodes between two answers, and receivers wait for it.
 ZSTD_LEVEL = 1
 HEADER_BYTES = 64
 _MAGIC = b"SRD1"
@@ -60,6 +61,7 @@ def word_bytes_of(layout: Layout) -> int:
 
 def max_encoded(nbytes: int) -> int:
     """Largest delta of a bucket of so many bytes: every word changed, and compression made it worse."""
+    # A code and a value per word are at most twice the bytes (words of 2 bytes); the rest is for zstd's frames.
     return HEADER_BYTES + 1024 + 2 * nbytes + nbytes // 32
 
 
@@ -82,10 +84,12 @@ def encode(
             f"bytes in words of {word_bytes}"
         )
     body = len(new) - len(new) % word_bytes
+    # A changed word costs a code of 2 bytes and a value: beyond this count compression cannot reach max_nbytes.
     limit = None if max_nbytes is None else int(_HOPELESS * max_nbytes) // (2 + word_bytes)
     positions = _changed_words(old, new, word_bytes, limit)
     if positions is None:
         return None
+    # Values rather than differences or an XOR: applying them twice gives the same bucket.
     values = np.frombuffer(new, _WORDS[word_bytes], body // word_bytes)[positions]
     codes = _codes(positions)
     packed_codes, packed_values = _pack(codes), _pack(values)
@@ -116,15 +120,18 @@ def apply(payload: Buffer, base: Buffer, target: memoryview, *, base_digest: byt
     values = np.frombuffer(_unpack(view[codes_end:values_end], word.itemsize * header.num_values), word)
     num_words = len(base) // word.itemsize
     positions = _positions(codes)
+    # Positions ascend, so the last one bounds them all.
     if len(positions) != len(values) or (len(positions) and positions[-1] >= num_words):
         last = int(positions[-1]) if len(positions) else -1
         raise DeltaError(
             f"the delta names {len(positions)} words, the last at {last} of {num_words}, and has {len(values)} values: "
             "it is malformed"
         )
+    # The base serves as the current version meanwhile, so it is copied and never written.
     target[:] = base
     np.frombuffer(target, word, num_words)[positions] = values
     target[num_words * word.itemsize :] = view[values_end:]
+    # The header's digests come from the sender as well; only this one, from the manifest, proves the result.
     if bucket_digest(target) != target_digest:
         raise DeltaError(f"the delta leads to another bucket than {target_digest.hex()[:8]}: it was damaged")
 
@@ -148,6 +155,7 @@ def _read_header(payload: Buffer, nbytes: int, base_digest: bytes, target_digest
             f"the delta leads to bucket {header.target.hex()[:8]}, the manifest wants {target_digest.hex()[:8]}"
         )
     num_words, rest = divmod(nbytes, header.word_bytes)
+    # Bounds what decompression may allocate, before it does.
     if header.num_values > num_words or header.num_codes > header.num_values + num_words // SKIP:
         raise DeltaError(
             f"{header.num_codes} codes and {header.num_values} values for {num_words} words: the delta is malformed"
@@ -168,6 +176,7 @@ def _changed_words(old: Buffer, new: Buffer, word_bytes: int, limit: int | None)
         before, after = np.frombuffer(old, word, size, at), np.frombuffer(new, word, size, at)
         positions = _changed_in_piece(before, after)
         count += len(positions)
+        # Stop within the first pieces where most words change, as in float32: declining must be cheap.
         if limit is not None and count > limit:
             return None
         found.append(positions + start)
@@ -180,6 +189,7 @@ def _changed_in_piece(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     whole = len(before) - len(before) % per_block
     ours, theirs = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
     blocks = np.flatnonzero(ours != theirs)
+    # Where a quarter of the blocks differ or more, gathering them saves nothing over one plain comparison.
     if len(blocks) * per_block * 4 > len(before):
         return np.flatnonzero(before != after)
     differs = ours[blocks].view(before.dtype) != theirs[blocks].view(before.dtype)
@@ -191,6 +201,7 @@ def _changed_in_piece(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 def _codes(positions: np.ndarray) -> np.ndarray:
     """Distances as u16: as many SKIPs as a gap needs, then what is left of it."""
+    # The first gap counts from the start of the bucket, as if a word before it had changed.
     gaps = np.diff(positions, prepend=-1) - 1
     skips, rest = np.divmod(gaps, SKIP)
     codes = np.full(len(gaps) + int(skips.sum()), SKIP, np.dtype("<u2"))
@@ -211,6 +222,7 @@ def _pack(array: np.ndarray) -> bytes:
 def _unpack(data: memoryview, nbytes: int) -> bytes:
     """Decompress exactly `nbytes`; a frame that declares another size is refused unread."""
     try:
+        # A frame may declare any size: refused before memory of that size is taken.
         if (declared := zstandard.frame_content_size(data)) != nbytes:
             raise DeltaError(f"a compressed part declares {declared} bytes, expected {nbytes}")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)

@@ -17,6 +17,7 @@ from streamrl.weights.pull.plan import Ask, ChunkPlan
 
 log = logging.getLogger(__name__)
 
+# At most 27 bytes per bucket in MessagePack: enough for the 2^20 buckets that a DeltaIndex may have.
 MAX_INDEX_BYTES = 64 << 20
 _DECODER = msgspec.msgpack.Decoder(DeltaIndex)
 
@@ -43,6 +44,7 @@ class DeltaBase:
 
     def keep(self, document: Document) -> None:
         """Make a verified document the base, unless a newer one is held."""
+        # A fetch that ends late must not replace a newer base: the next delta starts from the newest.
         if self._document is None or self._document.manifest.ref <= document.manifest.ref:
             self._document = document
 
@@ -68,7 +70,9 @@ class IndexPlan(ChunkPlan):
 
     def __init__(self, limits: Limits, *, what: str, now: float) -> None:
         super().__init__(limits, what=what, now=now)
+        # Any total above 0: the real one comes with the first chunk.
         self._data, self._total = bytearray(), 1
+        # One chunk at a time: later offsets are unknown before the total is.
         self._waiting.append(Ask(INDEX_BUCKET, 0, limits.chunk_bytes))
 
     @property
@@ -82,6 +86,7 @@ class IndexPlan(ChunkPlan):
         return DeltaUnavailable(f"{self.what}: the hub serves none, the full version is smaller")
 
     def _fits(self, ask: Ask, chunk: Chunk, payload: memoryview) -> bool:
+        # An empty chunk would be asked for again forever, and the total decides how much memory is taken.
         return 0 < len(payload) <= ask.length and chunk.total <= MAX_INDEX_BYTES
 
     def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
@@ -96,6 +101,7 @@ class IndexPlan(ChunkPlan):
             index = _DECODER.decode(self._data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DeltaError(f"{self.what}: the index is malformed: {error}") from error
+        # The root too: equal numbers alone do not prove that both sides hold the same bytes.
         if (index.parent, index.parent_root) != (base.ref, base.root):
             raise DeltaError(
                 f"{self.what}: wrong base: it starts from version {index.parent} with root "

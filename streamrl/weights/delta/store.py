@@ -39,6 +39,7 @@ class Encoding:
 
     def __init__(self, new: Served, old: Served, word_bytes: int, max_ratio: float) -> None:
         self.new, self._old, self._word_bytes = new, old, word_bytes
+        # A budget for the whole delta: buckets that barely changed pay for those that changed a lot.
         self._room = int(max_ratio * sum(map(len, new.buckets)))
         self._payloads: list[bytes] = []
         self.parent = old.manifest.ref
@@ -56,6 +57,7 @@ class Encoding:
             self._old.buckets[at], self.new.buckets[at], self._word_bytes, max_nbytes=self._room,
             base_digest=self._old.manifest.digests[at], target_digest=self.new.manifest.digests[at],
         )
+        # Over the budget: the payloads so far are of no use, so their memory is freed at once.
         if payload is None:
             self.declined, self._payloads = True, []
             return
@@ -87,6 +89,7 @@ class DeltaStore:
 
     def add(self, new: Served, old: Served | None, word_bytes: int) -> None:
         """Offer the delta of a new version from its parent `old`, if that is held; drop unfinished older ones."""
+        # Receivers want the newest version by now; finishing an older delta would only delay its encoding.
         for ref in [ref for ref, encoding in self._encodings.items() if encoding.index is None]:
             del self._encodings[ref]
         if old is not None and self._max_ratio > 0:
@@ -97,11 +100,13 @@ class DeltaStore:
 
     def parent_of(self, ref: VersionRef) -> VersionRef | None:
         """The base of this version's delta; None if there is none."""
+        # One that is not finished counts: a receiver that asks for it gets BUSY until it is.
         encoding = self._encodings.get(ref)
         return None if encoding is None or encoding.declined else encoding.parent
 
     def next_job(self) -> Encoding | None:
         """The delta that needs a `step()` now."""
+        # Without a receiver that asks, as when all actors map shared memory, no time goes into encoding.
         if not self._wanted:
             return None
         return next((encoding for encoding in self._encodings.values() if not encoding.finished), None)

@@ -63,7 +63,9 @@ class Broadcaster:
             raise CommunicatorError("send() before form(): there is no communicator")
         ranges = bucket_ranges(source.layout)
         slots = self._two_slots(max(source.layout.bucket_bytes))
+        # Members learn from the header which of the versions they were invited to comes.
         guard.broadcast(pack_header(ref, self._device), deadline_s)
+        # One bucket is read while the one before travels; a third buffer would only cost memory.
         filling = self._filler.submit(source.fill, 0, slots[0])
         for index, (start, end) in enumerate(ranges):
             filling.result()

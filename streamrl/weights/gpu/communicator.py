@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 5.0
 """An abort that takes longer will not return."""
+# `stop` comes from another thread, so a waiting thread looks up this often.
 _LOOK_UP_S = 0.05
 
 
@@ -80,6 +81,7 @@ class CallingThread:
     """A thread that makes blocking calls, one after another, until one of them never returns."""
 
     def __init__(self, name: str) -> None:
+        # None ends the thread.
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
@@ -131,6 +133,7 @@ class Threads:
         """
         one = caller or CallingThread(what)
         call = one.begin(work)
+        # A thread of one call: told at once to end after it.
         if caller is None:
             one.end()
         deadline = time.monotonic() + deadline_s
@@ -178,6 +181,7 @@ class GuardedCommunicator:
         inner = self._inner = self._call(
             lambda: self._library.connect(self._world, self._unique_id, self._rank), deadline_s, "connecting"
         )
+        # The test shows that data passes between all ranks; it shares the deadline of connecting.
         self._call(inner.test, max(0.0, deadline - time.monotonic()), "its test")
 
     def broadcast(self, buffer: torch.Tensor, deadline_s: float) -> None:
@@ -224,6 +228,7 @@ class GuardedCommunicator:
             if inner is not None:
                 self._end(inner)
                 if thread is not None:
+                    # The abort lets the blocked call return; a thread that still does not is lost.
                     thread.join(ABORT_DEADLINE_S)
             if thread is not None and thread.is_alive():
                 self._threads.abandon(thread)

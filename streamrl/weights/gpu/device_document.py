@@ -38,6 +38,7 @@ class DeviceDocument:
 
     def __init__(self, body: torch.Tensor, manifest: Manifest, device_manifest: Manifest, layout: Layout) -> None:
         check_manifest(device_manifest, layout, DIGEST_FOLD128)
+        # Two manifests name one version by different digests; nothing else ties them together.
         if (manifest.ref, manifest.layout_digest) != (device_manifest.ref, device_manifest.layout_digest):
             raise WeightsError(f"version {manifest.ref} was offered with the digests of {device_manifest.ref}")
         if body.numel() != document_nbytes(layout):

@@ -23,6 +23,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout
 
 _MASK = (1 << 64) - 1
+# A grid of rows: the index of a word splits into row and column, so no tensor of all indices is needed.
 _ROW_WORDS = 1 << 12
 _BLOCK_WORDS = _ROW_WORDS << 12
 """Words that are folded at once: 64 MiB, whose biased copy is the only temporary of that size."""
@@ -64,6 +65,7 @@ def fold_sums(data: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
     if num_words:
         aligned = body[: 4 * num_words]
         if aligned.data_ptr() % 4:
+            # A view as int32 needs an address divisible by 4.
             aligned = aligned.clone()
         words = aligned.view(torch.int32)
         for start in range(0, num_words, _BLOCK_WORDS):
@@ -138,6 +140,7 @@ class DocumentFold:
             at = start + done
             step = min(data.numel() - done, self._ends[bucket] - at)
             first = at - (self._ends[bucket - 1] if bucket else 0)
+            # Not waited for: a device folds while the next bytes arrive.
             self.sums[bucket] += fold_sums(data[done : done + step], first)
             done, bucket = done + step, bucket + 1
 

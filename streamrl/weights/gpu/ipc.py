@@ -59,6 +59,7 @@ class IpcBufferServer:
         self._inbox: deque[tuple[VersionRef, BucketSource]] = deque()
         self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=_MAX_MESSAGE_BYTES)
         self._socket = context.socket(zmq.ROUTER)
+        # A send to a reader that has left raises instead of being dropped without notice.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
@@ -77,6 +78,7 @@ class IpcBufferServer:
         if (largest := max(source.layout.bucket_bytes)) > self.ticket.slot_bytes:
             raise WeightsError(f"a bucket of {largest} bytes does not fit into a slot of {self.ticket.slot_bytes}")
         self._inbox.append((ref, source))
+        # Wakes the thread's poll: a ZeroMQ socket may not be used from this one.
         os.write(self._wake_write, b"x")
 
     @property
@@ -110,6 +112,7 @@ class IpcBufferServer:
             os.close(end)
 
     def _hear(self) -> None:
+        # Bounded, so that a flood of messages cannot keep `tick` from dropping late readers.
         for _ in range(256):
             try:
                 reader, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -207,6 +210,7 @@ class IpcBufferReader:
     def __init__(self, memory: IpcBufferMemory, context: zmq.Context) -> None:
         self.memory, self.context = memory, context
         self.silence = PeerBackoff()
+        # Kept open over all fetches: opening is the expensive part.
         self._open: tuple[IpcBufferTicket, list[torch.Tensor]] | None = None
         self._lock = threading.Lock()
         self._full_at = 0
@@ -267,6 +271,7 @@ class IpcBufferReceiver:
         slots = self._reader.slots(ticket)
         started = time.monotonic()
         device = self._reader.memory.device
+        # Before asking for the first bucket, so that a lack of memory holds no other reader.
         body = self._reader.allocate(document_nbytes(layout))
         socket = self._reader.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -275,6 +280,7 @@ class IpcBufferReceiver:
             socket.connect(self._offer.name)
             socket.send(encode(IpcBufferOpen(manifest.ref)))
             for index, (start, end) in enumerate(bucket_ranges(layout)):
+                # Copied, then freed, then verified: the slot is free for the next bucket while this one is folded.
                 slot = self._await(socket, manifest.ref, index, ticket, cancelled, deadline)
                 body[start:end].copy_(slots[slot][: end - start])
                 wait_for_device(device)
@@ -284,6 +290,7 @@ class IpcBufferReceiver:
                 verify_s += time.monotonic() - copied
         except (WeightsError, RuntimeError):  # RuntimeError: no memory to fold; the others must not wait
             with contextlib.suppress(zmq.ZMQError):
+                # Long enough to send the message that frees the others of this reader.
                 socket.setsockopt(zmq.LINGER, 100)
                 socket.send(encode(IpcBufferEnd(manifest.ref, "abandoned")), zmq.NOBLOCK)
             raise

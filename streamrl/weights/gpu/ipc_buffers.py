@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from streamrl.messages import IpcBufferEnd, IpcBufferFilled, VersionRef
 
+# One is filled while readers copy the other.
 NUM_SLOTS = 2
 
 
@@ -66,6 +67,7 @@ class IpcBufferRing:
         self._deadline_s = deadline_s
         self._slots = [_IpcBuffer() for _ in range(NUM_SLOTS)]
         self._newest: VersionRef | None = None
+        # Two counts: a newer document may arrive while a pass of the present one goes on.
         self._num_buckets = self._num_buckets_next = 0
         self._waiting: dict[bytes, tuple[VersionRef, float]] = {}
         self._pass: _Pass | None = None
@@ -154,6 +156,7 @@ class IpcBufferRing:
 
     def _begin(self) -> bool:
         """Begin a pass for all readers that wait for the newest version; False if there is none to begin."""
+        # Readers of a version that was announced but is not here yet stay waiting.
         ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}
         if not ready or not all(slot.free for slot in self._slots):
             return False

@@ -106,6 +106,7 @@ class Membership:
         self._barred = {m: until for m, until in self._barred.items() if now < until}
         gone = [m for m, ranks in self.members.items() if candidates.get(m) != ranks]
         self._candidates = {m: ranks for m, ranks in candidates.items() if m not in self._barred}
+        # A rank that has left keeps the others waiting: the epoch ends at once, not at its deadline.
         if gone and self.phase is not Phase.IDLE:
             self._fail(f"{', '.join(gone)} left", now)
         return self._take()
@@ -130,8 +131,10 @@ class Membership:
             self._ref, self._attempts = ref, 0
             self._begin(now)
             return self._take()
+        # Actors outside the present epoch do not wait for it.
         self._pull(self._candidates.keys() - self.members.keys(), ref)
         if self.phase is Phase.SENDING:
+            # A broadcast in progress is finished first: ending it would end the epoch.
             self._next = ref
         else:  # the epoch being formed was for a version that is obsolete now: it brings this one
             self._ref = ref
@@ -205,6 +208,7 @@ class Membership:
     def _begin(self, now: float) -> None:
         """Send `_ref` by the present epoch, or form a new one, or have it pulled."""
         joins = self._candidates.keys() - self.members.keys()
+        # A healthy epoch is kept for a while although actors wait to join: forming costs all members time.
         if self.phase is Phase.LIVE and (not joins or now < self._formed_at + JOIN_INTERVAL_S):
             self._pull(joins)
             self._invite()
@@ -222,6 +226,7 @@ class Membership:
             self._give_up()
             return
         self.epoch += 1
+        # Sorted, so that ranks depend on the names alone, not on the order in which actors came.
         self.members = dict(sorted(self._candidates.items()))
         self.phase, self._deadline = Phase.NAMING, now + self._init_s
         self._broadcaster_formed, self._unique_id = False, b""
@@ -247,6 +252,7 @@ class Membership:
             self.phase = Phase.IDLE
             self._give_up()
         elif self.phase is Phase.FORMING:
+            # Only members that never began are excluded: those that did wait for them inside the call.
             missing = sorted(self.members.keys() - self._reported - self._joined)
             self._bar(missing, now)
             who = f"without {', '.join(missing)}" if missing else "although all members came"

@@ -31,6 +31,7 @@ from streamrl.weights.manifest import bucket_ranges, document_nbytes
 log = logging.getLogger("streamrl.weights")
 
 POLL_MS = 100
+# A PULL is a token and a few numbers; larger frames are refused by the socket itself.
 MAX_PULL_BYTES = 4096
 _SHORTEST_WAIT_S = 0.001  # a deficit of a fraction of a byte must still let the clock move
 EMPTY = memoryview(b"")
@@ -53,6 +54,7 @@ class ChunkServer:
         self, *, pull_token: bytes, assets: bytes = b"", keep_versions: int = 2, max_chunk_bytes: int = 1 << 20,
         bytes_per_s: float | None = None, delta_max_ratio: float = 0.0, clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # PULLs carry a token because a socket without keys is open to every process that reaches it.
         self._token = pull_token
         self._assets = memoryview(assets)
         self._keep_versions = keep_versions
@@ -81,6 +83,7 @@ class ChunkServer:
         parent = None if manifest.parent is None else self._documents.get(manifest.parent)
         self._documents[ref] = Served(manifest, buckets)
         self.deltas.add(self._documents[ref], parent, word_bytes_of(layout))
+        # The oldest first; the parent of the newest stays with two or more, so its delta can be encoded.
         while len(self._documents) > self._keep_versions:
             self.retire(next(iter(self._documents)))
 
@@ -96,6 +99,7 @@ class ChunkServer:
 
     def answer(self, pull: Pull) -> tuple[Chunk, memoryview]:
         """The CHUNK, and its payload for frame 1 (empty unless OK), not copied. Raises ContentError: `pull_range`."""
+        # First of all checks: a peer without the token learns nothing about versions.
         if pull.pull_token != self._token:
             return reply(pull, ChunkStatus.DENIED), EMPTY
         source = self._source(pull)
@@ -103,6 +107,7 @@ class ChunkServer:
             return reply(pull, ChunkStatus.GONE), EMPTY
         if isinstance(source, Encoding):
             return reply(pull, ChunkStatus.BUSY, retry_after_s=BUSY_RETRY_S), EMPTY
+        # Only an index may be asked for beyond its end: its size is unknown before the first chunk.
         length = min(pull.length, len(source) - pull.offset) if pull.bucket == INDEX_BUCKET else pull.length
         if not 0 < length <= self._max_chunk_bytes or pull.offset + length > len(source):
             raise ContentError(
@@ -110,6 +115,7 @@ class ChunkServer:
                 f"PULL of {pull.length} bytes at {pull.offset} of bucket {pull.bucket}, which has {len(source)}; "
                 f"at most {self._max_chunk_bytes} at once",
             )
+        # Spent last, so that refused PULLs cost the other actors nothing.
         if self._budget is not None and (wait_s := self._budget.spend(length)) > 0:
             return reply(pull, ChunkStatus.BUSY, retry_after_s=wait_s, total=len(source)), EMPTY
         payload = source[pull.offset : pull.offset + length]
@@ -122,6 +128,7 @@ class ChunkServer:
         if pull.mode == PullMode.DELTA:
             encoding = self.deltas.find(pull)
             return encoding.source(pull.bucket) if encoding is not None and encoding.index is not None else encoding
+        # A base is kept apart from the versions: it never retires.
         base = self._base
         document = base if base is not None and base.manifest.ref == pull.target else self._documents.get(pull.target)
         if document is None:
@@ -156,6 +163,7 @@ class ByteBudget:
 
     def __init__(self, bytes_per_s: float, chunk_bytes: int, clock: Callable[[], float]) -> None:
         self._rate, self._clock = bytes_per_s, clock
+        # At least one chunk: with less, a chunk larger than the room could never be granted.
         self._room = max(chunk_bytes, bytes_per_s / 10)
         self._left, self._at = self._room, clock()
 

@@ -39,6 +39,7 @@ from streamrl.weights.transport import Brought, Transport
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05  # how long a cancelled fetch may take to notice
+# A CHUNK without its payload takes far less; the payload is a frame of its own, not decoded.
 _MAX_HEADER_BYTES = 4096
 
 
@@ -98,6 +99,7 @@ class ZmqReceiver:
         except DeltaUnavailable as error:
             log.info("%s", error)
             return None
+        # Neither says anything about the delta's bytes, so neither counts against deltas.
         except (Superseded, NotAvailable):
             raise
         except WeightsError as error:
@@ -113,6 +115,7 @@ class ZmqReceiver:
         blank = Pull(self._token, manifest.ref, PullMode.DELTA, 0, 0, 0)
         index_plan = IndexPlan(self._limits, what=what, now=started)
         pull.run(index_plan, blank)
+        # Sizes were checked against the layout here, before memory is taken for the payloads.
         index = index_plan.index(base.manifest, layout)
         payloads = [memoryview(bytearray(nbytes)) for nbytes in index.nbytes]
         pull.run(PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic()), blank)
@@ -123,6 +126,7 @@ class ZmqReceiver:
 
     def receive_assets(self, nbytes: int, digest: bytes, *, cancelled: threading.Event, deadline: float) -> bytes:
         """The packed asset files with the size and xxh3-128 in WELCOME; raises as `receive` does."""
+        # Checked before the memory is taken: the number comes from a peer.
         if not 0 < nbytes <= MAX_ASSETS_BYTES:
             raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
         memory = bytearray(nbytes)
@@ -137,6 +141,7 @@ class ZmqReceiver:
         try:
             socket = actor_dealer(
                 self._context, self.endpoint, max_message_bytes=self._limits.max_message_bytes,
+                # Two windows of answers: every PULL in flight may have been sent again, and be answered twice.
                 receive_hwm=2 * self._limits.pull_window + 8, key=self._key,
             )
         except zmq.ZMQError as error:
@@ -144,6 +149,7 @@ class ZmqReceiver:
         try:
             yield socket
         finally:
+            # Nothing that is still queued matters: what was not answered will be pulled again.
             socket.close(linger=0)
 
 
@@ -174,6 +180,7 @@ class _Connection:
             plan.tick(now)
             blocked = self._send(plan, blank, now)
             if not self._receive(plan, blank):
+                # Poll for POLLOUT only while a send is refused: on a connected socket it would return at once, always.
                 wait_s = min(plan.next_event(now), self._deadline - now, _POLL_S)
                 self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
@@ -204,6 +211,7 @@ class _Connection:
             log.warning("%s: %s sent something other than a CHUNK: %s", plan.what, self._endpoint, error)
             return True
         assert isinstance(chunk, Chunk), chunk
+        # One socket carries the index and then the payloads of a delta: late answers of the plan before are dropped.
         if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
             plan.stats.surplus_chunks += 1
             return True

@@ -38,6 +38,7 @@ MEMBERS = "members.lock"
 KEEP = 2
 """Versions that stay: the newest, and the one before it, which another process may be mapping."""
 HEARTBEAT_S = 0.5
+# Ten heartbeats: a loaded machine delays a few of them without anything being wrong.
 STOPPED_S = 5.0
 """A puller without a heartbeat for so long is stopped or hung: processes that wait for it pull for themselves."""
 _POLL_S = 0.02
@@ -61,6 +62,7 @@ class HostShare:
         self.path = root / f"streamrl.share.{os.getuid()}.{run_id}"
         self._membership: int | None = None
         self._lock = threading.Lock()
+        # Set by a failed attempt to join, which is not repeated for each version, and by `close`.
         self._broken = False
         self.full = False
 
@@ -76,6 +78,7 @@ class HostShare:
         with self._lock:
             if self._membership is None and not self._broken:
                 try:
+                    # Here, because no process of a killed run is left to do it.
                     remove_dead(self._root)
                     self._membership = join(self.path)
                 except (OSError, RunLockedError) as error:
@@ -93,6 +96,7 @@ class HostShare:
     def document_path(self, manifest: Manifest) -> Path:
         """The path of this version of this run once a member has it."""
         ref = manifest.ref
+        # The root is part of the name: equal numbers of two runs or learners never share a file.
         return self.path / f"w.{ref.learner_epoch}.{ref.version}.{manifest.root[:8].hex()}"
 
 
@@ -116,10 +120,12 @@ class SharedReceiver:
                 return found
             if self._share.full:
                 return pull()
+            # The lock decides who pulls; no process waits inside the call, so that cancellation is noticed.
             with turn(path) as mine:
                 if mine is not None:
                     if path.exists():
                         continue  # written between the look and the lock
+                    # Looked at before the pull: a document that fits nowhere should not make the others wait for it.
                     if has_room(path.parent, HEADER_BYTES + document_nbytes(layout)):
                         with heartbeat(mine):
                             return self._leave(path, pull())
@@ -146,7 +152,9 @@ class SharedReceiver:
         except OSError as error:
             self._share.no_room(error)
             return pulled
+        # After the write, so that an older version stays until a newer one is complete.
         retire(path.parent)
+        # The written file is verified again, so that what this process uses is what the others will map.
         shared = _map(path, document.manifest, document.layout, time.monotonic())
         return pulled if shared is None else (shared[0], *seconds)
 

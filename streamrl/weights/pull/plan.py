@@ -57,6 +57,7 @@ class ChunkPlan(ABC):
         self._waiting: deque[Ask] = deque()
         self._in_flight: OrderedDict[tuple[int, int], Ask] = OrderedDict()
         self._refusals: dict[tuple[int, int], int] = {}
+        # A silence is measured from the start of the pull until the first answer.
         self._not_before, self._heard_at, self._silences = now, now, 0
 
     @property
@@ -108,6 +109,7 @@ class ChunkPlan(ABC):
         if ask is None:
             self.stats.surplus_chunks += 1
             return
+        # One connection keeps its order: PULLs sent before the one answered here have lost their answers.
         keys = list(self._in_flight)
         self._pull_again(keys[: keys.index(key)])
         del self._in_flight[key]
@@ -117,6 +119,7 @@ class ChunkPlan(ABC):
             raise NotAvailable(f"{self.what}: the hub refused the pull token; say HELLO again for a new one")
         if chunk.status == ChunkStatus.BUSY:
             self.stats.busy += 1
+            # The time to retry comes from a peer: bounded, so that a damaged one cannot stall the pull for hours.
             self._not_before = max(self._not_before, now + min(max(chunk.retry_after_s, 0.0), 60.0))
             self._waiting.appendleft(ask)
         elif not self._fits(ask, chunk, payload) or xxhash.xxh3_64_intdigest(payload) != chunk.digest:
@@ -137,6 +140,7 @@ class ChunkPlan(ABC):
         """Keep a chunk that arrived whole."""
 
     def _pull_again(self, keys: list[tuple[int, int]]) -> None:
+        # Back to front, so that the first of them is the next one asked for again.
         for key in reversed(keys):
             self._waiting.appendleft(self._in_flight.pop(key))
             self.stats.repeated_pulls += 1
@@ -163,6 +167,7 @@ class PullPlan(ChunkPlan):
     def _want(self, index: int) -> None:
         step, size = self._limits.chunk_bytes, len(self._buckets[index])
         asks = [Ask(index, offset, min(step, size - offset)) for offset in range(0, size, step)]
+        # The length comes from the layout, never from an answer: the last chunk of a bucket is shorter.
         self._missing[index] = len(asks)
         self._waiting.extend(asks)
 
@@ -183,9 +188,11 @@ class PullPlan(ChunkPlan):
     def _close_bucket(self, index: int) -> None:
         digest, seconds = self._running[index].finish()
         self.verify_s += seconds
+        # Each chunk matched the digest sent with it, so the sender itself has other bytes than the manifest names.
         if digest != self._digests[index]:
             self.stats.refused_buckets += 1
             self._refuse(
+                # Refusals of the whole bucket are counted apart from those of its chunks, whose offsets start at 0.
                 (index, -1),
                 f"bucket {index} of {len(self._buckets)} has digest {digest.hex()[:8]}, "
                 f"manifest says {self._digests[index].hex()[:8]}",

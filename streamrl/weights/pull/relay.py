@@ -72,6 +72,7 @@ class Relay:
         self._news = asyncio.Event()
         self._leaving = False
         self._cancelled = threading.Event()
+        # One thread: fetches follow each other, so two versions never share the link.
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
 
     async def run(self) -> int:
@@ -86,6 +87,7 @@ class Relay:
                     return closed.exit_code
                 self._forget_the_run()
         finally:
+            # Order matters: the fetch is cancelled before its thread is joined, the context goes last.
             self._cancelled.set()
             fetcher.cancel()
             self._threads.shutdown(wait=True, cancel_futures=True)
@@ -105,6 +107,7 @@ class Relay:
 
     async def _run_session(self) -> LinkClosed:
         """One incarnation, from HELLO to its end."""
+        # max_leases=0: to the hub an actor that never gets work, only announcements.
         session = ActorSession(
             self._name, int.from_bytes(os.urandom(7), "little") + 1, engine="relay", max_leases=0,
             transports=tuple(self.source.factories), software=f"streamrl {__version__}", random_seed=os.getpid(),
@@ -133,6 +136,7 @@ class Relay:
     def _welcomed(self, welcome: Welcome) -> None:
         self.source.pull_token, self.source.limits = welcome.pull_token, welcome.limits
         self._welcome = welcome
+        # A WELCOME may come from a restarted hub with another token: the old one must not be served any longer.
         self._chunks = self._empty_chunks(welcome.pull_token, welcome.limits)
         if welcome.manifest is not None:
             self._newest = (welcome.manifest, welcome.offers)
@@ -168,6 +172,7 @@ class Relay:
         loop, chunks, welcome = asyncio.get_running_loop(), self._chunks, self._welcome
         if welcome is None:
             return
+        # The model's files first: an actor that starts needs them before any version.
         assets = await loop.run_in_executor(self._threads, self._fetch_assets, welcome)
         with self.socket.lock:
             chunks.put_assets(assets)
@@ -176,9 +181,11 @@ class Relay:
         if self._welcome.base is not None:
             await self._fetch_base(self._welcome.base, chunks)
         manifest, offers, layout = *self._newest, self._welcome.layout
+        # The newest may be here already: a WELCOME or a repeated announcement names it again.
         if chunks.newest is not None and manifest.ref <= chunks.newest:
             return
         held = self._document
+        # A restarted learner announces the same weights under its new epoch: renamed, not fetched again.
         if held is not None and same_weights(held.manifest, manifest):
             document = held.renamed(manifest)
         else:
@@ -203,6 +210,7 @@ class Relay:
         return fetched.document
 
     def _fetch_assets(self, welcome: Welcome) -> bytes:
+        # Kept by digest, so a hub that restarts does not have to send them again.
         if self._assets is not None and self._assets[0] == welcome.assets_digest:
             return self._assets[1]
         nbytes, digest = welcome.assets_nbytes, welcome.assets_digest

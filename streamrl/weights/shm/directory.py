@@ -59,6 +59,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, run_id: str, *, wait_s: float = 5.0) -> None:
         self.path = Path(path)
         deadline = time.monotonic() + wait_s
+        # Polled, because a blocking flock knows no time-out.
         while (fd := _try_lock(self.path, run_id, create=True)) is None:
             if time.monotonic() > deadline:
                 raise RunLockedError(
@@ -67,6 +68,7 @@ class RunDirectory:
                 )
             time.sleep(_POLL_S)
         self._fd: int | None = fd
+        # Owned now, so whatever lies here belongs to a predecessor that has died.
         _remove_documents(self.path)
 
     def release(self) -> None:
@@ -143,6 +145,7 @@ def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
     if fd is None:
         return None
     owner = os.pread(fd, 256, 0).decode(errors="replace")
+    # The lock alone does not tell whose documents these are: its file names the run.
     if owner and owner != run_id:
         os.close(fd)
         raise RunLockedError(f"{path} belongs to run {owner!r}, not to {run_id!r}: it is left alone")
@@ -161,6 +164,7 @@ def _remove_locked(path: Path, fd: int) -> None:
     """Remove what we wrote, the lock last, then the directory unless it holds foreign files."""
     try:
         _remove_documents(path)
+        # The lock last: until then no other process may take the directory for its own.
         (path / LOCK_NAME).unlink(missing_ok=True)
         path.rmdir()
     except FileNotFoundError:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _READERS_BYTES_PER_S = 1e9
 """The cleanup after a commit waits as long as a reader at this rate takes: both need the same memory bandwidth."""
+# No longer than this for a large document: the next publish needs the spare file.
 _READERS_MAX_S = 1.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -77,6 +78,7 @@ class ShmPublisher:
         """
         if self._closed:
             raise WeightsError(f"the publisher of {self.directory} is closed")
+        # The spare file is the cleanup's result, so the cleanup ends before a document begins.
         if not self.settle(wait_s):
             raise WeightsError(
                 f"no spare file for version {ref} after {wait_s:g} s: unlinking old versions and making room for the "
@@ -89,13 +91,16 @@ class ShmPublisher:
         try:
             file = self._spare_file(self.directory, name, nbytes)
         except OSError as error:
+            # Only a lack of room is answered by another directory; other errors would occur there, too.
             if error.errno not in _NO_ROOM:
                 raise
             file = self._fallback_file(ref, name, nbytes, error)
+        # A document for good joins no list, so it is never retired, and makes no spare of its size.
         committed = SpareFile.drop if for_good else self._committed
         return DocumentWriter(file, file.path.with_name(name), ref, layout, committed)
 
     def _spare_file(self, directory: Path, name: str, nbytes: int) -> SpareFile:
+        # Taken in any case: a spare of another size is removed before room is reserved for the right one.
         spare, self._spare = self._spare, None
         path = directory / f"{name}.tmp"
         if spare is not None and spare.nbytes == nbytes and spare.path.parent == directory:
@@ -123,6 +128,7 @@ class ShmPublisher:
 
     def _committed(self, file: SpareFile) -> None:
         self._kept.append(file.path)
+        # Chosen here, unlinked by the thread: unmapping and unlinking large files takes milliseconds.
         retired = [self._kept.pop(0) for _ in range(len(self._kept) - self._keep_versions)]
         self._hurry.clear()
         thread = threading.Thread(target=self._cleanup, args=(retired, file), name="documents", daemon=True)
@@ -131,6 +137,7 @@ class ShmPublisher:
 
     def _cleanup(self, retired: list[Path], file: SpareFile) -> None:
         directory, nbytes = file.path.parent, file.nbytes
+        # `settle` sets the event: a learner that is ready to publish again does not sit out this wait.
         self._hurry.wait(min(nbytes / _READERS_BYTES_PER_S, _READERS_MAX_S))
         file.drop()
         for path in retired:
@@ -193,6 +200,7 @@ class ShmReceiver:
         started = time.monotonic()
         try:
             with open(self._offer.name, "rb", opener=_open_plain) as file:
+                # The path alone proves nothing: another host or container may have a file of this name.
                 probe = os.pread(file.fileno(), PROBE_BYTES, 0)
                 if len(self._offer.probe) != PROBE_BYTES or probe != self._offer.probe:
                     raise NotAvailable(
@@ -212,6 +220,7 @@ class ShmReceiver:
 
 
 def _open_plain(path: str, flags: int) -> int:
+    # The path comes from a peer: no link is followed, and O_NONBLOCK keeps a FIFO from blocking the open.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 

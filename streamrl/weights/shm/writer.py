@@ -39,6 +39,7 @@ class SpareFile:
             path.unlink(missing_ok=True)
             raise
         finally:
+            # The mapping keeps the file; the descriptor is not needed any more.
             os.close(fd)
 
     def populate(self) -> None:
@@ -46,12 +47,14 @@ class SpareFile:
         try:
             for start in range(0, len(self.mapping), _POPULATE_BYTES):
                 self.mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(self.mapping) - start))
+                # Releases the interpreter lock: this runs beside training.
                 time.sleep(0)
         except OSError:
             pass  # an older kernel allocates pages when they are written
 
     def drop(self) -> None:
         """Unmap the file once its last view is gone."""
+        # A placeholder in its place: a mapping with exported views cannot be closed, only dropped.
         self.mapping = mmap.mmap(-1, 1)
 
     def move(self, path: Path) -> None:
@@ -66,6 +69,7 @@ def _reserve(fd: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
+        # File systems without fallocate: writing zeros reserves the room as well, only slower.
         zeros = bytes(_POPULATE_BYTES)
         for start in range(0, nbytes, len(zeros)):
             os.pwrite(fd, zeros[: min(len(zeros), nbytes - start)], start)
@@ -115,6 +119,7 @@ class DocumentWriter:
     def append(self, data: bytes | bytearray | memoryview) -> None:
         """The document's next bytes, copied; any length."""
         view = memoryview(data).cast("B")
+        # In pieces, so that the digest reads what the copy has just brought into the cache.
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             self.room(len(piece))[:] = piece
@@ -128,6 +133,7 @@ class DocumentWriter:
 
     def was_written(self, digests: list[bytes]) -> None:
         """Other processes have written the whole body; these are the digests of its buckets."""
+        # The digests were computed from the file after the writes of all ranks, so they cover every byte.
         self._digests, self._written = digests, self._nbytes
 
     def _next_bucket(self) -> None:
@@ -146,6 +152,7 @@ class DocumentWriter:
 
     def commit(self) -> Path:
         """Make the finished document visible under its final name; it never changes again."""
+        # Raises for an unfinished document before the rename, which is the commit.
         self.digests()
         assert self._file is not None, f"version {self._ref} was committed or aborted before"
         file = self._file
