@@ -105,7 +105,7 @@ class Renderer:
         return after
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens, spaces as they are."""
+        """Decode these tokens without special ones, spaces as they are."""
         return self._decode(list(token_ids))
 
     def whole_text(self, token_ids: Sequence[int]) -> str:

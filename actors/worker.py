@@ -75,7 +75,7 @@ class Worker:
         return self._handle.runtime
 
     async def run(self) -> LinkClosed:
-        """Until the hub stops us, we leave, or the engine is beyond repair."""
+        """Work until the hub stops this actor, it leaves, or the engine is beyond repair."""
         self.client.start()
         self._spawn(self._report_progress())
         try:

@@ -35,7 +35,7 @@ def watch(on_parent_exit: Callable[[], None]) -> bool:
 
 
 def end_with_parent() -> bool:
-    """Until `watch` is called again this process ends with its parent, whatever it does: it has nothing to save yet."""
+    """End this process with its parent, whatever it does, until `watch` is called again: it has nothing to save yet."""
     return watch(lambda: os._exit(1))
 
 
@@ -47,7 +47,7 @@ def _wait() -> None:
 
 
 def renew() -> None:
-    """Before this process replaces itself by exec, or starts children that share its standard input: they watch it."""
+    """Prepare for an exec, or for children that share standard input: they watch the parent in turn."""
     if _on_parent_exit is not None:
         os.environ[VARIABLE] = "stdin"
 

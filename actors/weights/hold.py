@@ -53,7 +53,7 @@ class VersionHold:
             self._free.set()
 
     async def released(self) -> None:
-        """Until no lease needs the version any more, or for as long as the leases allow."""
+        """Wait until no lease needs the version any more, or for as long as the leases allow."""
         if self._free.is_set() or self._over:
             return
         if self._open:  # else it may be asked for more in a moment

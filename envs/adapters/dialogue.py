@@ -56,11 +56,11 @@ class DialogueEnv:
         return Step(0.0, done=False, messages=more)
 
     async def last_step(self, action: str) -> Step:
-        """Without `interact`."""
+        """Score the conversation without calling `interact`."""
         return await self._scored(action)
 
     async def cut_step(self, action: str) -> Step:
-        """Without what `interact` answered: a conversation ends with the model's words."""
+        """Score the conversation without the answer of `interact`: it ends with the model's words."""
         self._messages = self._before
         return await self._scored(action)
 

@@ -86,7 +86,7 @@ def add_env_response(tokenizer: Any, sample: Sample, response: Mapping[str, Any]
 
 
 async def base_generate(*args: Any, **options: Any) -> Any:
-    """Never called: with an `env_step` alone, actors drive the generation themselves."""
+    """Refuse the call: with an `env_step` alone, actors drive the generation themselves."""
     raise TaskError("base_generate was called by the file: leave the call out, actors generate and call its env_step.")
 
 

@@ -24,7 +24,7 @@ class Game(TextEnv, Protocol):
     """A game that knows how it is won."""
 
     def solution(self) -> str:
-        """After `reset`: one action that wins at once."""
+        """One action that wins at once after `reset`."""
         ...
 
 

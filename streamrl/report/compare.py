@@ -90,7 +90,7 @@ def terminal_table(rows: Sequence[Sequence[str]], kept: Sequence[str]) -> str:
 
 
 def _short(label: str) -> str:
-    """Without sections of keys, and with three digits of long fractions."""
+    """Shorten a label: no sections of keys, three digits of long fractions."""
     label = re.sub(r"\b(?:\w+\.)+(\w+=)", r"\1", label)
     return re.sub(r"\d+\.\d{4,}(?:e[-+]?\d+)?", lambda number: f"{float(number[0]):.3g}", label)
 

@@ -171,7 +171,7 @@ def _href(page_folder: Path, target: Path) -> str:
 
 
 def _outdated(run: Path) -> bool:
-    """Without a report, or with one that is older than what it tells."""
+    """Whether a run has no report, or one that is older than the files it shows."""
     report = run / "report.html"
     told = [path.stat().st_mtime for name in ("metrics.jsonl", "summary.json", FAILURE, "notes.md", "samples.jsonl")
             if (path := run / name).exists()]

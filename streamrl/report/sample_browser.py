@@ -94,7 +94,7 @@ class Browser:
         return [*shown, *[Text()] * (room - len(shown)), *footer]
 
     def run(self, console: Console, read_keys: Callable[[], str]) -> None:
-        """Until a key ends it; the terminal is as it was afterwards."""
+        """Run until a key ends it; the terminal is as it was afterwards."""
         with console.screen():
             while True:
                 console.clear()

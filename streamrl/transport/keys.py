@@ -241,7 +241,7 @@ def _read_secret(path: Path, setting: str) -> str:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Never readable by others, not even for a moment."""
+    """Write a file that others can never read, not even for a moment."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)

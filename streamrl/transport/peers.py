@@ -142,7 +142,7 @@ class PeerLimit:
                                "process may have so many descriptors (ulimit -n)", surplus, allowed)
 
     def close(self) -> None:
-        """Before the router is closed."""
+        """Close the monitor; call it before the router is closed."""
         self._router.disable_monitor()
         self.monitor.close(linger=0)
 

@@ -180,7 +180,7 @@ class AdapterVllmEngine(VllmEngine):
                 shutil.rmtree(self._loras.pop(ref).folder, ignore_errors=True)
 
     async def _load_former(self) -> None:
-        """Into a core that was started again, with the base from its folder."""
+        """Load the former version into a core that was started again, with the base from its folder."""
         if (ref := self.installed) is not None:
             await self._take(self._loras[ref])
             self._open.set()

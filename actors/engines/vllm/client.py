@@ -51,7 +51,7 @@ class RequestTracker:
             self._open.discard(request)
 
     def cancel_all(self) -> None:
-        """Before the core is shut down: vLLM would leave its open requests waiting without limit."""
+        """Cancel all requests before the core is shut down: vLLM would leave them waiting without limit."""
         for request in self._open:
             request.cancel()
 

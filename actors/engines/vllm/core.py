@@ -98,7 +98,7 @@ class Core:
             await asyncio.sleep(_STAGED_CHECK_S)
 
     async def load(self, staged: StagedDocument, ref: VersionRef) -> None:
-        """Into a paused core, on every rank; then the label, then resume. On any failure it stays paused."""
+        """Load a version into a paused core, on every rank; then label, then resume. On any failure it stays paused."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
         await self.call(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries)))

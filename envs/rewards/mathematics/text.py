@@ -59,7 +59,7 @@ def clean(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Without white space and marks of text: how two answers are compared that nothing can read."""
+    """Strip white space and marks of text: the comparison of two answers that nothing can read."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _TEXT.sub(r"\1", text))  # 1 2 is not 12
 
 

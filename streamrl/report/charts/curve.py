@@ -35,7 +35,7 @@ class Curve:
 
 
 def finite(curve: Curve) -> Curve:
-    """Without values that are not finite, and thinned."""
+    """Drop values that are not finite, and thin the curve."""
     keep = [i for i, y in enumerate(curve.ys) if math.isfinite(y)]
     if curve.errors:
         return replace(curve, xs=[curve.xs[i] for i in keep], ys=[curve.ys[i] for i in keep],

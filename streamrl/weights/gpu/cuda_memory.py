@@ -140,6 +140,6 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Until what this thread asked of the device is done."""
+    """Wait until the work that this thread queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
