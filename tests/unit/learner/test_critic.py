@@ -94,7 +94,7 @@ def test_only_truncated_trajectories_have_a_value_after_their_end(checkpoints):
     scene.look()
 
     for micro in scene.micros:
-        ends = scene.objective.outputs(micro).bootstrap
+        ends = scene.one.plan.outputs_of(micro).bootstrap
         assert [bool(end != 0) for end in ends] == [i % 4 == 2 for i in micro.trajectory_ids]
 
 

@@ -85,7 +85,7 @@ def test_sequences_of_a_frame_become_pieces_with_their_own_prompts():
 
 @pytest.mark.parametrize(
     ("start", "prompt", "complaint"),
-    [(7, [1], "range 7..7"), (4, [], "a sequence has no prompt"), (0, [1], "range 0..0")],
+    [(7, [1], "tokens 7..7 must"), (4, [], "a sequence has no prompt"), (0, [1], "tokens 0..0 must")],
 )
 def test_sequences_that_would_be_trained_wrongly_are_refused_once_more(start, prompt, complaint):
     with pytest.raises(ContentError, match=complaint):
@@ -96,7 +96,7 @@ def test_sequences_that_would_be_trained_wrongly_are_refused_once_more(start, pr
 
 def test_a_sequence_without_an_action_is_refused_once_more():
     silent = member(sequences=(SequenceStart(3, pack_ids([1])), SequenceStart(5, pack_ids([1]))))
-    with pytest.raises(ContentError, match=r"tokens 3..5 has no action token"):
+    with pytest.raises(ContentError, match=r"tokens 3..5 must .* hold an action token"):
         TrajectoryReader().read([frame(silent)], version=9, learner_epoch=2)
 
 
@@ -180,9 +180,9 @@ def test_vtrace_runs_through_all_sequences_with_values_of_the_states_that_the_mo
     )
     torch.manual_seed(0)
     torch.nn.init.normal_(critic.module.outer.weight, std=0.5)
-    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
+    taken = OneBatch(made, rows, plan_of(rows), version=VERSION)
     micros = pack(rows, 40, bootstrap=True)
-    one.score(policy, micros, critic=critic)
+    taken.score(policy, micros, critic=critic)
 
     assert len(micros) == 2
     for micro, row in zip(micros, rows, strict=True):
@@ -196,8 +196,8 @@ def test_vtrace_runs_through_all_sequences_with_values_of_the_states_that_the_mo
         after = states[-1] if truncated else 0.0
         advantages, targets = literal_vtrace(ratios, rewards, values, after, gamma=0.9, lam=0.8)
 
-        torch.testing.assert_close(one.plan.advantages[micro.trajectory_ids].advantages[0], torch.tensor(advantages))
-        torch.testing.assert_close(one.plan.critic_targets(micro).targets[0], torch.tensor(targets))
+        torch.testing.assert_close(taken.plan.advantages[micro.trajectory_ids].advantages[0], torch.tensor(advantages))
+        torch.testing.assert_close(taken.plan.critic_targets(micro).targets[0], torch.tensor(targets))
 
 
 def test_without_a_critic_turn_rewards_reach_every_earlier_token_of_the_trajectory():

@@ -108,6 +108,6 @@ def test_any_text_can_be_taken_apart(text: str) -> None:
             kind, items = parts(clean(found))
             assert kind
             assert all(isinstance(quantity(item).value, str) for item in items)
-            assert number(clean(found)) is None or any(letter.isdigit() for letter in found)
+            assert number(clean(found)) is None or any(letter.isnumeric() for letter in found)
     if not any(letter.isdigit() for letter in text):
         assert score(FreeMath, "73519", text) == 0.0
