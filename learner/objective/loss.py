@@ -46,6 +46,7 @@ def token_loss(tokens: TokenBatch, plan: BatchPlan) -> LossTerms:
     assert plan.bounds is not None or objective.surrogate.fit is None, "run score_batch() before the first loss"
     advantages = shaped_advantages(tokens, plan)
     masks = trusted_tokens(tokens, plan, advantages)
+    # Every input that a surrogate may name; the entry picks the parameters of its function.
     surrogate = objective.surrogate({
         "policy_logprobs": tokens.policy, "behavior_logprobs": tokens.behavior, "proximal_logprobs": tokens.proximal,
         "anchor_logprobs": tokens.behavior if tokens.proximal is None else tokens.proximal,

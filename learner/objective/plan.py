@@ -77,6 +77,7 @@ class BatchPlan:
             ContentError: batch and trajectories disagree.
         """
         lag_policy = lag_policy or LagPolicy()
+        # Rules of rewards come first: every baseline must see the rewards that are trained on.
         rows, planned = list(trajectories), batch
         if objective.reward_rules is not None:
             rows, planned = objective.reward_rules.apply(trajectories, batch, ranks)
@@ -117,6 +118,7 @@ class BatchPlan:
         self, batch: MicroBatch, policy: Tensor, entropy: Tensor | None = None, *, version: int | None = None
     ) -> TokenBatch:
         """Per-token values [S, A] of a micro-batch under the policy's log-probs, at the optimizer step `version`."""
+        # Lags count from this step; masks and anchors from the first one, so that no token changes its mask between.
         return TokenBatch.of(
             batch, policy, entropy, self.outputs_of(batch), version=self.version if version is None else version,
             first_version=self.version, anchor=self.objective.anchor,
@@ -155,6 +157,7 @@ def _places(
         rows, weights=tensors.weights, advantages=row_advantages.advantages if known else None,
         oldest_lags=_oldest_lags(tensors, lag_policy), version=version,
     )
+    # Without a backward pass they still have ratios, which the staleness control reads.
     if objective.leave_out is LeaveOut.BACKWARD:
         return everything, frozenset(set(everything) - set(with_gradient))
     return with_gradient, None

@@ -96,6 +96,7 @@ def of_plan(
         weights[chosen] = aggregation_weights(
             counts[chosen], mode=avg_level, group_ids=group_ids[chosen], max_tokens=max_new_tokens
         )
+    # float64: a baseline subtracts nearly equal numbers.
     scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
     head_lags = torch.tensor([row.head_lag for row in plan], dtype=torch.int64)
     if spread_budget is not None:

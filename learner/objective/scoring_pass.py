@@ -48,6 +48,7 @@ def score_batch(
 
 def with_outputs(plan: BatchPlan, observed: Sequence[tuple[MicroBatch, PassOutputs]], ranks: Ranks) -> BatchPlan:
     """The plan with these outputs of the networks, and with what depends on all of them; a collective call."""
+    # An empty micro-batch only keeps this rank in step with the others' collectives.
     found = {batch.trajectory_ids: (batch, outputs) for batch, outputs in observed if batch.trajectory_ids}
     plan = replace(plan, outputs={key: outputs for key, (_, outputs) in found.items()})
     if POLICY not in plan.objective.needs:

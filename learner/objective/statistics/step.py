@@ -38,8 +38,10 @@ class StepStatistics:
         self._watched: Collection[int] = ()
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.begin_step(0)
+        # Every rank has the whole plan: added by each, a trajectory would count once a rank.
         if ranks.rank == 0:
             add_plan(self._meter, plan.batch)
+        # Metrics report the rewards of the task, whatever the rules made of them.
         add_trajectories(self._meter, plan.recorded)
 
     def begin_step(self, number: int) -> None:
