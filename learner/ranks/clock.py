@@ -20,7 +20,7 @@ class StepClock:
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
         self._times: dict[str, float] = {}
-        self.began = 0.0  # monotonic seconds at the start of the step
+        self.began = time.monotonic()  # at the start of the step; a lone trainer has no `begin_step`
 
     def begin_step(self) -> None:
         """The next step starts now; a stage that was timed since the last row counts for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from learner.loop.steering import Steering
 from learner.loop.train import train
 from learner.model.paths import model_directory
 from learner.objective.kl_options import needs_reference
+from learner.ranks.activity import Activity
+from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.setup import hub
 from learner.setup.compose import build_run, tear_down
@@ -100,3 +103,9 @@ def test_recorded_batches_are_dealt_to_minibatches_as_the_hub_deals_them():
 
     assert [row.minibatch for row in taken.plan] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert RecordedBatches([]).next_batch(0) is None
+
+
+def test_the_first_step_of_a_lone_trainer_began_when_its_clock_was_made():
+    before = time.monotonic()
+
+    assert before <= StepClock(Activity()).began <= time.monotonic()
