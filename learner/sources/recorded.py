@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.objective.statistics.trained import TrainedBatch
 from learner.sources.batch import Batch
+from streamrl.errors import ContentError
 from streamrl.messages import PlanRow
 
 
@@ -26,7 +27,11 @@ class RecordedBatches:
         self._num_minibatches, self._reader = num_minibatches, TrajectoryReader(vocab_size=vocab_size)
 
     def next_batch(self, version: int) -> Batch | None:
-        """The next batch, None at the end. Raises WireError: a group cannot be read, or has tokens of a later one."""
+        """The next batch, None at the end.
+
+        Raises:
+            WireError: a group cannot be read, or has tokens of a later version; or `plan_of` refuses the batch.
+        """
         frames = next(self._batches, None)
         if frames is None:
             return None
@@ -38,13 +43,25 @@ class RecordedBatches:
 
 
 def plan_of(rows: Sequence[Trajectory], version: int, *, num_minibatches: int = 1) -> tuple[PlanRow, ...]:
-    """The plan of a batch that one rank trains whole at this version."""
+    """The plan of a batch that one rank trains whole at this version.
+
+    Raises:
+        ContentError: there is no trajectory, or the groups cannot be dealt into equal minibatches.
+    """
     places = {group_id: place for place, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
+    if not places:
+        raise ContentError("batch", "the batch has no trajectory: give at least one group with an answer")
+    if len(places) % num_minibatches:
+        raise ContentError(
+            "batch",
+            f"a batch of {len(places)} groups cannot be split over learner.num_minibatches={num_minibatches} equal "
+            "minibatches: give a multiple of it",
+        )
     return tuple(
         PlanRow(
             row.group_id, row.index, 0, row.num_tokens, row.num_action_tokens, row.reward,
             version - int(row.versions[row.mask].min()) if row.mask.any() else 0,
-            minibatch=places[row.group_id] * num_minibatches // max(1, len(places)),
+            minibatch=places[row.group_id] * num_minibatches // len(places),
         )
         for row in rows
     )

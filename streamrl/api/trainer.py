@@ -47,10 +47,14 @@ class Trainer:
         Args:
             groups: as `recorded_group` makes them, or the frames that actors sent.
         Raises:
-            WireError: a group cannot be read, or has tokens of a later version.
+            WireError: a group cannot be read, has tokens of a later version or outside the vocabulary; or there is
+                no group, or a number of them that `learner.num_minibatches` does not divide.
         """
         frames = [one if isinstance(one, bytes) else bytes(encode(one)) for one in groups]
-        source = RecordedBatches([frames], num_minibatches=self._config.learner.num_minibatches)
+        source = RecordedBatches(
+            [frames], num_minibatches=self._config.learner.num_minibatches,
+            vocab_size=self._trainer.networks.policy.vocab_size,
+        )
         batch = source.next_batch(self.version)
         assert batch is not None
         trained = self._trainer.train_batch(batch.rows, batch.plan, lag_policy=self._staleness.lag_policy)

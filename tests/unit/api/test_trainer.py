@@ -47,6 +47,10 @@ def test_what_it_cannot_train_on_is_said(model, tmp_path):
     trainer = streamrl.Trainer(model)
     with pytest.raises(WireError, match="training is at 0"):
         trainer.train([streamrl.recorded_group(1, PROMPT, [(GOOD, [-1.0] * 3, 1.0)], version=4)])
+    with pytest.raises(WireError, match=r"id 9999 is outside the vocabulary"):
+        trainer.train([streamrl.recorded_group(1, PROMPT, [([9999], [-1.0], 1.0)])])
+    with pytest.raises(WireError, match="no trajectory"):
+        trainer.train([])
     with pytest.raises(ConfigError, match="did you mean"):
         streamrl.Trainer(model, policy__optimizer__rate=1.0)
     with pytest.raises(ConfigError, match="there is no such folder"):

@@ -23,6 +23,7 @@ from learner.setup.trainer import load_networks, make_objective, make_staleness,
 from learner.sources.batch import BatchSource
 from learner.sources.recorded import RecordedBatches
 from streamrl.config.load import load_config
+from streamrl.errors import ContentError
 from tests.fakes.batch_log import FakeHubLink, FakeHubProcess, batch
 from tests.unit.learner.test_exact_run import SMALL, FakeStop
 
@@ -103,6 +104,15 @@ def test_recorded_batches_are_dealt_to_minibatches_as_the_hub_deals_them():
 
     assert [row.minibatch for row in taken.plan] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert RecordedBatches([]).next_batch(0) is None
+
+
+def test_a_batch_that_cannot_be_planned_is_refused_as_the_hub_refuses_it():
+    frames = batch(0, steps_per_batch=1, num_groups=3, group_size=2).groups
+
+    with pytest.raises(ContentError, match="no trajectory"):
+        RecordedBatches([[]]).next_batch(0)
+    with pytest.raises(ContentError, match="3 groups cannot be split over learner.num_minibatches=2"):
+        RecordedBatches([frames], num_minibatches=2).next_batch(0)
 
 
 def test_the_first_step_of_a_lone_trainer_began_when_its_clock_was_made():
