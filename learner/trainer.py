@@ -73,8 +73,8 @@ class TrainerSettings:
         return self.num_minibatches * self.num_epochs
 
 
-class Observer:
-    """Callbacks at fixed places inside a batch; these do nothing."""
+class Callbacks:
+    """Methods that the trainer calls at fixed places inside a batch; these do nothing."""
 
     def planned(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """The batch is planned and packed, and has had no pass yet. A collective call."""
@@ -82,14 +82,14 @@ class Observer:
     def queued(self) -> None:
         """The work of a micro-batch is queued; must not wait."""
 
-    def lr_scale(self, _measured: Meter) -> float:
+    def lr_scale(self, measured: Meter) -> float:
         """Factor on the learning rate of the optimizer step that `measured` is about."""
         return 1.0
 
     def stepped(self, version: int) -> None:
         """An optimizer step led to this version, and others of its batch follow. A collective call."""
 
-    def trained(self, _measured: Meter, _result: BatchResult) -> bool:
+    def trained(self, measured: Meter, result: BatchResult) -> bool:
         """The batch is trained, and the version still that of before.
 
         Returns:
@@ -104,7 +104,7 @@ class Trainer:
 
     Attributes:
         version: optimizer steps done.
-        observer: called at fixed places inside each batch.
+        callbacks: called at fixed places inside each batch.
     """
 
     networks: Networks
@@ -113,7 +113,7 @@ class Trainer:
     settings: TrainerSettings
     ranks: Ranks = field(default_factory=Ranks)
     version: int = 0
-    observer: Observer = field(default_factory=Observer)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     clock: StepClock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,9 +146,9 @@ class Trainer:
                 self.objective, rows, batch, version=self.version, ranks=self.ranks, lag_policy=lag_policy
             )
             minibatches, statistics = self._pack(plan), StepStatistics(plan, self.ranks)
-        self.observer.planned(plan, statistics)
+        self.callbacks.planned(plan, statistics)
         trained = self._update(plan, minibatches, statistics)
-        frozen = self.observer.trained(trained.measured, trained.result)
+        frozen = self.callbacks.trained(trained.measured, trained.result)
         self._advance(trained.result)
         self._move_weights(trained, frozen=frozen)
         return trained
@@ -188,13 +188,13 @@ class Trainer:
                 meter = statistics.finish()
                 result = optimizer_step(
                     self.networks.policy, self.networks.optimizer, self.schedule, step=plan.version + number,
-                    lr_scale=self.observer.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
+                    lr_scale=self.callbacks.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
                     ranks=self.ranks, frozen=self.warming_up,
                 )
             total.merge(meter.totals_for_ranks())
             results.append(result)
             if number + 1 < len(passes) and not result.skipped:
-                self.observer.stepped(plan.version + number + 1)
+                self.callbacks.stepped(plan.version + number + 1)
         return TrainedBatch(total, BatchResult(tuple(results)), statistics, critic)
 
     def _scored(self, plan: BatchPlan, batch: Sequence[MicroBatch], statistics: StepStatistics) -> BatchPlan:
@@ -216,7 +216,7 @@ class Trainer:
             for at, micro_batch in enumerate(minibatch):
                 reduce_gradients(policy, at == last or not self.settings.reduce_once)
                 forward_backward(policy, micro_batch, plan, statistics, self.ranks)
-                self.observer.queued()
+                self.callbacks.queued()
 
     def _advance(self, result: BatchResult) -> None:
         """The version goes up by the batch's optimizer steps, unless none of them had finite gradients."""

@@ -29,14 +29,14 @@ from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.sources.batch import Batch, BatchSource
 from learner.sources.quarantine import Quarantine
-from learner.trainer import Observer, Trainer
+from learner.trainer import Callbacks, Trainer
 from streamrl.config.schema import Config, PublishWhen
 from streamrl.messages import Lineage
 from streamrl.metrics.meter import Meter
 
 
 @dataclass
-class Run(Observer):
+class Run(Callbacks):
     """One learner process's share of a run. Rank 0 alone holds hub process and recorder.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run(Observer):
     def __post_init__(self) -> None:
         self.process_use = ProcessUse(self.ranks.device)
         self.steering = Steering(self.staleness, self.ranks, self.trainer.clock)
-        self.trainer.observer = self
+        self.trainer.callbacks = self
 
     @property
     def ranks(self) -> Ranks:

@@ -8,11 +8,11 @@ from learner.control.staleness import StalenessControl
 from learner.model.gradients import BatchResult
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
-from learner.trainer import Observer
+from learner.trainer import Callbacks
 from streamrl.metrics.meter import Meter
 
 
-class Steering(Observer):
+class Steering(Callbacks):
     """Lets what each batch measured steer the learning rate, and the lead and the bound on the lag of later ones."""
 
     def __init__(self, staleness: StalenessControl, ranks: Ranks, clock: StepClock) -> None:

@@ -202,7 +202,7 @@ def lone_trainer(config: Config) -> tuple[Trainer, StalenessControl, Path]:
     )
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     trainer = make_trainer(config, networks, objective, ranks, adapter=adapter)
-    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    trainer.callbacks = Steering(staleness, ranks, trainer.clock)
     return trainer, staleness, model_dir
 
 

@@ -66,7 +66,7 @@ def test_a_list_of_the_groups_of_a_run_gives_its_weights_bit_by_bit(harness):
         config, run.model_dir, ResumeState("again"), ranks, with_critic=objective.has_critic, with_reference=False
     )
     trainer = make_trainer(config, networks, objective, ranks)
-    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    trainer.callbacks = Steering(staleness, ranks, trainer.clock)
     source = RecordedBatches([batch.share.groups for batch in kept.batches])
     for recorded in kept.batches:
         batch = source.next_batch(trainer.version)

@@ -22,7 +22,7 @@ from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import token_loss
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from learner.trainer import Observer, Trainer, TrainerSettings
+from learner.trainer import Callbacks, Trainer, TrainerSettings
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
@@ -65,7 +65,7 @@ def trained(directory, rows, *, advantage=GROUP_STD, loss=AREAL, num_epochs=E, p
     return weights, trained.measured.flush(1), trainer, trained.result
 
 
-class NotesVersions(Observer):
+class NotesVersions(Callbacks):
     """Notes the versions inside a batch."""
 
     def __init__(self):
@@ -82,7 +82,7 @@ def trainer_of(policy, advantage, loss, *, num_epochs, num_minibatches=1, max_to
     )
     return Trainer(
         Networks(policy, make_optimizer(policy, OptimizerConfig(lr=LR))), schedule or Schedule("linear", LR, 8),
-        objective, TrainerSettings(max_tokens, num_minibatches, num_epochs), version=VERSION, observer=NotesVersions(),
+        objective, TrainerSettings(max_tokens, num_minibatches, num_epochs), version=VERSION, callbacks=NotesVersions(),
     )
 
 
@@ -142,7 +142,7 @@ def test_k_minibatches_and_e_epochs_are_a_literal_decoupled_ppo_with_a_frozen_an
         torch.testing.assert_close(weights[name], parameter, atol=moved / 500, rtol=0, msg=name)
     num_tokens = sum(row.num_action_tokens for row in rows)
     assert stats["policy/clip_fraction"] * num_tokens * E == pytest.approx(num_clipped, abs=2)
-    assert trainer.observer.inside == [6, 7, 8] and len(result.steps) == 4 and result.num_skipped == 0
+    assert trainer.callbacks.inside == [6, 7, 8] and len(result.steps) == 4 and result.num_skipped == 0
 
 
 def test_each_step_trains_at_its_own_version_and_lags_are_those_of_every_step(checkpoints):
@@ -176,7 +176,7 @@ def test_one_minibatch_and_one_epoch_are_the_single_step_of_before_bit_by_bit(ch
     once, _, trainer, result = trained(checkpoints["qwen3-tied"], rows, loss=loss, num_epochs=1, plan=plan_of(rows))
     twice, _, _, _ = trained(checkpoints["qwen3-tied"], rows, loss=loss, num_epochs=2, plan=plan_of(rows))
 
-    assert trainer.observer.inside == [] and len(result.steps) == 1 and not trainer.objective.needs
+    assert trainer.callbacks.inside == [] and len(result.steps) == 1 and not trainer.objective.needs
     assert any(not torch.equal(once[name], twice[name]) for name in once)
 
 
@@ -220,7 +220,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_done(checkpoin
     assert [step.skipped for step in result.steps] == [True, False, True, False]
     assert result.num_skipped == 2 and not result.skipped and math.isfinite(result.grad_norm)
     assert all(parameter.isfinite().all() for parameter in weights.values())
-    assert trainer.observer.inside == [7]
+    assert trainer.callbacks.inside == [7]
 
 
 @pytest.mark.parametrize(("when", "expected"), [("every_optimizer_step", [6]), ("every_step", [])])

@@ -69,7 +69,7 @@ def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
         with_reference=needs_reference(config.kl, config.constraint),
     )
     trainer = make_trainer(config, networks, objective, ranks)
-    trainer.observer = Steering(staleness, ranks, trainer.clock)
+    trainer.callbacks = Steering(staleness, ranks, trainer.clock)
     shape = {"steps_per_batch": steps_of(config), "num_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
     recorded = [batch(number * steps_of(config), **shape).groups for number in range(NUM_STEPS)]
     source: BatchSource = RecordedBatches(recorded, num_minibatches=config.learner.num_minibatches)
