@@ -68,7 +68,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         partial(_hub_settings, config, run_dir, given, ranks, documents, staleness.bounds), run_dir,
         given.learner_epoch, ranks, undo, silent_s=config.learner.rank_silent_s,
     )
-    trainer, adapter = load_trainer(config, given, staleness, ranks)
+    trainer, adapter = load_trainer(config, given.model_dir, given.past, staleness, ranks)
     shm = None
     if ranks.rank == 0:
         remove_run_dir(documents, given.past.run_id)  # what a dead predecessor left

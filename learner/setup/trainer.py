@@ -32,7 +32,6 @@ from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks
-from learner.setup.inputs import Inputs
 from learner.setup.preflight import check_losses, check_models
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
@@ -43,16 +42,15 @@ log = logging.getLogger("streamrl.learner")
 
 
 def load_trainer(
-    config: Config, given: Inputs, staleness: StalenessControl, ranks: Ranks
+    config: Config, model_dir: Path, past: ResumeState, staleness: StalenessControl, ranks: Ranks
 ) -> tuple[Trainer, AdapterOf | None]:
     """The trainer with its networks, and what identifies the adapter that it trains, if it is one."""
-    past = given.past
     objective = make_objective(config, staleness, past.controls, num_steps=past.version // steps_per_batch(config))
-    adapter = describe_adapter(config.policy.lora, given.model_dir, ranks)
+    adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
     networks = load_networks(
-        config, given.model_dir, past, ranks, with_critic=objective.has_critic,
+        config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
     )
     return make_trainer(config, networks, objective, ranks, version=past.version, adapter=adapter), adapter
@@ -189,21 +187,20 @@ def _restore_beside(checkpoint: Checkpoint, networks: Networks, *, reference_mov
 
 
 def lone_trainer(config: Config) -> tuple[Trainer, StalenessControl, Path]:
-    """A trainer in this process alone, without a hub; what steers it; and the folder of the model it starts from."""
+    """A trainer without a hub; what steers it; and the folder of the model it starts from. Raises ConfigError."""
     check_models(config, log.info)
     check_losses(config)
+    model_dir = Path(str(config.policy.model_path))
+    return *steered_trainer(config, model_dir), model_dir
+
+
+def steered_trainer(config: Config, model_dir: Path) -> tuple[Trainer, StalenessControl]:
+    """A trainer at version 0 in this process alone, and the staleness control that steers it."""
     torch.manual_seed(config.run.seed)
-    ranks, model_dir = Ranks(), Path(str(config.policy.model_path))
-    staleness = make_staleness(config, {})
-    objective = make_objective(config, staleness, {}, num_steps=0)
-    networks = load_networks(
-        config, model_dir, ResumeState("alone"), ranks, with_critic=objective.has_critic,
-        with_reference=needs_reference(config.kl, config.constraint),
-    )
-    adapter = describe_adapter(config.policy.lora, model_dir, ranks)
-    trainer = make_trainer(config, networks, objective, ranks, adapter=adapter)
+    ranks, staleness = Ranks(), make_staleness(config, {})
+    trainer, _ = load_trainer(config, model_dir, ResumeState("alone"), staleness, ranks)
     trainer.callbacks = Steering(staleness, ranks, trainer.clock)
-    return trainer, staleness, model_dir
+    return trainer, staleness
 
 
 def save_policy(config: Config, trainer: Trainer, model_dir: Path, folder: Path) -> Path:

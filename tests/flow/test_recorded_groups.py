@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.checkpoint.resume import ResumeState
-from learner.loop.steering import Steering
 from learner.loop.train import train
 from learner.ranks.mesh import Ranks
 from learner.setup.compose import build_run, tear_down
-from learner.setup.trainer import load_networks, make_objective, make_staleness, make_trainer
+from learner.setup.trainer import steered_trainer
 from learner.sources.batch import Batch, BatchSource
 from learner.sources.recorded import RecordedBatches
 from streamrl.config.load import load_config
@@ -48,8 +46,8 @@ def weights(networks) -> dict[str, torch.Tensor]:
 
 
 def test_a_list_of_the_groups_of_a_run_gives_its_weights_bit_by_bit(harness):
-    words, ranks = harness.words(*WORDS), Ranks()
-    run = build_run(load_config(words), harness.run_dir, NeverStops(), ranks)
+    words = harness.words(*WORDS)
+    run = build_run(load_config(words), harness.run_dir, NeverStops(), Ranks())
     run.source = kept = Keeps(run.source)
     try:
         harness.actor("a0")
@@ -58,21 +56,13 @@ def test_a_list_of_the_groups_of_a_run_gives_its_weights_bit_by_bit(harness):
     finally:
         tear_down(run)
 
-    config = load_config(words)
-    torch.manual_seed(config.run.seed)
-    staleness = make_staleness(config, {})
-    objective = make_objective(config, staleness, {}, num_steps=0)
-    networks = load_networks(
-        config, run.model_dir, ResumeState("again"), ranks, with_critic=objective.has_critic, with_reference=False
-    )
-    trainer = make_trainer(config, networks, objective, ranks)
-    trainer.callbacks = Steering(staleness, ranks, trainer.clock)
+    trainer, staleness = steered_trainer(load_config(words), run.model_dir)
     source = RecordedBatches([batch.share.groups for batch in kept.batches])
     for recorded in kept.batches:
         batch = source.next_batch(trainer.version)
         assert batch.plan == recorded.plan
         trainer.train_batch(batch.rows, batch.plan, lag_policy=staleness.lag_policy)
 
-    again = weights(networks)
+    again = weights(trainer.networks)
     assert trainer.step == NUM_STEPS and again.keys() == trained.keys()
     assert [name for name in trained if not torch.equal(again[name], trained[name])] == []

@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from envs.registry import task_of
-from learner.checkpoint.resume import ResumeState
-from learner.loop.steering import Steering
 from learner.loop.train import train
 from learner.model.paths import model_directory
-from learner.objective.kl_options import needs_reference
 from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.setup import hub
 from learner.setup.compose import build_run, tear_down
-from learner.setup.trainer import load_networks, make_objective, make_staleness, make_trainer
+from learner.setup.trainer import steered_trainer
 from learner.sources.batch import BatchSource
 from learner.sources.recorded import RecordedBatches
 from streamrl.config.load import load_config
@@ -56,20 +53,12 @@ def steps_of(config) -> int:
 
 def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
     """The policy after the same batches, from a list of recorded groups."""
-    config, ranks = config_of(folder, *words), Ranks()
-    torch.manual_seed(config.run.seed)
+    config = config_of(folder, *words)
     model_dir = model_directory(
-        config.policy, task_of(config), ranks, seed=config.run.seed, num_threads=1,
+        config.policy, task_of(config), Ranks(), seed=config.run.seed, num_threads=1,
         max_positions=config.learner.max_tokens_per_device,
     )
-    staleness = make_staleness(config, {})
-    objective = make_objective(config, staleness, {}, num_steps=0)
-    networks = load_networks(
-        config, model_dir, ResumeState("alone"), ranks, with_critic=objective.has_critic,
-        with_reference=needs_reference(config.kl, config.constraint),
-    )
-    trainer = make_trainer(config, networks, objective, ranks)
-    trainer.callbacks = Steering(staleness, ranks, trainer.clock)
+    trainer, staleness = steered_trainer(config, model_dir)
     shape = {"steps_per_batch": steps_of(config), "num_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
     recorded = [batch(number * steps_of(config), **shape).groups for number in range(NUM_STEPS)]
     source: BatchSource = RecordedBatches(recorded, num_minibatches=config.learner.num_minibatches)
@@ -77,7 +66,7 @@ def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
         trained = trainer.train_batch(taken.rows, taken.plan, lag_policy=staleness.lag_policy)
         source.trained(trainer.version, trained)
     assert trainer.step == NUM_STEPS
-    return {name: p.detach() for name, p in networks.policy.named_parameters()}
+    return {name: p.detach() for name, p in trainer.networks.policy.named_parameters()}
 
 
 @pytest.mark.parametrize(
