@@ -103,10 +103,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generated turn; `logprobs` are of the sampled tokens under the processed distribution (0.0 for greedy)."""
+    """One generated turn."""
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float]  # of the sampled tokens under the processed distribution, 0.0 for greedy
     spans: list[VersionSpan]
     finish: str  # "stop" (eos or stop string), "length" or "abort"
 

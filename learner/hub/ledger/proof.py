@@ -14,7 +14,7 @@ from learner.hub.ledger.tables.lifecycle import GROUPS
 from streamrl.messages import Group, Member, MemberStatus
 
 FRAMES_EVERY = 16
-"""Of so many batches one is read from its frames, the first included. The others go by the versions that were noted on
+"""Every so many batches, from the first on, one is read from its frames. The others go by the versions noted on
 arrival, which takes a fifth of the time and none that grows with the length of answers."""
 
 

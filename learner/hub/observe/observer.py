@@ -15,7 +15,7 @@ class Arrival:
     actor_id: str
     group: Group
     num_bytes: int = 0
-    """Of the message on the wire."""
+    """Size of the message on the wire."""
     accepted: bool = True
     num_open: int = 0
     """Groups that actors work on now."""

@@ -84,7 +84,7 @@ class HubContext:
     arrivals: Arrivals = field(default_factory=Arrivals)
     trust: ActorTrust = field(init=False)
     observers: tuple[Observer, ...] = field(init=False)
-    """Those of above and others; each is told of every event of every actor."""
+    """All observers, those above included; each is told of every event of every actor."""
     rank_watch: RankWatch = field(init=False)
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
     _told_records: LogLimit = field(default_factory=lambda: LogLimit(log))

@@ -20,7 +20,7 @@ from streamrl.messages import Limits, Lineage, Sampling
 
 
 class EvalSetSettings(msgspec.Struct, frozen=True):
-    """One of `eval.datasets`: its records, their environment, and how answers are drawn."""
+    """An entry of `eval.datasets`: its records, their environment, and how answers are drawn."""
 
     name: str
     env: EnvConfig

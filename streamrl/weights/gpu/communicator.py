@@ -91,8 +91,8 @@ class CallingThread:
         self._calls.put(call)
         return call
 
-    def end(self) -> None:
-        """Let it end once its call has returned."""
+    def request_exit(self) -> None:
+        """Exit after the current call returns."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -135,12 +135,12 @@ class Threads:
         call = one.begin(work)
         # A thread of one call: told at once to end after it.
         if caller is None:
-            one.end()
+            one.request_exit()
         deadline = time.monotonic() + deadline_s
         while not call.done.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic()))):
             late = time.monotonic() >= deadline
             if late or stop.is_set():
-                one.end()
+                one.request_exit()
                 error = CommunicatorError(f"{what} was not done in {deadline_s:g} s" if late else f"{what} was stopped")
                 error.thread = one.thread  # type: ignore[attr-defined]
                 raise error
@@ -206,10 +206,10 @@ class GuardedCommunicator:
     def close(self) -> None:
         """Leave the group; a healthy communicator is closed, a stopped one aborted."""
         if self._inner is None or self._dead:
-            self._caller.end()
+            self._caller.request_exit()
             return
         self._dead = True
-        self._caller.end()
+        self._caller.request_exit()
         # Closing waits for the other ranks in some versions of NCCL; aborting does not.
         self._end(self._inner)
 
@@ -223,7 +223,7 @@ class GuardedCommunicator:
             )
         except Exception as error:
             self._dead = True
-            self._caller.end()
+            self._caller.request_exit()
             thread = getattr(error, "thread", None)
             if inner is not None:
                 self._end(inner)
