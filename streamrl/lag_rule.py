@@ -10,12 +10,19 @@ only place of the rule: the config makes a `LagRule`, the staleness control move
     window       an open group is overtaken by at most W later ones
     L2 age       version + S - 1 - oldest token <= max_lag     on arrival, and at the cut; version: of batch n, n S
     bound        S (eta + ceil(W / B)) + S - 1                 the default of max_lag: L2 then never fires
+    L3 forced    groups held >= (eta + 1) B at the cut         only with `force`; at the end of a run all that are left
 
 Proof of the bound. Let a group be granted at rank r to an actor with version v installed, so S (r // B) <= v + eta S.
 Its tokens are of version v or newer, since installs only go up. Until batch n, which trains it, the learner trains
 n B groups: each was counted in r or has overtaken the group, so n B <= r + W. Groups that are dropped only lower the
 rank. Hence n <= (r + W) // B <= r // B + ceil(W / B). The last step of batch n trains at version n S + S - 1, so no lag
 exceeds S (r // B) + S ceil(W / B) + S - 1 - v, which is at most the bound. With S = 1 it is eta + ceil(W / B).
+
+Forced lag. With L3 nothing is open when batch n is cut, and the newest group held belongs to batch n + eta. It was
+granted after batch n - 1 was cut, since capacity (L1 lead) had no place for it before batch n - 1 was trained, and its
+grant needed version n S, of which there is no successor before batch n is cut. So all its tokens are of version n S
+exactly, and it trains at lag S eta to S eta + S - 1. The first eta batches are younger, since the start version made
+them; so is what replaces groups that were dropped, or given to another actor, after their batch was complete.
 
 The grant rule reads the version *installed on the actor*. With the learner's own version in its place a late install
 breaks the bound, and so does consuming groups in order of completion; tests show both.
@@ -36,6 +43,7 @@ class LagRule:
         groups_per_batch: B, groups consumed by one batch.
         max_lag: hard bound on `version - token version` at every optimizer step that trains the token.
         steps_per_batch: S, optimizer steps of one batch.
+        force: the lead is always used up before a batch is cut, so that the lag is this many batches; equals eta.
     """
 
     eta: int
@@ -43,6 +51,7 @@ class LagRule:
     groups_per_batch: int
     max_lag: int
     steps_per_batch: int = 1
+    force: int | None = None
 
     @classmethod
     def of(cls, *, max_lag: int | None, **terms: int) -> LagRule:
@@ -58,6 +67,8 @@ class LagRule:
         for name in ("eta", "window", "max_lag"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.force not in (None, self.eta):
+            raise ValueError(f"force={self.force} is not eta={self.eta}: a forced lag is a lead that is always used up")
         least = replace(self, window=0).bound
         if self.max_lag < least:  # even with no overtaking, grants would admit what the cut refuses
             raise ValueError(
@@ -76,6 +87,13 @@ class LagRule:
     def may_overtake(self, num_overtaken: int) -> bool:
         """Whether so many later groups may pass the oldest open one."""
         return num_overtaken <= self.window
+
+    def num_to_cut(self, num_left: int | None) -> int:
+        """L3: groups that must be held before a batch is cut; `num_left` of the run are not yet cut, None: no end."""
+        if self.force is None:
+            return self.groups_per_batch
+        full = (self.eta + 1) * self.groups_per_batch
+        return full if num_left is None else min(full, max(num_left, self.groups_per_batch))
 
     @property
     def bound(self) -> int:

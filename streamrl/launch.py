@@ -23,9 +23,8 @@ from typing import Any
 import zmq
 
 from streamrl.config.devices import placement_of
-from streamrl.config.eval_sets import eval_sets
+from streamrl.config.eval_sets import eval_sets, sampling_note
 from streamrl.config.load import load_config, to_plain
-from streamrl.config.rules import sampling_note
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
 from streamrl.gpus import Placement, environment_for, visible_gpus

@@ -60,7 +60,7 @@ class StalenessControl:
         self._needs_m2 = loss.zscore_bound is not None
         self._publish_on_drift = when is PublishWhen.drift
         self._opsm_on_drift = loss.opsm_delta is not None and loss.opsm_when is OpsmWhen.over_budget
-        self._eta, self._mode, self._decay = staleness.eta, staleness.mode, staleness.decay
+        self._eta, self._mode, self._decay = rule.eta, staleness.mode, staleness.decay
         self._rule, self._steps = rule, rule.steps_per_batch
         self._soft_slack = soft_max_lag - self._steps * self._eta
         # The lag bound is steered in batches, as a number of at least 1; its distance to eta never changes.

@@ -21,7 +21,7 @@ from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from streamrl.config.addresses import is_wildcard
 from streamrl.config.load import to_plain
-from streamrl.config.rules import largest_max_lag, lookahead
+from streamrl.config.rules import largest_max_lag, lead, lookahead
 from streamrl.config.schema import LearnerConfig
 from streamrl.metrics.files import read_object
 from streamrl.named_code import words_for_actors
@@ -78,6 +78,7 @@ def announce(run: Run) -> None:
     """Log where actors connect, and how old data may get."""
     connect = json.loads((run.run_dir / "hub.json").read_text())["connect"]
     rollout, staleness, steps = run.config.rollout, run.config.staleness, run.trainer.settings.steps_per_batch
+    how = " at first" if staleness.adaptive.enabled else "" if staleness.force is None else " (forced)"
     key = ["actors.key=FILE"] if run.config.hub.keys else []
     words = shlex.join([f"connect={connect}", *key, *words_for_actors(to_plain(run.config))])
     log.info("hub listens at %s: start actors with  streamrl actor %s", connect, words)
@@ -89,8 +90,8 @@ def announce(run: Run) -> None:
         "run %s (id %s), epoch %d, step %d of %d; B=%d groups x G=%d%s, eta=%d%s, window=%d: head lag is at most %d",
         run.run_dir.name, run.run_id, run.learner_epoch, run.step, run.config.trainer.num_steps,
         rollout.num_prompts_per_step, rollout.num_responses_per_prompt,
-        f", {steps} optimizer steps a batch" if steps > 1 else "", staleness.eta,
-        " at first" if staleness.adaptive.enabled else "", lookahead(run.config), largest_max_lag(run.config),
+        f", {steps} optimizer steps a batch" if steps > 1 else "", lead(run.config),
+        how, lookahead(run.config), largest_max_lag(run.config),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from streamrl.config.load import with_settings
@@ -125,3 +125,18 @@ def _values(where: str, given: Any) -> dict[str, Any]:
     values |= {"data": data} if data else {}
     values |= {"rollout": {"test": {"sampling": dict(given["sampling"])}}} if "sampling" in given else {}
     return values
+
+
+def sampling_note(config: Config) -> str:
+    """Describe how evaluation samples differently from training, after the word "evaluation"; "" if it does not."""
+    train, test = config.rollout.train.sampling, eval_sampling(config)
+    pairs = ((item.name, getattr(test, item.name), getattr(train, item.name)) for item in fields(SamplingConfig))
+    differ = {name: f"{name} {_short(here)} (training {_short(there)})" for name, here, there in pairs if here != there}
+    is_greedy = test.temperature == 0 and differ.pop("temperature", "") != ""
+    greedy = f"is greedy (temperature 0); training samples at temperature {train.temperature:g}" if is_greedy else ""
+    others = f"samples with {', '.join(differ.values())}" if differ else ""
+    return "; ".join(part for part in (greedy, others) if part)
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

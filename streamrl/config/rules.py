@@ -34,6 +34,12 @@ SMALLEST_VLLM_CPU_HEAD = 32
 """Its attention on a CPU takes no smaller head size."""
 
 
+def lead(config: Config) -> int:
+    """Eta at the start, in batches; a forced lag is a lead that is always used up."""
+    force = config.staleness.force
+    return config.staleness.eta if force is None else force
+
+
 def lookahead(config: Config) -> int:
     """W, the look-ahead window in groups."""
     window = config.staleness.num_lookahead_groups
@@ -52,8 +58,8 @@ def lag_rule(config: Config) -> LagRule:
     staleness = config.staleness
     given = staleness.hard_max_lag if staleness.mode is StalenessMode.reweight else staleness.max_lag
     terms = {
-        "window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step, "max_lag": given,
-        "steps_per_batch": steps_per_batch(config),
+        "eta": lead(config), "window": lookahead(config), "groups_per_batch": config.rollout.num_prompts_per_step,
+        "max_lag": given, "steps_per_batch": steps_per_batch(config),
     }
     # Every other term of the rule is the setting of its name, so that a new term is not listed here.
     named = {term.name: getattr(staleness, term.name) for term in fields(LagRule) if term.name not in terms}
@@ -75,7 +81,7 @@ def largest_eta(config: Config) -> int:
     """The largest lead that the run may ever have."""
     adaptive = config.staleness.adaptive
     moves = adaptive.enabled and adaptive.rule is not AdaptiveRule.fixed
-    return max(config.staleness.eta, adaptive.max_eta) if moves else config.staleness.eta
+    return max(lead(config), adaptive.max_eta) if moves else lead(config)
 
 
 def largest_max_lag(config: Config) -> int:
@@ -87,21 +93,6 @@ def eval_sampling(config: Config) -> SamplingConfig:
     """The sampling of an evaluation: as in training where `rollout.test.sampling` says nothing."""
     own = {item.name: getattr(config.rollout.test.sampling, item.name) for item in fields(EvalSamplingConfig)}
     return replace(config.rollout.train.sampling, **{name: value for name, value in own.items() if value is not None})
-
-
-def sampling_note(config: Config) -> str:
-    """Describe how evaluation samples differently from training, after the word "evaluation"; "" if it does not."""
-    train, test = config.rollout.train.sampling, eval_sampling(config)
-    pairs = ((item.name, getattr(test, item.name), getattr(train, item.name)) for item in fields(SamplingConfig))
-    differ = {name: f"{name} {_short(here)} (training {_short(there)})" for name, here, there in pairs if here != there}
-    is_greedy = test.temperature == 0 and differ.pop("temperature", "") != ""
-    greedy = f"is greedy (temperature 0); training samples at temperature {train.temperature:g}" if is_greedy else ""
-    others = f"samples with {', '.join(differ.values())}" if differ else ""
-    return "; ".join(part for part in (greedy, others) if part)
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def tracker_names(config: Config) -> list[str]:
@@ -239,18 +230,32 @@ def _check_names(config: Config) -> None:
 
 
 def _check_staleness(config: Config) -> None:
-    eta = config.staleness.eta
-    bound, mode = max_lag(config), config.staleness.mode
+    eta, bound, mode = lead(config), max_lag(config), config.staleness.mode
+    setting = "eta" if config.staleness.force is None else "force"
     name = "hard_max_lag" if mode is StalenessMode.reweight else "max_lag"
     steps, least = steps_per_batch(config), replace(lag_rule(config), window=0).bound
     of_steps = f" of {steps} optimizer steps, whose last one trains at lag {least}" if steps > 1 else ""
     _need(
         bound >= least,
-        f"staleness.{name}={bound} is below staleness.eta={eta}: generation may run {eta} batches ahead{of_steps}, so "
-        f"the bound would drop what admission allows; raise {name} or lower eta",
+        f"staleness.{name}={bound} is below staleness.{setting}={eta}: generation may run {eta} batches ahead"
+        f"{of_steps}, so the bound would drop what admission allows; raise {name} or lower {setting}",
     )
     _check_mode(config)
     _check_adaptive(config)
+    _check_forced(config)
+
+
+def _check_forced(config: Config) -> None:
+    force = config.staleness.force
+    _need(
+        force is None or not config.staleness.adaptive.enabled,
+        f"staleness.force={force} keeps the lag where it is, staleness.adaptive.enabled=true moves it: choose one",
+    )
+    _need(
+        force is None or config.publish.when is not PublishWhen.drift,
+        f"staleness.force={force} generates every batch from a version of its own, which publish.when=drift may leave "
+        "out: set publish.when=every_step",
+    )
 
 
 def _check_mode(config: Config) -> None:

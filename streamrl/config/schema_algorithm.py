@@ -85,6 +85,9 @@ class ObjectivesConfig:
 class StalenessConfig:
     eta: int = ranged(1, ge=0)
     """Allowed lead in batches: how far generation may run ahead of training. 0 is strictly synchronous."""
+    force: int | None = ranged(None, ge=0)
+    """For experiments on stale data: every batch trains at a lag of exactly so many batches, in place of `eta`. The
+    learner waits until everything that this lead allows has been generated; null is off."""
     num_lookahead_groups: int | None = ranged(None, ge=0)
     """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
     max_lag: int | None = None

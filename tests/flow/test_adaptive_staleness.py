@@ -65,6 +65,18 @@ def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_alwa
     assert summary["num_lag_violations"] == 0 and summary["lag_max"] <= 5
 
 
+@pytest.mark.shows("staleness.force")
+def test_a_forced_lag_is_the_lag_of_every_token_in_the_metrics(harness: RunHarness):
+    quiet = ("eval.num_samples=0", "checkpoint.every_steps=0")
+    launch = harness.launch("staleness.force=3", "trainer.num_steps=8", *quiet)
+
+    assert harness.finish(launch, 250) == 0, harness.logs()
+    rows = steps_of(harness)
+    assert [row["lag/token_mean"] for row in rows] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert [row["lag/head_max"] for row in rows] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert rows[-1]["hub/eta"] == 3 and harness.summary()["num_lag_violations"] == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

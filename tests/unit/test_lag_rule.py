@@ -76,6 +76,7 @@ def test_a_bound_moves_with_the_lead_and_keeps_its_distance():
         ({"groups_per_batch": 0}, "groups_per_batch=0 must be at least 1"),
         ({"steps_per_batch": 0}, "steps_per_batch=0"), ({"steps_per_batch": 2, "max_lag": 4}, "max_lag=4 is below 5"),
         ({"window": -1}, "window=-1"),
+        ({"force": 1}, "force=1 is not eta=2"),
         ({"eta": -1}, "eta=-1"), ({"max_lag": 1}, "max_lag=1 is below 2, .*raise max_lag or lower eta"),
     ],
 )

@@ -39,13 +39,15 @@ class BatchCutter:
         """
         self.check_version(version)
         # What came since the last look at this version was judged on arrival: until there are enough, nothing changes.
-        if version == self.looked_at and self.groups.num(GroupState.HELD) < self.lag.rule.groups_per_batch:
+        if version == self.looked_at and self.groups.num(GroupState.HELD) < self.lag.num_to_cut:
             return None
         self.looked_at = version
         # L2 again: what was fresh on arrival has aged while it was held.
         for record in self.groups.in_state(GroupState.HELD):
             if self.lag.is_stale(record, version):
                 self.lifecycle.expire_stale(record)
+        if self.groups.num(GroupState.HELD) < self.lag.num_to_cut:
+            return None
         batch: list[GroupRecord] = []
         for record in self.consumable():
             batch.append(record)

@@ -27,7 +27,7 @@ class Explanations:
 
     def why_waiting(self, now: float) -> str:
         """Say what the next batch waits for."""
-        have, needed = sum(1 for _ in self.cutter.consumable()), self.lag.rule.groups_per_batch
+        have, needed = sum(1 for _ in self.cutter.consumable()), self.lag.num_to_cut
         if have >= needed:
             return "nothing: a batch can be cut"
         num_dropped, filters = dropped_by(self.counts, self.cutter.counts_at_cut)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
-
 import pytest
 
 from bench.staleness_real.__main__ import run_all, write_table
 from bench.staleness_real.cells import ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
-from bench.staleness_real.pace import Pacer
 from bench.staleness_real.run_cell import append, area, finished
 from bench.staleness_real.tables import best_rate, tables
 from streamrl.config.load import load_config
@@ -24,12 +20,12 @@ def result(arm="clip", lag=ETA, rate=3e-4, seed=1, area=0.5, end=0.6, valid=True
 def test_each_arm_is_a_run_of_its_own_at_the_forced_lag():
     arms = [load_config(Cell(arm, ETA, 1e-3, 3).overrides()) for arm in ARMS]
     for one in arms:
-        assert (one.staleness.eta, one.staleness.num_lookahead_groups, one.filter.zero_std) == (ETA, 0, False)
-        assert (one.policy.optimizer.lr, one.run.seed, len(one.tracking.trackers)) == (1e-3, 3, 1)
+        assert (one.staleness.force, one.filter.zero_std) == (ETA, False)
+        assert (one.policy.optimizer.lr, one.run.seed) == (1e-3, 3)
         assert steps_per_batch(one) == 1
         assert sum((one.loss, one.advantage) == (other.loss, other.advantage) for other in arms) == 1
     fresh = load_config(Cell("clip", 0, 1e-3, 3).overrides())
-    assert fresh.staleness.eta == 0 and not fresh.tracking.trackers and LAGS == (ETA, 0)
+    assert fresh.staleness.force == 0 and LAGS == (ETA, 0)
 
 
 def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
@@ -58,31 +54,9 @@ def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
     assert len(ran) == sum(cell.seed in (2, 5) for cell in all_cells()) - 1
 
 
-def test_the_pacer_holds_a_step_back_until_the_lead_is_full(tmp_path):
-    pacer, status = Pacer(tmp_path), tmp_path / "status.json"
-    pacer.log_config({"rollout": {"num_prompts_per_step": 2}, "staleness": {"eta": 4}, "trainer": {"num_steps": 50}})
-
-    def hub_holds(groups: float) -> None:
-        beside = tmp_path / "new.json"
-        beside.write_text(json.dumps({"counters": {"num_groups_accepted": groups}}))
-        beside.replace(status)
-
-    hub_holds(9.0)
-    waiting = threading.Thread(target=pacer.log_metrics, args=(1, {"hub/num_groups_accepted": 5.0}), daemon=True)
-    waiting.start()
-    waiting.join(timeout=0.3)
-    assert waiting.is_alive()  # 9 of the 10 groups of five batches
-    hub_holds(10.0)
-    waiting.join(timeout=20)
-    assert not waiting.is_alive()
-    status.unlink()
-    pacer.log_metrics(2, {"hub/num_groups_accepted": 10.0})  # far enough ahead: the file is not even read
-    pacer.log_metrics(49, {"hub/num_groups_accepted": 100.0})  # nothing is left to generate
-
-
-def test_a_lag_outside_the_band_is_told_and_left_out():
+def test_a_lag_that_is_not_the_forced_one_is_told_and_left_out():
     cell = Cell("clip", ETA, 3e-4, 1)
-    assert cell.lag_is_right({"settled_lag": 23.0}) and not cell.lag_is_right({"settled_lag": 19.0})
+    assert cell.lag_is_right({"settled_lag": 24.0}) and not cell.lag_is_right({"settled_lag": 23.9})
     assert not Cell("clip", 0, 3e-4, 1).lag_is_right({"settled_lag": 0.01})
     text = tables([result(), result(seed=2, end=0.9), result(seed=3, end=0.0, valid=False)])
     assert "0.75 ± 0.21 (2)" in text and "2 runs" in text and "1 more runs were left out" in text

@@ -21,6 +21,10 @@ from tests.unit.config.setting_harness import config_of
         (("staleness.adaptive.enabled=true", "staleness.adaptive.max_eta=1"), "must lie around staleness.eta=2"),
         (("staleness.adaptive.enabled=true", "staleness.adaptive.rule=fixed", "staleness.adaptive.breaker=false"),
          "does nothing: choose a part of it"),
+        (("staleness.force=3", "staleness.adaptive.enabled=true"), "adaptive.enabled=true moves it: choose one"),
+        (("staleness.force=3", "publish.when=drift"), "set publish.when=every_step"),
+        (("staleness.force=3", "staleness.max_lag=2"), "below staleness.force=3: .*raise max_lag or lower force"),
+        (("staleness.force=-1",), "staleness.force=-1"),
         (("staleness.adaptive.ess_target=1",), "staleness.adaptive.ess_target=1"),
         (("policy.scheduler.ess_floor=2",), "policy.scheduler.ess_floor=2"),
     ],
@@ -37,6 +41,7 @@ def test_the_bounds_follow_mode_and_window():
 
     assert bounds() == (4, 4, 4, 3, 4)
     assert bounds("staleness.mode=wait") == (0, 3, 3, 3, 3)
+    assert bounds("staleness.mode=wait", "staleness.force=8") == (0, 8, 8, 8, 8)
     assert bounds("staleness.mode=reweight", "staleness.max_lag=1") == (4, 1, 4, 3, 4)
     assert bounds("staleness.mode=reweight", "staleness.max_lag=1", "staleness.hard_max_lag=9") == (4, 1, 9, 3, 9)
     adaptive = ("staleness.adaptive.enabled=true", "staleness.adaptive.max_eta=8")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.config.eval_sets import EvalSet, eval_sets, splits
+from streamrl.config.eval_sets import EvalSet, eval_sets, sampling_note, splits
 from streamrl.config.load import from_plain, load_config, to_plain
-from streamrl.config.rules import eval_sampling, sampling_note
+from streamrl.config.rules import eval_sampling
 from streamrl.errors import ConfigError
 from streamrl.launch import eval_notes
 

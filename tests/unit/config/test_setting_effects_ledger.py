@@ -72,6 +72,20 @@ def test_the_lead_in_groups_follows_batch_eta_and_the_steps_of_the_run(word, num
     assert len(joined(ledger_of(word)).ask()) == num_leases
 
 
+@pytest.mark.shows("staleness.force")
+@pytest.mark.parametrize(("word", "num_needed"), [("staleness.force=null", 2), ("staleness.force=3", 8)])
+def test_a_forced_lag_waits_for_as_many_batches_as_are_set_in_place_of_eta(word, num_needed):
+    ledger = ledger_of(word)
+    actor = joined(ledger)
+    leases = actor.ask()
+    for lease in leases[: num_needed - 1]:
+        actor.finish(lease)
+    assert ledger.cut_batch(0) is None
+    actor.finish(leases[num_needed - 1])
+
+    assert len(ledger.cut_batch(0)) == 2
+
+
 @pytest.mark.shows("learner.num_minibatches")
 def test_the_plan_of_a_batch_has_as_many_equal_minibatches_as_are_set_and_the_bound_knows_their_steps():
     def planned(*words: str) -> tuple[list[int], int]:

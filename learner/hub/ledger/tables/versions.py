@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from learner.hub.ledger.tables.groups import GroupRecord, GroupTable, HeldGroup, HeldMember
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, HeldGroup, HeldMember
 from learner.hub.ledger.tables.settings import LedgerSettings
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
@@ -117,6 +117,12 @@ class LagBounds:
     def num_free(self) -> int:
         """Groups that may be drawn now; negative while a lowered lead drains."""
         return self.capacity - self._groups.num_live()
+
+    @property
+    def num_to_cut(self) -> int:
+        """Groups that must be held before a batch is cut."""
+        total, num_cut = self._num_groups_total, self._groups.num_trained + self._groups.num(GroupState.IN_BATCH)
+        return self.rule.num_to_cut(None if total is None else total - num_cut)
 
     def may_grant(self, rank: int, installed: int) -> bool:
         """Return whether a group of this rank may go to an actor with this version installed."""

@@ -118,6 +118,72 @@ def test_strictly_synchronous_training_has_no_lag_but_the_steps_of_its_own_batch
         assert worst == steps - 1
 
 
+def forced_lags(kind: type[Ledger], *, force: int, steps: int, window: int = 0) -> set[tuple[int, int]]:
+    """(What is forced, what is) of every token: its lag at the last step of its batch, over random walks."""
+    chosen = settings(
+        groups_per_batch=3, group_size=1, eta=force, force=force, window=window, max_lag=99, steps_per_batch=steps
+    )
+    found = set()
+    for number in range(12):
+        rng = Random(f"forced/{number}")
+        world = World(chosen, kind=kind, with_filter=number % 2 == 1)
+        for name in ("lazy", "brisk"):
+            world.join(name)
+        while world.ledger.version < 9 * steps:
+            name = rng.choice(["lazy", "brisk", "brisk"])
+            if name == "brisk" or rng.random() < 0.2:
+                world.move(name, rng.choice(["ask", "finish", "finish", "install", "train"]), rng.randrange(9))
+            if rng.random() < 0.1:
+                world.publish_inside()
+            if rng.random() < 0.02:
+                world.fault("restart", name, 0)
+            world.tick(0.1)
+            world.check()
+        last = steps - 1
+        forced = [min(at // 3, force) * steps + last for at in range(len(world.head_lags))]
+        found |= set(zip(forced, world.head_lags, strict=True))
+    return found
+
+
+class CutsBatchesAsTheyCome(Ledger):
+    """Wrong: does not wait for the lead to be used up."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.lag.rule = replace(self.lag.rule, force=None)
+
+
+@pytest.mark.parametrize(("force", "steps", "window"), [(0, 1, 0), (1, 1, 3), (3, 1, 0), (3, 2, 7), (5, 1, 3)])
+def test_a_forced_lag_is_that_of_every_token(force, steps, window):
+    found = forced_lags(Ledger, force=force, steps=steps, window=window)
+
+    assert found == {(number * steps + steps - 1,) * 2 for number in range(force + 1)}
+
+
+def test_without_the_wait_the_lag_is_not_the_forced_one():
+    assert any(forced != found for forced, found in forced_lags(CutsBatchesAsTheyCome, force=3, steps=1))
+
+
+def test_a_forced_lag_holds_the_last_batches_back_no_longer_than_there_are_groups_to_come():
+    ledger = make_ledger(groups_per_batch=2, eta=2, force=2, window=0, max_lag=2, num_groups_total=8)
+    actor = FakeActor(ledger, "a1", slots=9)
+    actor.join()
+    leases = actor.ask()
+    for lease in leases[:-1]:
+        actor.finish(lease)
+    assert len(leases) == 6 and ledger.cut_batch(0) is None
+    assert "5 of 6 groups are there" in ledger.why_waiting(0.0)
+    actor.finish(leases[-1])
+    assert ledger.cut_batch(0) and ledger.cut_batch(1) is None  # nothing ahead: version 1 has generated nothing yet
+    ledger.trained(1, False, "")
+    ledger.versions.published(VersionRef(1, 1))
+    actor.install(1)
+    for lease in actor.ask():
+        actor.finish(lease)
+
+    assert [train(ledger), train(ledger), train(ledger)] == [[2, 3], [4, 5], [6, 7]]
+
+
 def walk_with_a_moving_lead(
     kind: type[Ledger], mode: str, *, window: int, num_walks: int, steps: int = 1
 ) -> tuple[int, int, int]:
