@@ -1,18 +1,15 @@
 """Weights between two processes on one GPU: two shared buffers of device memory and a local socket.
 
-The broadcaster fills a slot and the reader copies it, by the rules of `weights.gpu.ipc_buffers`; no weight leaves the
-GPU. Slots are made and opened once, because opening is the expensive part.
+The broadcaster fills a slot and the reader copies it (`weights.gpu.ipc_buffers`); no weight leaves the GPU. Slots are
+made and opened once, because opening is the expensive part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
 
 import torch
 import zmq
@@ -26,7 +23,7 @@ from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest, Offer
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
 from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
 from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket, empty_document
-from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, Effect, Fill, IpcBufferRing, Tell
+from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, IpcBufferRing
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
 log = logging.getLogger(__name__)
@@ -52,20 +49,12 @@ class IpcBufferServer:
     ) -> None:
         self.endpoint = endpoint
         made = [memory.create(slot_bytes) for _ in range(NUM_SLOTS)]
-        self._slots = [tensor for tensor, _ in made]
         self.ticket = IpcBufferTicket(memory.device_id, tuple(handle for _, handle in made), slot_bytes, deadline_s)
-        self._ring = IpcBufferRing(deadline_s=deadline_s)
-        self._sources: dict[VersionRef, BucketSource] = {}
-        self._inbox: deque[tuple[VersionRef, BucketSource]] = deque()
-        self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=_MAX_MESSAGE_BYTES)
-        self._socket = context.socket(zmq.ROUTER)
-        # A send to a reader that has left raises instead of being dropped without notice.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
-        self._wake_read, self._wake_write = os.pipe()
         self._stopping = threading.Event()
-        self._filling_since: float | None = None
+        self._wire = ReaderSocket(context, endpoint)
+        self._ring = IpcBufferRing(
+            self._wire, [tensor for tensor, _ in made], deadline_s=deadline_s, stopped=self._stopping.is_set
+        )
         self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
         self._thread.start()
 
@@ -77,92 +66,55 @@ class IpcBufferServer:
         """
         if (largest := max(source.layout.bucket_bytes)) > self.ticket.slot_bytes:
             raise WeightsError(f"a bucket of {largest} bytes does not fit into a slot of {self.ticket.slot_bytes}")
-        self._inbox.append((ref, source))
-        # Wakes the thread's poll: a ZeroMQ socket may not be used from this one.
-        os.write(self._wake_write, b"x")
+        self._ring.publish(ref, source)
 
     @property
     def stuck(self) -> bool:
         """Whether the readers are no longer served: the thread died, or one copy exceeds their deadline."""
-        since = self._filling_since
+        since = self._ring.filling_since
         hangs = since is not None and time.monotonic() - since > self.ticket.deadline_s
         return hangs or not self._thread.is_alive()
 
     def close(self) -> None:
-        self._stopping.set()  # the thread polls it, and closes the pipe itself
+        self._stopping.set()
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(int(1000 * _LOOK_UP_S)))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            while self._inbox:
-                ref, source = self._inbox.popleft()
-                self._sources = {r: s for r, s in self._sources.items() if r == max(self._sources)} | {ref: source}
-                self._do(self._ring.published(ref, len(source.layout.bucket_bytes), time.monotonic()))
-            if self._socket in ready:
-                self._hear()
-            self._do(self._ring.tick(time.monotonic()))
-        self._socket.close(linger=0)
-        for end in (self._wake_read, self._wake_write):
-            os.close(end)
+            self._ring.serve()
+        self._wire.close()
 
-    def _hear(self) -> None:
-        # Bounded, so that a flood of messages cannot keep `tick` from dropping late readers.
-        for _ in range(256):
-            try:
-                reader, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = self._decoder.decode(frame)
-            except zmq.Again:
-                return
-            except (WireError, ValueError) as error:
-                log.warning("refused a message at the IPC buffers: %s", error)
-                continue
-            now = time.monotonic()
-            match message:
-                case IpcBufferOpen(ref):
-                    self._do(self._ring.opened(reader, ref, now))
-                case IpcBufferFree(ref, bucket):
-                    self._do(self._ring.freed(reader, ref, bucket, now))
-                case IpcBufferEnd():
-                    self._do(self._ring.left(reader, now))
 
-    def _do(self, effects: Sequence[Effect]) -> None:
-        """Messages first, fills after: readers copy one buffer while the next is filled."""
-        todo = deque(effects)
-        while todo:
-            effect = todo.popleft()
-            if isinstance(effect, Fill) and any(not isinstance(other, Fill) for other in todo):
-                todo.append(effect)
-                continue
-            match effect:
-                case Fill(ref, bucket, slot):
-                    todo.extend(self._fill(ref, bucket, slot))
-                case Tell(reader, message):
-                    todo.extend(self._send(reader, message))
+class ReaderSocket:
+    """The readers of `IpcBufferRing`, over a local socket."""
 
-    def _fill(self, ref: VersionRef, bucket: int, slot: int) -> list[Effect]:
-        self._filling_since = time.monotonic()
+    def __init__(self, context: zmq.Context, endpoint: str) -> None:
+        self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=_MAX_MESSAGE_BYTES)
+        self._socket = context.socket(zmq.ROUTER)
+        # A send to a reader that has left raises instead of being dropped without notice.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(endpoint)
+
+    def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
+        if not self._socket.poll(int(1000 * timeout_s)):
+            return None
         try:
-            self._sources[ref].fill(bucket, self._slots[slot])
-        except Exception as error:  # a document that cannot be read ends its pass, not this thread
-            log.warning("bucket %d of version %s cannot be read: %r", bucket, ref, error)
-            return self._ring.fill_failed(ref, slot, f"it cannot be read: {error!r}", time.monotonic())
-        finally:
-            self._filling_since = None
-        return self._ring.filled(ref, bucket, slot, time.monotonic())
+            reader, frame = self._socket.recv_multipart()
+            return reader, self._decoder.decode(frame)
+        except (WireError, ValueError) as error:
+            log.warning("refused a message at the IPC buffers: %s", error)
+            return None
 
-    def _send(self, reader: bytes, message: Message) -> list[Effect]:
+    def send(self, reader: bytes, message: Message) -> bool:
         try:
             self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
+            return True
         except zmq.ZMQError as error:  # it left or reads nothing: it must not block the others
             log.debug("a reader of the IPC buffers left: %s", error)
-            return self._ring.left(reader, time.monotonic())
-        return []
+            return False
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
 
 # --- a reader -----------------------------------------------------------------------------------------------------
@@ -173,35 +125,31 @@ _ROUNDING_S = 1e-3
 
 
 class PeerBackoff:
-    """Back-off for one unresponsive peer, over all fetches: a single fetch may be too short to tell. Thread-safe."""
+    """Back-off for one unresponsive peer, over all fetches: a single fetch may be too short to tell."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._address = ""
         self._waited_s = 0.0
         self._until = float("-inf")
 
     def rests(self, address: str, now: float) -> bool:
         """Whether this peer is in back-off; a peer at another address is another one."""
-        with self._lock:
-            return address == self._address and now < self._until
+        return address == self._address and now < self._until
 
     def heard(self, address: str) -> None:
         """A message of the peer arrived."""
-        with self._lock:
-            if address == self._address:
-                self._waited_s = 0.0
+        if address == self._address:
+            self._waited_s = 0.0
 
     def waited(self, address: str, seconds: float, limit_s: float, now: float) -> bool:
         """Add a wait without an answer; True if that makes `limit_s` in a row, which starts a back-off."""
-        with self._lock:
-            if address != self._address:
-                self._address, self._waited_s, self._until = address, 0.0, float("-inf")
-            self._waited_s += seconds
-            if self._waited_s < limit_s - _ROUNDING_S:
-                return False
-            self._waited_s, self._until = 0.0, now + RESTS_S
-            return True
+        if address != self._address:
+            self._address, self._waited_s, self._until = address, 0.0, float("-inf")
+        self._waited_s += seconds
+        if self._waited_s < limit_s - _ROUNDING_S:
+            return False
+        self._waited_s, self._until = 0.0, now + RESTS_S
+        return True
 
 
 class IpcBufferReader:
@@ -212,7 +160,6 @@ class IpcBufferReader:
         self.silence = PeerBackoff()
         # Kept open over all fetches: opening is the expensive part.
         self._open: tuple[IpcBufferTicket, list[torch.Tensor]] | None = None
-        self._lock = threading.Lock()
         self._full_at = 0
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -234,15 +181,14 @@ class IpcBufferReader:
         """
         if ticket.device != self.memory.device_id:
             raise NotAvailable(f"the slots are on device {ticket.device}, this actor is on {self.memory.device_id}")
-        with self._lock:
-            if self._open is None or self._open[0] != ticket:
-                self._open = None  # closes those of a former broadcaster
-                try:
-                    opened = [self.memory.open(handle, ticket.slot_bytes) for handle in ticket.handles]
-                except WeightsError as error:
-                    raise NotAvailable(f"the broadcaster's slots cannot be opened here: {error}") from error
-                self._open = (ticket, opened)
-            return self._open[1]
+        if self._open is None or self._open[0] != ticket:
+            self._open = None  # closes those of a former broadcaster
+            try:
+                opened = [self.memory.open(handle, ticket.slot_bytes) for handle in ticket.handles]
+            except WeightsError as error:
+                raise NotAvailable(f"the broadcaster's slots cannot be opened here: {error}") from error
+            self._open = (ticket, opened)
+        return self._open[1]
 
 
 class IpcBufferReceiver:

@@ -1,188 +1,152 @@
-"""Ownership of the IPC buffers on one GPU, as a pure state machine: events and `now` in, effects out.
+"""Ownership of the IPC buffers on one GPU: the broadcaster fills a slot with a bucket, each reader copies and frees it.
 
-The broadcaster fills a slot with a bucket and notifies its readers; each copies it and frees the slot. A pass sends one
-document to all readers that asked before it began, in lockstep. A late reader is dropped: what it was about to copy may
-be overwritten, which its digest then shows.
-
-    of a slot     FREE -> FILLING (the shell copies) -> FULL (readers copy) -> FREE
-    of a reader   WAITING (for the next pass, or for an announced version) -> READING -> dropped or done
+A pass sends one document to all readers that asked before it began, in lockstep: a slot is filled again once every
+reader has freed it. A late reader is dropped: what it was about to copy may be overwritten, which its digest then
+shows. Whoever asks during a pass waits for the next one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from streamrl.messages import IpcBufferEnd, IpcBufferFilled, VersionRef
+import torch
+
+from streamrl.messages import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen, Message, VersionRef
+from streamrl.weights.gpu.device_document import BucketSource
+
+log = logging.getLogger(__name__)
 
 # One is filled while readers copy the other.
 NUM_SLOTS = 2
+# A new version is noticed this often.
+_LOOK_UP_S = 0.02
+# Read in a row, so that a flood of messages cannot keep late readers from being dropped.
+_MAX_MESSAGES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Copy bucket `bucket` of version `ref` into slot `slot`, then call `filled`."""
+class Wire(Protocol):
+    """The readers' messages, and the way to them."""
 
-    ref: VersionRef
-    bucket: int
-    slot: int
+    def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
+        """The next reader and its message; None if none came in time."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Message to a reader: a bucket lies in a slot, or no more of a version comes."""
-
-    reader: bytes
-    message: IpcBufferFilled | IpcBufferEnd
-
-
-Effect = Fill | Tell
-
-
-@dataclass(slots=True)
-class _Pass:
-    ref: VersionRef
-    next_bucket: int = 0
-    readers: set[bytes] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _IpcBuffer:
-    bucket: int = -1
-    filling: bool = False
-    readers: dict[bytes, float] = field(default_factory=dict)  # reader that has still to copy it -> deadline
-
-    @property
-    def free(self) -> bool:
-        return not self.filling and not self.readers
+    def send(self, reader: bytes, message: Message) -> bool:
+        """Whether the message was queued; a reader for which it was not has left."""
 
 
 class IpcBufferRing:
-    """The broadcaster's view.
+    """Serves readers from one thread; `publish` may be called from another.
 
     Args:
+        slots: the buffers, each at least as long as a bucket.
         deadline_s: for a reader to copy one bucket; and to wait for a version that was announced but is not here yet.
+        stopped: whether to serve no more.
     """
 
-    def __init__(self, *, deadline_s: float = 10.0) -> None:
-        self._deadline_s = deadline_s
-        self._slots = [_IpcBuffer() for _ in range(NUM_SLOTS)]
-        self._newest: VersionRef | None = None
-        # Two counts: a newer document may arrive while a pass of the present one goes on.
-        self._num_buckets = self._num_buckets_next = 0
-        self._waiting: dict[bytes, tuple[VersionRef, float]] = {}
-        self._pass: _Pass | None = None
-        self._effects: list[Effect] = []
-        self.num_dropped = 0
+    def __init__(
+        self, wire: Wire, slots: Sequence[torch.Tensor], *, deadline_s: float, stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wire, self._slots, self._deadline_s, self._stopped, self._clock = wire, slots, deadline_s, stopped, clock
+        self._newest: tuple[VersionRef, BucketSource] | None = None
+        self._waiting: dict[bytes, tuple[VersionRef, float]] = {}  # reader -> its version, until when
+        self._sent: VersionRef | None = None  # of the pass in progress, with its readers
+        self._readers: set[bytes] = set()
+        self._unread: dict[tuple[bytes, int], float] = {}  # (reader, bucket that it has still to copy) -> until when
+        self.filling_since: float | None = None
 
-    def published(self, ref: VersionRef, num_buckets: int, now: float) -> list[Effect]:
-        """A newer document is ready; a pass in progress continues to its end."""
-        self._newest, self._num_buckets_next = ref, num_buckets
-        for reader, (wanted, _) in list(self._waiting.items()):
-            if wanted < ref:
-                self._drop_waiting(reader, f"version {wanted} was retired for {ref}", gone=True)
-        return self._go_on()
+    def publish(self, ref: VersionRef, source: BucketSource) -> None:
+        """Serve this version from now on; a pass in progress continues to its end."""
+        self._newest = ref, source
 
-    def opened(self, reader: bytes, ref: VersionRef, now: float) -> list[Effect]:
-        """A reader asks for a version, instead of what it asked for before."""
-        self._forget(reader)
-        if self._newest is not None and ref < self._newest:
-            self._end(reader, ref, f"version {ref} was retired for {self._newest}", gone=True)
-        else:
-            self._waiting[reader] = (ref, now + self._deadline_s)
-        return self._go_on()
-
-    def filled(self, ref: VersionRef, bucket: int, slot: int, now: float) -> list[Effect]:
-        """The shell has copied the bucket."""
-        place = self._slots[slot]
-        assert place.filling and place.bucket == bucket, (place, bucket)
-        place.filling = False
-        if self._pass is not None and self._pass.ref == ref:
-            place.readers = dict.fromkeys(self._pass.readers, now + self._deadline_s)
-            self._effects += [Tell(reader, IpcBufferFilled(ref, bucket, slot)) for reader in sorted(self._pass.readers)]
-        return self._go_on()
-
-    def fill_failed(self, ref: VersionRef, slot: int, reason: str, now: float) -> list[Effect]:
-        """The document could not be read."""
-        self._slots[slot].filling = False
-        if self._pass is not None and self._pass.ref == ref:
-            for reader in sorted(self._pass.readers):
-                self._drop_reading(reader, reason)
-        return self._go_on()
-
-    def freed(self, reader: bytes, ref: VersionRef, bucket: int, now: float) -> list[Effect]:
-        """A reader has copied a bucket; messages about slots that it does not hold change nothing."""
-        if self._pass is not None and self._pass.ref == ref and reader in self._pass.readers:
-            for slot in self._slots:
-                if slot.bucket == bucket:
-                    slot.readers.pop(reader, None)
-        return self._go_on()
-
-    def left(self, reader: bytes, now: float) -> list[Effect]:
-        """A reader has left."""
-        self._forget(reader)
-        return self._go_on()
-
-    def tick(self, now: float) -> list[Effect]:
-        """Drop late readers."""
-        for reader, (ref, deadline) in list(self._waiting.items()):
-            if now >= deadline and (self._pass is None or self._pass.ref != ref):
-                self._drop_waiting(reader, f"version {ref} did not come in {self._deadline_s:g} s")
-        late = {reader for slot in self._slots for reader, deadline in slot.readers.items() if now >= deadline}
-        for reader in sorted(late):
-            self.num_dropped += 1
-            self._drop_reading(reader, f"a bucket was not copied in {self._deadline_s:g} s")
-        return self._go_on()
-
-    # --- inside -------------------------------------------------------------------------------------------------
-
-    def _go_on(self) -> list[Effect]:
-        self._advance()
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _advance(self) -> None:
-        """Begin a pass if none is in progress, fill free slots, end the pass."""
-        while self._pass is not None or self._begin():
-            current = self._pass
-            for number, slot in enumerate(self._slots):
-                if current.readers and slot.free and current.next_bucket < self._num_buckets:
-                    slot.bucket, slot.filling = current.next_bucket, True
-                    self._effects.append(Fill(current.ref, current.next_bucket, number))
-                    current.next_bucket += 1
-            done = current.next_bucket == self._num_buckets and all(slot.free for slot in self._slots)
-            if not done and current.readers:
-                return
-            self._pass = None
-
-    def _begin(self) -> bool:
-        """Begin a pass for all readers that wait for the newest version; False if there is none to begin."""
+    def serve(self) -> None:
+        """Hear the readers; send the newest version to those that wait for it, if any."""
+        self._hear()
+        if self._newest is None:
+            return
+        ref, source = self._newest
         # Readers of a version that was announced but is not here yet stay waiting.
-        ready = {reader for reader, (ref, _) in self._waiting.items() if ref == self._newest}
-        if not ready or not all(slot.free for slot in self._slots):
-            return False
-        for reader in ready:
+        self._readers = {reader for reader, (wanted, _) in self._waiting.items() if wanted == ref}
+        for reader in self._readers:
             del self._waiting[reader]
-        self._pass, self._num_buckets = _Pass(self._newest, readers=ready), self._num_buckets_next
+        self._sent = ref
+        self._send(ref, source)
+        self._sent, self._readers = None, set()
+
+    def _send(self, ref: VersionRef, source: BucketSource) -> None:
+        """One pass: every bucket to every reader that is still there."""
+        num_buckets = len(source.layout.bucket_bytes)
+        for bucket in range(num_buckets + len(self._slots)):
+            # The slot's former bucket; beyond the last bucket this waits for the end of the pass.
+            self._wait_until_copied(bucket - len(self._slots))
+            if not self._readers or self._stopped():
+                return
+            if bucket < num_buckets and not self._fill(ref, source, bucket):
+                return
+
+    def _wait_until_copied(self, bucket: int) -> None:
+        while any(which == bucket for _, which in self._unread) and not self._stopped():
+            self._hear()
+
+    def _fill(self, ref: VersionRef, source: BucketSource, bucket: int) -> bool:
+        """Fill a free slot and tell the readers; False if the document cannot be read."""
+        slot, self.filling_since = bucket % len(self._slots), self._clock()
+        try:
+            source.fill(bucket, self._slots[slot])
+        except Exception as error:  # a document that cannot be read ends its pass, not this thread
+            log.warning("bucket %d of version %s cannot be read: %r", bucket, ref, error)
+            for reader in sorted(self._readers):
+                self._end(reader, ref, f"it cannot be read: {error!r}")
+            return False
+        finally:
+            self.filling_since = None
+        for reader in sorted(self._readers):
+            self._unread[reader, bucket] = self._clock() + self._deadline_s
+            self._tell(reader, IpcBufferFilled(ref, bucket, slot))
         return True
+
+    # --- readers --------------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Take the readers' messages, then drop those that are late."""
+        timeout_s = _LOOK_UP_S
+        for _ in range(_MAX_MESSAGES):
+            if (heard := self._wire.receive(timeout_s)) is None:
+                break
+            timeout_s = 0.0
+            match heard:
+                case reader, IpcBufferOpen(ref):  # instead of what it asked for before
+                    self._forget(reader)
+                    self._waiting[reader] = ref, self._clock() + self._deadline_s
+                case reader, IpcBufferFree(ref, bucket) if ref == self._sent:
+                    self._unread.pop((reader, bucket), None)
+                case reader, IpcBufferEnd():
+                    self._forget(reader)
+        self._drop_late(self._clock())
+
+    def _drop_late(self, now: float) -> None:
+        newest = self._newest[0] if self._newest is not None else None
+        for reader, (ref, until) in list(self._waiting.items()):
+            if newest is not None and ref < newest:
+                self._end(reader, ref, f"version {ref} was retired for {newest}", gone=True)
+            elif now >= until and ref != self._sent:
+                self._end(reader, ref, f"version {ref} did not come in {self._deadline_s:g} s")
+        for reader in sorted({reader for (reader, _), until in self._unread.items() if now >= until}):
+            assert self._sent is not None
+            self._end(reader, self._sent, f"a bucket was not copied in {self._deadline_s:g} s")
+
+    def _end(self, reader: bytes, ref: VersionRef, reason: str, *, gone: bool = False) -> None:
+        self._forget(reader)
+        self._tell(reader, IpcBufferEnd(ref, reason[:512], gone))
+
+    def _tell(self, reader: bytes, message: Message) -> None:
+        if not self._wire.send(reader, message):
+            self._forget(reader)
 
     def _forget(self, reader: bytes) -> None:
         self._waiting.pop(reader, None)
-        if self._pass is not None:
-            self._pass.readers.discard(reader)
-        for slot in self._slots:
-            slot.readers.pop(reader, None)
-        self._advance()
-
-    def _drop_waiting(self, reader: bytes, reason: str, *, gone: bool = False) -> None:
-        ref, _ = self._waiting.pop(reader)
-        self._end(reader, ref, reason, gone)
-
-    def _drop_reading(self, reader: bytes, reason: str) -> None:
-        assert self._pass is not None
-        self._pass.readers.discard(reader)
-        for slot in self._slots:
-            slot.readers.pop(reader, None)
-        self._end(reader, self._pass.ref, reason)
-
-    def _end(self, reader: bytes, ref: VersionRef, reason: str, gone: bool = False) -> None:
-        self._effects.append(Tell(reader, IpcBufferEnd(ref, reason[:512], gone)))
+        self._readers.discard(reader)
+        self._unread = {key: until for key, until in self._unread.items() if key[0] != reader}

@@ -86,7 +86,7 @@ def test_a_reader_without_memory_to_check_a_bucket_in_frees_its_place_at_once(sl
         patch.setattr(ipc_module, "check_device_bucket", out_of_memory)
         slots.read(slots.reader(), server)
 
-    until(lambda: server._ring._pass is None)  # its deadline is further away than this test's own limit
+    until(lambda: server._ring._sent is None)  # its deadline is further away than this test's own limit
     assert slots.read(slots.reader(), server) == slots.body
 
 
