@@ -30,8 +30,6 @@ class FakeLibrary:
         damage: may change what a receiver of this library is given: bytearray in, nothing out.
     """
 
-    name = "fake"
-
     def __init__(self) -> None:
         self.on_broadcast: Callable[[int, int], None] = lambda rank, nbytes: None
         self.damage: Callable[[bytearray], None] = lambda data: None
@@ -120,8 +118,6 @@ class FakeCommunicator:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
-
-    close = abort
 
     def _send(self, rank: int, data: bytes) -> None:
         try:

@@ -7,12 +7,13 @@ thread that does not return even then is abandoned and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 5.0
 """An abort that takes longer will not return."""
-# `stop` comes from another thread, so a waiting thread looks up this often.
-_LOOK_UP_S = 0.05
 
 
 class Communicator(Protocol):
@@ -32,33 +31,22 @@ class Communicator(Protocol):
 
     def test(self) -> None:
         """A one-element all-reduce; raises WeightsError unless it counts every rank."""
-        ...
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Copy rank 0's bytes (uint8, contiguous) into every rank's buffer; complete when this returns."""
-        ...
 
     def abort(self) -> None:
         """End whatever is in progress here; callable from any thread."""
-        ...
-
-    def close(self) -> None:
-        """Destroy a healthy communicator."""
-        ...
 
 
 class CommunicatorLibrary(Protocol):
     """Makes communicators: NCCL through cupy, or a stand-in of the tests."""
 
-    name: str
-
     def unique_id(self) -> bytes:
         """Names a new group; called by its rank 0."""
-        ...
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> Communicator:
         """Blocks until all ranks have connected."""
-        ...
 
 
 class CommunicatorError(WeightsError):
@@ -69,26 +57,18 @@ class CommunicatorStuck(EngineError):
     """A call neither returns nor can be aborted: the process must be restarted."""
 
 
-@dataclass(slots=True)
-class _Call:
-    work: Callable[[], Any]
-    value: Any = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
 class CallingThread:
     """A thread that makes blocking calls, one after another, until one of them never returns."""
 
     def __init__(self, name: str) -> None:
         # None ends the thread.
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def begin(self, work: Callable[[], Any]) -> _Call:
-        call = _Call(work)
-        self._calls.put(call)
+    def begin(self, work: Callable[[], Any]) -> Future[Any]:
+        call: Future[Any] = Future()
+        self._calls.put((work, call))
         return call
 
     def request_exit(self) -> None:
@@ -96,61 +76,27 @@ class CallingThread:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while (asked := self._calls.get()) is not None:
+            work, call = asked
             try:
-                call.value = call.work()
+                call.set_result(work())
             except BaseException as error:  # re-raised in the waiting thread
-                call.error = error
-            finally:
-                call.done.set()
+                call.set_exception(error)
 
 
 class Threads:
-    """Runs blocking calls in threads that can be abandoned; counts those that never returned."""
+    """The threads of a process that were abandoned inside a call."""
 
     def __init__(self) -> None:
-        self._abandoned: set[threading.Thread] = set()
-        self._lock = threading.Lock()
+        self._abandoned: list[threading.Thread] = []
 
     @property
     def num_abandoned(self) -> int:
         """Abandoned threads that are still inside their call."""
-        with self._lock:
-            self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
-            return len(self._abandoned)
-
-    def run(
-        self, work: Callable[[], Any], *, deadline_s: float, stop: threading.Event, what: str,
-        caller: CallingThread | None = None,
-    ) -> Any:
-        """Run `work` in another thread; return or raise what it does.
-
-        Args:
-            caller: makes the call; None starts a thread for it.
-        Raises:
-            CommunicatorError: not done within `deadline_s`, or `stop` was set. The thread still runs and takes no more
-                calls: end its call and `join` it, or `abandon` it. The error's `thread` is the one.
-        """
-        one = caller or CallingThread(what)
-        call = one.begin(work)
-        # A thread of one call: told at once to end after it.
-        if caller is None:
-            one.request_exit()
-        deadline = time.monotonic() + deadline_s
-        while not call.done.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic()))):
-            late = time.monotonic() >= deadline
-            if late or stop.is_set():
-                one.request_exit()
-                error = CommunicatorError(f"{what} was not done in {deadline_s:g} s" if late else f"{what} was stopped")
-                error.thread = one.thread  # type: ignore[attr-defined]
-                raise error
-        if call.error is not None:
-            raise call.error
-        return call.value
+        return sum(thread.is_alive() for thread in self._abandoned)
 
     def abandon(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._abandoned.add(thread)
+        self._abandoned.append(thread)
 
 
 class GuardedCommunicator:
@@ -167,7 +113,7 @@ class GuardedCommunicator:
         self._library, self._threads, self._what = library, threads, what
         self._rank, self._world, self._unique_id = rank, world, unique_id
         self._inner: Communicator | None = None
-        self._stop = threading.Event()
+        self._stop: Future[None] = Future()  # waited for beside a call
         self._dead = False
         self._caller = CallingThread(what)
 
@@ -197,60 +143,56 @@ class GuardedCommunicator:
 
     def stop(self) -> None:
         """Request an abort of the call in progress; the thread that waits for it carries it out. Returns at once."""
-        self._stop.set()
+        with contextlib.suppress(InvalidStateError):  # stopped before
+            self._stop.set_result(None)
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        return self._stop.done()
 
     def close(self) -> None:
-        """Leave the group; a healthy communicator is closed, a stopped one aborted."""
-        if self._inner is None or self._dead:
-            self._caller.request_exit()
-            return
-        self._dead = True
+        """Leave the group by an abort: closing waits for the other ranks in some versions of NCCL."""
         self._caller.request_exit()
-        # Closing waits for the other ranks in some versions of NCCL; aborting does not.
-        self._end(self._inner)
+        if self._inner is not None and not self._dead:
+            self._dead = True
+            self._abort(self._inner)
 
     def _call(self, work: Callable[[], Any], deadline_s: float, what: str) -> Any:
-        inner = self._inner
-        if self._dead or (inner is not None and self._stop.is_set()):
+        if self._dead or self.stopped:
             raise CommunicatorError(f"{self._what} is over")
+        call = self._caller.begin(work)
+        wait((call, self._stop), deadline_s, FIRST_COMPLETED)
         try:
-            return self._threads.run(
-                work, deadline_s=deadline_s, stop=self._stop, what=f"{self._what}: {what}", caller=self._caller
-            )
+            if call.done():
+                return call.result()
+            end = "was stopped" if self.stopped else f"was not done in {deadline_s:g} s"
+            raise CommunicatorError(f"{self._what}: {what} {end}")
         except Exception as error:
             self._dead = True
             self._caller.request_exit()
-            thread = getattr(error, "thread", None)
-            if inner is not None:
-                self._end(inner)
-                if thread is not None:
-                    # The abort lets the blocked call return; a thread that still does not is lost.
-                    thread.join(ABORT_DEADLINE_S)
-            if thread is not None and thread.is_alive():
-                self._threads.abandon(thread)
-                if inner is not None:
+            if self._inner is not None:
+                self._abort(self._inner)
+                # The abort lets the blocked call return; a thread that still does not is lost.
+                wait((call,), ABORT_DEADLINE_S)
+            if not call.done():
+                self._threads.abandon(self._caller.thread)
+                if self._inner is not None:
                     raise CommunicatorStuck(
                         f"{self._what}: {what} did not end {ABORT_DEADLINE_S:g} s after its abort: restart this process"
                     ) from error
-            raise _as_ours(error, self._what) from error
-
-    def _end(self, inner: Communicator) -> None:
-        try:
-            self._threads.run(
-                inner.abort, deadline_s=ABORT_DEADLINE_S, stop=threading.Event(), what=f"{self._what}: its abort"
-            )
-        except CommunicatorError as error:
-            if (thread := getattr(error, "thread", None)) is None:
+            if isinstance(error, CommunicatorError):
                 raise
-            self._threads.abandon(thread)
-            raise CommunicatorStuck(f"{error}: restart this process") from error
-        except Exception as error:  # already destroyed, which is the goal
+            raise CommunicatorError(f"{self._what} failed: {error!r}") from error
+
+    def _abort(self, inner: Communicator) -> None:
+        thread = CallingThread(f"{self._what}: its abort")
+        call = thread.begin(inner.abort)
+        thread.request_exit()
+        wait((call,), ABORT_DEADLINE_S)
+        if not call.done():
+            self._threads.abandon(thread.thread)
+            raise CommunicatorStuck(
+                f"{self._what}: its abort was not done in {ABORT_DEADLINE_S:g} s: restart this process"
+            )
+        if (error := call.exception()) is not None:  # already destroyed, which is the goal
             log.info("%s: abort raised %r", self._what, error)
-
-
-def _as_ours(error: Exception, what: str) -> CommunicatorError:
-    return error if isinstance(error, CommunicatorError) else CommunicatorError(f"{what} failed: {error!r}")

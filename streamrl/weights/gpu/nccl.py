@@ -69,8 +69,6 @@ class CupyNccl:
         ConfigError: see `require_nccl`.
     """
 
-    name = "nccl"
-
     def __init__(self, device: str | torch.device) -> None:
         require_nccl(str(device))
         self._nccl = _nccl()
@@ -144,7 +142,3 @@ class CupyCommunicator:
         self._aborted = True
         with torch.cuda.device(self._device), named_errors():
             self._inner.abort()
-
-    def close(self) -> None:
-        with torch.cuda.device(self._device):
-            self._inner.destroy()
