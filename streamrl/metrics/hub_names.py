@@ -95,7 +95,6 @@ HUB_METRICS: list[Metric] = section(
 ) + section(
     ("hub/num_nccl_epochs", "epochs", "last", "Communicators formed and tested since the hub began."),
     ("hub/num_nccl_broadcasts", "versions", "last", "Versions broadcast to a whole communicator."),
-    ("hub/num_nccl_reformations", "epochs", "last", "Epochs that failed and had a successor for the same version."),
     ("hub/num_nccl_given_up", "versions", "last", "Versions to be broadcast that every member pulled instead."),
     ("hub/num_sender_restarts", "processes", "last", "Broadcaster processes that died or hung and were replaced."),
     ("hub/num_abandoned_threads", "threads", "last", "Actors' threads that are stuck in a call of NCCL now."),

@@ -150,7 +150,7 @@ class BroadcastHandler:
             self._route, self._up, self._backoff_s = routing_id, message, RESTART_FIRST_S
             log.info("the broadcaster is up on %s", message.device or "its device")
             self._send_document()
-            self._do(self.membership.broadcaster_up(now), now)
+            self.membership.broadcaster_up()
         elif routing_id == self._route:
             self._watch.heard()
             self._reported(message, now)
@@ -188,7 +188,7 @@ class BroadcastHandler:
         one = self.membership
         return {
             "num_nccl_epochs": float(one.num_formed), "num_nccl_broadcasts": float(one.num_broadcasts),
-            "num_nccl_reformations": float(one.num_reformations), "num_nccl_given_up": float(one.num_given_up),
+            "num_nccl_given_up": float(one.num_given_up),
             "num_sender_restarts": float(max(0, self.num_started - 1)),
             "num_abandoned_threads": sum(
                 link.stats.get("abandoned_threads", 0.0) for link in self._hub.connections.all()

@@ -4,13 +4,14 @@ A communicator has one frozen set of members. A joining actor waits for the next
 one: actors are elastic although a communicator is not. One broadcast is in progress at a time.
 
     IDLE      no communicator
-    NAMING    members are frozen, the broadcaster makes the unique id                  -> FORMING
-    FORMING   every rank builds the communicator, tests it and reports            -> LIVE; deadline -> fewer
-    LIVE      formed and idle; reused while the members are the same           -> SENDING; a member leaves -> IDLE
-    SENDING   a version is broadcast                                         -> LIVE; any failure -> a new epoch
-    WAITING   the broadcaster had to be ended; its successor forms the next epoch      -> NAMING; deadline -> IDLE
+    NAMING    members are frozen, the broadcaster makes the unique id        -> FORMING
+    FORMING   every rank builds the communicator, tests it and reports       -> LIVE
+    LIVE      formed and idle; reused while the members are the same         -> SENDING
+    SENDING   a version is broadcast                                         -> LIVE
 
-A failed communicator is never used again. After two re-formations in one publish all actors pull that version.
+Any failure ends the epoch: the phase is IDLE again, its communicator is never used again, and all actors pull the
+version that it was to bring. The next publish forms an epoch without the members that failed. After three failures in a
+row none is formed for a while.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ from enum import Enum
 
 from streamrl.messages import BroadcastForm, BroadcastSend, VersionRef
 
-MAX_REFORMATIONS = 2
-"""In one publish; then all actors pull the version."""
+MAX_FAILURES = 2
+"""In a row, after which the next publish may still form an epoch."""
 JOIN_INTERVAL_S = 30.0
-"""Joins alone end a healthy epoch at most this often; as long no epoch is formed after an abandoned publish, and as
-long a member is excluded that did not form a communicator or received wrong bytes."""
-RESTART_WAIT_S = 60.0
-"""For a broadcaster that had to be ended: its successor loads its libraries and opens its device."""
+"""Joins alone end a healthy epoch at most this often; as long a member is excluded that did not form a communicator or
+received wrong bytes, and as long no epoch is formed after too many failures."""
 
 
 class Phase(Enum):
@@ -36,7 +35,6 @@ class Phase(Enum):
     FORMING = "forming"
     LIVE = "live"
     SENDING = "sending"
-    WAITING = "waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Membership:
         self.phase = Phase.IDLE
         self.epoch = 0
         self.members: dict[str, int] = {}  # member -> ranks it contributes, in rank order
-        self.num_formed = self.num_reformations = self.num_broadcasts = self.num_given_up = 0
+        self.num_formed = self.num_broadcasts = self.num_given_up = 0
         self._candidates: dict[str, int] = {}
         self._barred: dict[str, float] = {}  # member -> when it may join again
         self._broadcaster_up = self._broadcaster_formed = False
@@ -94,7 +92,7 @@ class Membership:
         self._reported: set[str] = set()
         self._ref: VersionRef | None = None  # in work
         self._next: VersionRef | None = None  # published while `_ref` was being sent
-        self._attempts = 0
+        self._failures = 0  # since the last complete broadcast
         self._deadline = 0.0
         self._formed_at = self._not_before = float("-inf")
         self._effects: list[Effect] = []
@@ -111,12 +109,9 @@ class Membership:
             self._fail(f"{', '.join(gone)} left", now)
         return self._take()
 
-    def broadcaster_up(self, now: float) -> list[Effect]:
+    def broadcaster_up(self) -> None:
         """A (new) broadcaster process is ready."""
         self._broadcaster_up = True
-        if self.phase is Phase.WAITING:
-            self._form_or_give_up(now)
-        return self._take()
 
     def broadcaster_down(self, now: float) -> list[Effect]:
         """The broadcaster is gone, and its communicator with it."""
@@ -128,7 +123,7 @@ class Membership:
     def published(self, ref: VersionRef, now: float) -> list[Effect]:
         """A new version: every candidate gets an Invite or a Pull for it, or is expected to get one soon."""
         if self._ref is None:
-            self._ref, self._attempts = ref, 0
+            self._ref = ref
             self._begin(now)
             return self._take()
         # Actors outside the present epoch do not wait for it.
@@ -178,19 +173,18 @@ class Membership:
     def sent(self, epoch: int, now: float) -> list[Effect]:
         """The broadcast is complete at the broadcaster."""
         if (epoch, self.phase) == (self.epoch, Phase.SENDING):
-            self.phase, self._ref = Phase.LIVE, None
+            self.phase, self._ref, self._failures = Phase.LIVE, None, 0
             self.num_broadcasts += 1
             if self._next is not None:
-                self._ref, self._next, self._attempts = self._next, None, 0
+                self._ref, self._next = self._next, None
                 self._begin(now)
         return self._take()
 
     def failed(self, member: str | None, epoch: int, reason: str, now: float) -> list[Effect]:
         """A member (None: the broadcaster) reports that this epoch's communicator failed or brought wrong bytes."""
-        if epoch == self.epoch and self.phase not in (Phase.IDLE, Phase.WAITING):
-            if member is not None:
-                self._bar([member], now)
-            self._fail(reason, now, hung=False if member is None else None)
+        if epoch == self.epoch and self.phase is not Phase.IDLE:
+            excluded = self._bar([member], now) if member is not None else []
+            self._fail(reason, now, hung=False if member is None else None, excluded=excluded)
         return self._take()
 
     def tick(self, now: float) -> list[Effect]:
@@ -216,13 +210,7 @@ class Membership:
             return
         if self.phase is Phase.LIVE:
             self._end(f"{', '.join(sorted(joins))} joined", hung=False)
-        if now < self._not_before:
-            self._give_up()
-        else:
-            self._form_or_give_up(now)
-
-    def _form_or_give_up(self, now: float) -> None:
-        if not self._broadcaster_up or not self._candidates:
+        if now < self._not_before or not self._broadcaster_up or not self._candidates:
             self._give_up()
             return
         self.epoch += 1
@@ -248,47 +236,36 @@ class Membership:
         self._effects.append(BroadcastSend(self.epoch, self._ref))
 
     def _expire(self, now: float) -> None:
-        if self.phase is Phase.WAITING:
-            self.phase = Phase.IDLE
-            self._give_up()
-        elif self.phase is Phase.FORMING:
+        if self.phase is Phase.FORMING:
             # Only members that never began are excluded: those that did wait for them inside the call.
-            missing = sorted(self.members.keys() - self._reported - self._joined)
-            self._bar(missing, now)
+            missing = self._bar(sorted(self.members.keys() - self._reported - self._joined), now)
             who = f"without {', '.join(missing)}" if missing else "although all members came"
             self._fail(f"not formed in {self._init_s:g} s {who}", now, excluded=missing)
         else:
             what = "gave no unique id" if self.phase is Phase.NAMING else "sent nothing more"
             self._fail(f"the broadcaster {what} in time", now, hung=True)
 
-    def _bar(self, members: list[str], now: float) -> None:
+    def _bar(self, members: list[str], now: float) -> list[str]:
         for member in members:
             self._barred[member] = now + JOIN_INTERVAL_S
             self._candidates.pop(member, None)
+        return members
 
     def _fail(self, reason: str, now: float, *, hung: bool | None = None, excluded: Sequence[str] = ()) -> None:
-        """End the present epoch; its version comes by the next one, or is pulled."""
+        """End the present epoch and have its version pulled, by the members that it excludes too."""
         # In FORMING the broadcaster is inside a call that waits for every member, with no handle to abort it.
         stuck = self.phase is Phase.FORMING and not self._broadcaster_formed
         self._end(reason, hung=stuck if hung is None else hung)
-        if self._ref is None:
-            return
-        if self._next is not None:
-            self._ref, self._next = self._next, None
-        self._pull(excluded)
-        self._attempts += 1
-        if self._attempts > MAX_REFORMATIONS:
-            self._not_before = now + JOIN_INTERVAL_S
+        if self._ref is not None:
+            self._failures += 1
+            if self._failures > MAX_FAILURES:
+                self._not_before = now + JOIN_INTERVAL_S
+            self._ref, self._next = self._next or self._ref, None
+            self._pull(excluded)
             self._give_up()
-            return
-        self.num_reformations += 1
-        if self._broadcaster_up or not self._candidates:
-            self._form_or_give_up(now)
-        else:
-            self.phase, self._deadline = Phase.WAITING, now + RESTART_WAIT_S
 
     def _end(self, reason: str, *, hung: bool) -> None:
-        if self._broadcaster_up and self.phase is not Phase.WAITING:
+        if self._broadcaster_up:
             self._effects.append(Abort(self.epoch, reason, hung))
             # A terminated process answers no more; its successor reports when it is ready.
             self._broadcaster_up = not hung

@@ -104,6 +104,9 @@ def test_a_member_that_loses_its_communicator_ends_the_epoch(harness):
     one.beat(peer, failed=1)
 
     assert broadcaster.receive(BroadcastAbort) == BroadcastAbort(1)
+    for member in (peer, other):  # both are told to pull the version
+        assert "nccl" not in ways(member.receive(Announce))
+    one.publish()
     assert broadcaster.receive(BroadcastForm) == BroadcastForm(2, 2)  # without the one that lost it
 
 
@@ -127,7 +130,10 @@ def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness,
 
     assert broadcaster.killed.wait(20.0 if replaced else 1.0) == replaced
     if replaced:
-        assert one.broadcaster().receive(BroadcastForm).epoch == 2
+        successor = one.broadcaster()
+        one.candidates(1)
+        one.publish()
+        assert successor.receive(BroadcastForm).epoch == 2
 
 
 def test_members_are_told_the_deadlines_that_are_set(harness):
