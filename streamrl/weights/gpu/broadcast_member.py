@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from streamrl.errors import EngineError, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
 from streamrl.weights.document import NotAvailable, Superseded
 from streamrl.weights.gpu.broadcast import GRACE_S, HEADER_BYTES, unpack_header
@@ -41,18 +41,10 @@ MAX_ABANDONED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
-    """The data that a member needs to take a version."""
-
-    manifest: Manifest  # digest_kind 1
-    layout: Layout
-    ticket: NcclTicket
-
-
-@dataclass(frozen=True, slots=True)
 class Received:
     """A version that came by broadcast, every bucket verified."""
 
+    ref: VersionRef
     body: torch.Tensor
     transfer_s: float
     verify_s: float
@@ -71,15 +63,16 @@ class BroadcastMember:
         free: Callable[[torch.device], int | None] = free_bytes,
     ) -> None:
         self.threads = Threads()
-        self._library, self._device, self._report = library, torch.device(device), report
-        self._changed = threading.Condition()
-        self._invitations: dict[VersionRef, Invitation] = {}
-        self._outcome: dict[VersionRef, Received | WeightsError | EngineError] = {}
-        self._guard: GuardedCommunicator | None = None
-        self._epoch = 0  # of `_guard`, or of the last one that failed
-        self._last: VersionRef | None = None  # received in this epoch
+        self._library, self._device, self._report, self._free = library, torch.device(device), report, free
+        self._changed = threading.Condition()  # guards all that follows
+        self._epoch = 0  # the newest that this member was invited to
+        self._ticket: NcclTicket | None = None  # its place there, until that epoch has failed
+        self._guard: GuardedCommunicator | None = None  # of this epoch, or of an older one that is being ended
+        self._invited: dict[VersionRef, tuple[Manifest, Layout]] = {}  # to come by the newest epoch
+        self._received: Received | None = None  # the newest; kept for the installer until another has come
+        self._failed: dict[VersionRef, Exception] = {}  # why versions did not come
+        self._no_room = ""
         self._closing = False
-        self._free, self._no_room = free, ""
         self._state = NcclState()
         self._thread = threading.Thread(target=self._run, name="broadcasts", daemon=True)
         self._thread.start()
@@ -96,42 +89,30 @@ class BroadcastMember:
         """
         free = self._free(self._device)
         with self._changed:
-            if self._last is None and free is not None and free < NUM_DOCUMENTS * nbytes:
+            if self._received is None and free is not None and free < NUM_DOCUMENTS * nbytes:
                 self._give_up(f"{free >> 20} MiB of the GPU are free, {NUM_DOCUMENTS} documents of {nbytes >> 20} are "
                               "more")
 
-    def _give_up(self, why: str) -> None:
-        if not self._no_room:
-            log.warning("no weights by nccl from now on, other transports bring them: %s", why)
-            self._no_room = why
-            self._changed.notify_all()
-
     def invite(self, manifest: Manifest, layout: Layout, ticket: NcclTicket) -> None:
         """Expect a version by this ticket's epoch; a newer epoch ends the present one. Idempotent."""
+        ref = manifest.ref
         with self._changed:
-            known = self._invitations.get(manifest.ref)
-            newest = max([self._epoch, *(invitation.ticket.epoch for invitation in self._invitations.values())])
-            if ticket.epoch < newest or (known is not None and known.ticket.epoch == ticket.epoch):
+            if ticket.epoch > self._epoch:
+                self._end_epoch(NotAvailable("it was announced for an epoch that has ended"))
+                self._epoch, self._ticket = ticket.epoch, ticket
+            elif ticket.epoch < self._epoch or self._ticket is None:
+                return  # an old one, or it has failed here
+            elif ref in self._invited or (self._received is not None and ref <= self._received.ref):
                 return
-            delivered = self._last is not None and manifest.ref <= self._last
-            if ticket.epoch == self._epoch and (self._guard is None or delivered):
-                return  # that epoch failed here, or has delivered this version already
-            if ticket.epoch > self._epoch and self._guard is not None:
-                self._guard.stop()
-            for ref in [r for r, i in self._invitations.items() if i.ticket.epoch < ticket.epoch]:
-                self._settle(ref, NotAvailable(f"version {ref} was announced for an epoch that has ended"))
-            if isinstance(self._outcome.get(manifest.ref), Exception):
-                del self._outcome[manifest.ref]  # allow another attempt
-            self._invitations[manifest.ref] = Invitation(manifest, layout, ticket)
+            self._failed.pop(ref, None)
+            self._invited[ref] = manifest, layout
             self._changed.notify_all()
 
     def uninvite(self, ref: VersionRef) -> None:
         """The hub has withdrawn its invitation: the epoch of this version has failed."""
         with self._changed:
-            if ref in self._invitations:
-                if self._guard is not None and self._invitations[ref].ticket.epoch == self._epoch:
-                    self._guard.stop()
-                self._settle(ref, NotAvailable(f"the broadcast of version {ref} was canceled"))
+            if ref in self._invited:
+                self._end_epoch(NotAvailable(f"the broadcast of version {ref} was canceled"))
 
     def wait_for(self, ref: VersionRef, *, cancelled: threading.Event, deadline: float) -> Received:
         """The received version; kept until a newer one has arrived.
@@ -145,152 +126,155 @@ class BroadcastMember:
             while True:
                 if cancelled.is_set():
                     raise Superseded(f"version {ref}: abandoned for a newer version")
-                outcome = self._outcome.get(ref)
-                if isinstance(outcome, Received) and time.monotonic() < deadline:
-                    return outcome
-                if isinstance(outcome, Exception):
-                    raise outcome
-                if ref not in self._invitations and outcome is None:
-                    raise NotAvailable(f"no broadcast of version {ref} is expected")
-                if time.monotonic() >= deadline:
+                if ref in self._failed:
+                    raise self._failed[ref]
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise NotAvailable(f"the broadcast of version {ref} was not complete in time")
-                self._changed.wait(min(_LOOK_UP_S, max(0.0, deadline - time.monotonic())))
+                if self._received is not None and self._received.ref == ref:
+                    return self._received
+                if ref not in self._invited:
+                    raise NotAvailable(f"no broadcast of version {ref} is expected")
+                self._changed.wait(min(_LOOK_UP_S, left_s))
 
     def close(self) -> None:
         """Leave the epoch; may be called twice."""
         with self._changed:
             self._closing = True
-            if self._guard is not None:
-                self._guard.stop()
-            self._changed.notify_all()
+            self._end_epoch(NotAvailable("this process ends"))
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10.0)
+
+    # --- with `_changed` held -----------------------------------------------------------------------------------
+
+    def _end_epoch(self, error: Exception) -> None:
+        """Let no version of this epoch be waited for any longer; its thread leaves the communicator."""
+        self._ticket = None
+        if self._guard is not None:
+            self._guard.stop()
+        self._failed = dict.fromkeys(self._invited, error)
+        self._invited.clear()
+        self._changed.notify_all()
+
+    def _give_up(self, why: str) -> None:
+        if not self._no_room:
+            log.warning("no weights by nccl from now on, other transports bring them: %s", why)
+            self._no_room = why
+            self._changed.notify_all()
 
     # --- the member's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (invitation := self._next()) is not None:
+        while (ticket := self._next_epoch()) is not None:
             try:
-                if invitation.ticket.epoch != self._epoch:
-                    self._form(invitation.ticket)
-                else:
-                    self._receive(invitation)
-            except CommunicatorStuck as error:
-                self._over(error)
+                self._serve(ticket)
             except torch.OutOfMemoryError as error:
                 with self._changed:
                     self._give_up(str(error))
-                self._over(NotAvailable(self._no_room))
+                self._leave(ticket, NotAvailable(self._no_room))
+            except (WeightsError, CommunicatorStuck) as error:
+                self._leave(ticket, error)
             except Exception as error:  # a library may raise anything; the other ranks must not wait for this one
-                ours = error if isinstance(error, WeightsError) else WeightsError(f"a broadcast failed: {error!r}")
-                log.warning("epoch %d failed on this rank: %s", invitation.ticket.epoch, error)
-                self._over(ours)
-        if self._guard is not None:
-            self._leave()
+                self._leave(ticket, WeightsError(f"a broadcast failed: {error!r}"))
 
-    def _next(self) -> Invitation | None:
-        """The oldest invitation of the newest epoch; None once closed."""
-        with self._changed:
-            while not self._closing:
-                if (self._guard is not None and self._guard.stopped) or (self._no_room and not self._state.broken):
-                    break
-                if self._invitations:
-                    return self._invitations[min(self._invitations)]
-                self._changed.wait(_RECOVER_S if self._state.broken else None)
-                if self._state.broken and not self.broken:
-                    break
-            if self._closing:
-                return None
-            recovered = self._guard is None and not self._no_room
-        if recovered:
-            self._say(broken=False)  # the stuck thread has returned
-            return self._next()
-        self._over(NotAvailable(self._no_room or f"epoch {self._epoch} was ended"))
-        return self._next()
+    def _next_epoch(self) -> NcclTicket | None:
+        """Wait for an invitation to another epoch, and report meanwhile what changes; None once closed."""
+        while True:
+            with self._changed:
+                # A thread that was stuck and returns notifies nobody.
+                self._changed.wait_for(
+                    lambda: self._closing or self._ticket is not None or self.broken != self._state.broken,
+                    _RECOVER_S if self._state.broken else None,
+                )
+                if self._closing:
+                    return None
+                ticket = self._ticket
+            if self.broken != self._state.broken:
+                self._say(broken=self.broken)
+            if ticket is not None:
+                return ticket
 
-    def _form(self, ticket: NcclTicket) -> None:
-        self._leave()
+    def _serve(self, ticket: NcclTicket) -> None:
+        """Take part in every broadcast of an epoch until it ends, which is always by an exception."""
+        guard = self._form(ticket)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._invited or guard.stopped or self._no_room)
+                if guard.stopped or self._no_room:
+                    raise NotAvailable(self._no_room or f"epoch {ticket.epoch} was ended")
+            self._receive(guard, ticket)
+
+    def _form(self, ticket: NcclTicket) -> GuardedCommunicator:
+        what = f"epoch {ticket.epoch} as rank {ticket.rank}"
         with self._changed:
-            self._epoch, self._last = ticket.epoch, None
             if self.broken:
                 raise CommunicatorError(self._no_room or "a thread of this process is stuck in an earlier epoch")
+            if self._ticket is not ticket:
+                raise CommunicatorError(f"{what} is over")
             guard = self._guard = GuardedCommunicator(
-                self._library, self.threads, rank=ticket.rank, world=ticket.world, unique_id=ticket.unique_id,
-                what=f"epoch {ticket.epoch} as rank {ticket.rank}",
+                self._library, self.threads, rank=ticket.rank, world=ticket.world, unique_id=ticket.unique_id, what=what
             )
         self._say(joining=ticket.epoch)
         # Longer than the hub waits: the hub then ends the broadcaster, which releases the other ranks from their calls.
         guard.form(ticket.init_deadline_s + GRACE_S)
         log.info("epoch %d: rank %d of %d is formed", ticket.epoch, ticket.rank, ticket.world)
         self._say(formed=ticket.epoch, joining=0)
+        return guard
 
-    def _receive(self, invitation: Invitation) -> None:
-        guard, ticket = self._guard, invitation.ticket
-        assert guard is not None
+    def _receive(self, guard: GuardedCommunicator, ticket: NcclTicket) -> None:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
         guard.broadcast(header, ticket.init_deadline_s + ticket.bucket_deadline_s + GRACE_S)
         started = time.monotonic()
         ref = unpack_header(header)
-        invitation = self._invitation_of(ref, started + ticket.bucket_deadline_s)
-        check_manifest(invitation.manifest, invitation.layout, DIGEST_FOLD128)
-        body = empty_document(document_nbytes(invitation.layout), self._device)
+        manifest, layout = self._invitation_of(ref, ticket.bucket_deadline_s)
+        check_manifest(manifest, layout, DIGEST_FOLD128)
+        body = empty_document(document_nbytes(layout), self._device)
         verify_s, failure = 0.0, None
-        for index, (start, end) in enumerate(bucket_ranges(invitation.layout)):
+        for index, (start, end) in enumerate(bucket_ranges(layout)):
             guard.broadcast(body[start:end], ticket.bucket_deadline_s)
             moved = time.monotonic()
             try:
-                check_device_bucket(index, body[start:end], invitation.manifest)
+                check_device_bucket(index, body[start:end], manifest)
             except WeightsError as error:
                 failure = failure or error  # continue to the end: the other members' bytes may be intact
             verify_s += time.monotonic() - moved
         if failure is not None:
-            with self._changed:
-                self._settle(ref, failure)
             raise failure
         with self._changed:
-            self._last = ref
-            for older in [r for r in self._invitations if r < ref]:
-                self._settle(older, NotAvailable(f"version {older} was skipped for {ref}"))
-            self._settle(ref, Received(body, time.monotonic() - started - verify_s, verify_s))
+            self._received, self._failed = Received(ref, body, time.monotonic() - started - verify_s, verify_s), {}
+            for older in [one for one in self._invited if one <= ref]:
+                del self._invited[older]
+            self._changed.notify_all()
 
-    def _invitation_of(self, ref: VersionRef, deadline: float) -> Invitation:
+    def _invitation_of(self, ref: VersionRef, deadline_s: float) -> tuple[Manifest, Layout]:
         """The invitation of the version in the header; it travels apart from the broadcast and may arrive later."""
         with self._changed:
-            while ref not in self._invitations:
-                if time.monotonic() >= deadline or self._closing:
-                    raise CommunicatorError(f"version {ref} was broadcast without an announcement")
-                self._changed.wait(_LOOK_UP_S)
-            return self._invitations[ref]
+            if not self._changed.wait_for(lambda: ref in self._invited or self._ticket is None, deadline_s):
+                raise CommunicatorError(f"version {ref} was broadcast without an announcement")
+            if ref not in self._invited:
+                raise CommunicatorError(f"the epoch of version {ref} was ended")
+            return self._invited[ref]
 
-    def _over(self, error: WeightsError | EngineError) -> None:
-        """The present epoch has failed: report it, and fail every wait on it."""
+    def _leave(self, ticket: NcclTicket, error: Exception) -> None:
+        """An epoch is over: leave its communicator, fail every wait on it, and report it."""
+        if not isinstance(error, NotAvailable):
+            log.warning("epoch %d failed on this rank: %s", ticket.epoch, error)
+        with self._changed:
+            guard, self._guard = self._guard, None
         try:
-            self._leave()
+            if guard is not None:
+                guard.close()
         except CommunicatorStuck as stuck:
             error = stuck
         with self._changed:
-            for ref, invitation in list(self._invitations.items()):
-                if invitation.ticket.epoch <= self._epoch:
-                    self._settle(ref, error)
-        self._say(failed=self._epoch, joining=0, formed=0, broken=self.broken)
+            if self._ticket is ticket:  # not yet ended for a newer one
+                self._end_epoch(error)
+        if not self._closing:
+            self._say(failed=ticket.epoch, joining=0, formed=0, broken=self.broken)
 
     def _say(self, **changes: int) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)
         self._report(self._state)
-
-    def _leave(self) -> None:
-        with self._changed:
-            guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.close()
-
-    def _settle(self, ref: VersionRef, outcome: Received | WeightsError | EngineError) -> None:
-        self._invitations.pop(ref, None)
-        for other, was in list(self._outcome.items()):  # keep one body; older errors are obsolete
-            if isinstance(outcome, Received) or (other < ref and not isinstance(was, Received)):
-                del self._outcome[other]
-        self._outcome[ref] = outcome
-        self._changed.notify_all()
 
 
 class BroadcastReceiver:
