@@ -2,7 +2,7 @@
 
 A pass sends one document to all readers that asked before it began, in lockstep: a slot is filled again once every
 reader has freed it. A late reader is dropped: what it was about to copy may be overwritten, which its digest then
-shows. Whoever asks during a pass waits for the next one.
+shows. A reader that asks during a pass waits for the next one.
 """
 
 from __future__ import annotations
