@@ -181,7 +181,7 @@ class BroadcastMember:
         """Wait for an invitation to another epoch, and report meanwhile what changes; None once closed."""
         while True:
             with self._changed:
-                # A thread that was stuck and returns notifies nobody.
+                # A thread that was stuck and returns sends no notification.
                 self._changed.wait_for(
                     lambda: self._closing or self._ticket is not None or self.broken != self._state.broken,
                     _RECOVER_S if self._state.broken else None,
