@@ -6,13 +6,11 @@ schema before hydra parses them: hydra's message names no remedy, ours the neare
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import json
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from functools import cache
 from itertools import zip_longest
@@ -23,6 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,6 +32,7 @@ from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
 from streamrl.config.wording import (
+    field_sentences,
     refuse_file,
     refuse_option,
     refuse_removal,
@@ -40,6 +40,7 @@ from streamrl.config.wording import (
     refuse_type,
     refuse_unreadable,
     refuse_word,
+    type_name,
 )
 from streamrl.errors import ConfigError
 
@@ -70,19 +71,39 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     overrides = read_files(overrides)
     check_overrides(overrides)
     _check_values(overrides)
-    if GlobalHydra.instance().is_initialized():
-        GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides=hydra_overrides(overrides))
-            experiment = _experiment(overrides)
-            composed = _with_overrides_first(composed, overrides, experiment.get("env", {}))
-            if dropped := _drop_form(composed, experiment, _given(overrides)):
-                notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
-            return to_config(composed)
+        config, experiment = _composed(hydra_overrides(overrides)), _experiment(overrides)
+        config = _with_overrides_first(config, overrides, experiment.get("env", {}))
+        if dropped := _drop_form(config, experiment, _given(overrides)):
+            notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
+        return to_config(config)
     except HydraException as error:
         _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
+
+
+def _composed(words: Sequence[str]) -> DictConfig:
+    """As hydra composes them. Files take most of its time: groups are composed once, and values are set in a copy."""
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    values = [one for one in overrides if one.key_or_group not in GROUPS]
+    if any(one.is_sweep_override() or one.type not in (OverrideType.CHANGE, OverrideType.FORCE_ADD) for one in values):
+        return _composed_by_hydra(tuple(words))
+    found = deepcopy(_composed_by_hydra(tuple(str(one.input_line) for one in overrides if one not in values)))
+    try:
+        for one in values:
+            added = one.type == OverrideType.FORCE_ADD
+            OmegaConf.update(found, one.key_or_group, one.value(), merge=True, force_add=added)
+    except OmegaConfBaseException:
+        return _composed_by_hydra(tuple(words))  # which says what is wrong
+    return found
+
+
+@cache
+def _composed_by_hydra(words: tuple[str, ...]) -> DictConfig:
+    if GlobalHydra.instance().is_initialized():
+        GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", overrides=list(words))
 
 
 def read_files(words: Sequence[str]) -> list[str]:
@@ -304,35 +325,18 @@ def settings(section: Any = None, prefix: str = "") -> Iterator[tuple[str, str, 
             yield from settings(value, f"{prefix}{item.name}.")
         else:
             default = value.name if isinstance(value, Enum) else value
-            yield f"{prefix}{item.name}", _type_name(hints[item.name]), default, sentences.get(item.name, "")
+            yield f"{prefix}{item.name}", type_name(hints[item.name]), default, sentences.get(item.name, "")
 
 
-def _type_name(hint: Any) -> str:
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "|".join(member.name for member in hint)
-    if isinstance(hint, types.UnionType):
-        return "|".join("null" if part is types.NoneType else part.__name__ for part in typing.get_args(hint))
-    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
-
-
-@cache
-def field_sentences(cls: type) -> dict[str, str]:
-    """The sentence under each field of a dataclass, read from its source (Python keeps none at run time)."""
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    for node, following in zip(body.body, body.body[1:], strict=False):
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
-            found[node.target.id] = " ".join(str(following.value.value).split())
-    return found
-
-
-def to_plain(config: Any) -> dict[str, Any]:
-    """A config, or a section of it, as JSON-able values: enums by name."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return plain
+def to_plain(config: Any) -> Any:
+    """A config, a section of it or a value there as JSON-able values: enums by name."""
+    if dataclasses.is_dataclass(config):
+        return {field.name: to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: to_plain(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_plain(value) for value in config]
+    return config.name if isinstance(config, Enum) else config
 
 
 @cache

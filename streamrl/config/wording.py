@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import types
+import typing
 from collections.abc import Sequence
+from enum import Enum
+from functools import cache
 from typing import Any, NoReturn
 
 from streamrl.errors import ConfigError
@@ -75,3 +81,24 @@ def refuse_word(word: str, experiments: Sequence[str]) -> NoReturn:
     meant = f" Did you mean experiment={word}?" if word in experiments else ""
     meant = f" Did you mean env.path={word}?" if word.endswith(".py") else meant
     raise ConfigError(f"`{word}` is not a setting: write key=value, e.g. trainer.num_steps=200.{meant}")
+
+
+def type_name(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(member.name for member in hint)
+    if isinstance(hint, types.UnionType):
+        return "|".join("null" if part is types.NoneType else part.__name__ for part in typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+
+
+@cache
+def field_sentences(cls: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, read from its source (Python keeps none at run time)."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, following in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
+            found[node.target.id] = " ".join(str(following.value.value).split())
+    return found
