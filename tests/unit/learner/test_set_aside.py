@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -243,8 +244,9 @@ def test_only_the_last_checkpoint_and_one_that_actors_need_for_room_are_waited_f
 ):
     config = config_of(f"rollout.num_prompts_per_step={prompts}", "learner.max_tokens_per_device=4096")
     saving, clock = FullFor(3), [0.0]
-    monkeypatch.setattr("learner.checkpoint.retries.time.sleep", lambda s: clock.append(clock.pop() + s))
-    monkeypatch.setattr("learner.checkpoint.checkpoints.time.monotonic", lambda: clock[0])
+    time = SimpleNamespace(sleep=lambda s: clock.append(clock.pop() + s), monotonic=lambda: clock[0])
+    for module in ("retries", "checkpoints"):  # not the real module: threads of other tests sleep too
+        monkeypatch.setattr(f"learner.checkpoint.{module}.time", time)
     checkpoints = Checkpoints(
         saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()), every_steps=0,
         outbox_steps=steps_in_outboxes(config), steps_per_batch=1, tensors=lambda: (), remembered=dict,
