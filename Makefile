@@ -23,6 +23,8 @@ SEED   ?= 42
 TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes, each of which would compile the project again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `tests/slow.py` lists."""
+    """Mark what `tests/slow.py` lists, and let the records of torch pass to the root logger.
+
+    pytest hangs its handler on every logger that passes nothing on, six times a test: torch has forty of them.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.startswith(("torch", "strobelight")):
+            logger.propagate = True
     for item in items:
         if is_slow(item.path.relative_to(TESTS).as_posix(), getattr(item, "originalname", item.name), item.name):
             item.add_marker(pytest.mark.slow)

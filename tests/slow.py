@@ -78,6 +78,9 @@ SLOW: dict[str, str | dict[str, str]] = {
             "a process with a reward model, killed and started again",
     },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
+    "unit/architectures/test_families.py": {
+        "test_a_family_that_is_built_like_others_is_exact_too": "one family of each kind is in `make test`",
+    },
     "unit/bench/test_gpu_dry_run.py": {
         "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",
     },
@@ -104,6 +107,18 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
     "unit/envs/test_hostile_answers.py": {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
+        "test_no_reward_stalls_on_an_answer_in_any_form": "the form that each reward reads first is in `make test`",
+    },
+    "unit/hub/ledger/test_lag_bound.py": {
+        "test_no_trained_token_is_older_than_the_bound_on_many_walks": "fewer walks are in `make test`",
+        **dict.fromkeys((
+            f"test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant[{case}-20]"
+            for case in ("drop-2-1", "reweight-2-1", "wait-0-1", "drop-2-3")
+        ), "fewer walks are in `make test`"),
+    },
+    "unit/hub/ledger/test_ledger_machine.py": {
+        "test_every_promise_holds_on_long_random_walks_that_reach_every_kind_of_trouble[many]":
+            "400 walks; 120 are in `make test`",
     },
     "unit/learner/test_attention_kinds.py": {
         "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",

@@ -59,7 +59,7 @@ def test_a_dead_actor_is_restarted(harness: RunHarness):
 
 @pytest.mark.parametrize("moment", ["at start", "while actors load", "in training"])
 def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harness: RunHarness, moment: str):
-    launch = harness.launch("trainer.num_steps=5000")
+    launch = harness.launch("trainer.num_steps=5000", "launch.num_actors=1")
     if moment == "at start":
         wait_until(lambda: (harness.run_dir / "logs" / "learner.log").exists(), 30, "the learner's log")
     elif moment == "while actors load":
@@ -77,7 +77,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harne
 
 
 def test_a_killed_launcher_takes_its_children_with_it(harness: RunHarness):
-    launch = harness.launch("trainer.num_steps=5000")
+    launch = harness.launch("trainer.num_steps=5000", "launch.num_actors=1")
     harness.wait_for_version(2)
 
     launch.kill()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from actors.chat import answer, with_version
+from actors.chat import main as chat
 from actors.evaluate import Progress, evaluate, main, summary, text_of
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
@@ -153,7 +155,7 @@ def test_a_version_that_is_not_there_names_those_that_are(trained):
         find_model(str(trained))
 
 
-def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path):
+def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path, monkeypatch, capsys):
     greedy = "rollout.test.sampling.temperature=0"
 
     async def says(version: int) -> str:
@@ -169,8 +171,9 @@ def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path)
     said = streamrl("chat", str(trained), "--version", "4", greedy, cwd=tmp_path, stdin="abc\n/new\nabc\n/new\nabc\n")
     assert (said.returncode, said.stdout.rstrip("\n")) == (0, newer), said.stderr
     assert "greedy (temperature 0) as in evaluations (rollout.test.sampling)" in said.stderr
-    said = streamrl("chat", f"{trained}@4", "rollout.test.sampling.temperature=0.5", cwd=tmp_path, stdin="")
-    assert "temperature 0.5 as in evaluations" in said.stderr
+    monkeypatch.setattr("sys.stdin", StringIO())
+    assert chat([f"{trained}@4", "rollout.test.sampling.temperature=0.5"]) == 0
+    assert "temperature 0.5 as in evaluations" in capsys.readouterr().err
     result = answers_of(f"{trained}@4", tmp_path)[2]
     assert result["model"] == f"{trained}@4" and result["num_prompts"] == 3
 
@@ -217,17 +220,24 @@ def test_what_is_no_model_says_what_it_is(tmp_path):
         find_model(str(tmp_path))
 
 
+@pytest.fixture(autouse=True)
+def logging_stays(monkeypatch):
+    """`main` disables it in its process, which here is that of other tests too."""
+    monkeypatch.setattr("logging.disable", lambda level: None)
+
+
 def streamrl(*words: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "streamrl.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, timeout=100)
 
 
-def test_the_commands_run_from_any_folder(checkpoint, tmp_path):
+def test_the_commands_run_from_any_folder(checkpoint, tmp_path, monkeypatch, capsys):
     done = streamrl("eval", str(checkpoint), *WORDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "avg@1" in done.stdout and (tmp_path / "evals/string.reverse-001.jsonl").exists()
-    spoken = streamrl("chat", str(checkpoint), *WORDS, cwd=tmp_path, stdin="abc\n/new\nab\n/quit\n")
-    assert spoken.returncode == 0, spoken.stderr
-    assert len(spoken.stdout.splitlines()) == 2
-    wrong = streamrl("eval", "nowhere", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr.splitlines()[-1][:14]) == (2, "error: nowhere")
+    monkeypatch.chdir(tmp_path)  # as a process it chats above
+    monkeypatch.setattr("sys.stdin", StringIO("abc\n/new\nab\n/quit\n"))
+    assert chat([str(checkpoint), *WORDS]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["nowhere"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: nowhere")

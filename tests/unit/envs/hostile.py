@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 
 MARK = "STREAMRL_HOSTILE_MARK"
 STALL_S = 0.3
@@ -54,10 +55,12 @@ STALLS = [
 ]
 
 
-def in_every_form(folder: str) -> list[str]:
-    """Bare, and where rewards look for an answer."""
-    forms = "{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>1</think><answer>{}</answer>", "```python\n{}\n```"
-    return [form.format(text) for text in (*marks(folder), *STALLS) for form in forms]
+FORMS = "{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>1</think><answer>{}</answer>", "```python\n{}\n```"
+"""Bare, and where rewards look for an answer."""
+
+
+def in_every_form(texts: Iterable[str]) -> list[str]:
+    return [form.format(text) for text in texts for form in FORMS]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from envs.tasks.countdown import WRONG, score_countdown
 from envs.tasks.reasoning import OWN_SCORERS, ReasoningTask, dataset_names
 from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, Step
-from tests.unit.envs.hostile import MARK, STALLS, in_every_form, marks
+from tests.unit.envs.hostile import FORMS, MARK, STALLS, in_every_form, marks
 
 pytest.importorskip("reasoning_gym")
 
@@ -61,14 +61,30 @@ def test_only_a_scorer_that_compares_texts_is_called_in_the_actor():
         assert ReasoningTask(name).may_block == (own and name not in OWN_SCORERS), name
 
 
+KINDS = sorted(set(REWARDS) - {"judge", "model"})  # these send the text to a service
+FORM = {"boxed": 2, "math": 2, "think_answer_tags": 3, "code": 4}
+"""Where a reward looks for an answer first, by its place in FORMS; the others look between the tags of an answer."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", sorted(set(REWARDS) - {"judge", "model"}))  # these send the text to a service
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_reward_runs_an_answer_stalls_on_it_or_pays_for_it(kind, tmp_path):
+    stalls = [FORMS[FORM.get(kind, 1)].format(text) for text in STALLS]
+    assert_unpaid(kind, [*in_every_form(marks(str(tmp_path / "marks"))), *stalls], tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_reward_stalls_on_an_answer_in_any_form(kind, tmp_path):
+    assert_unpaid(kind, in_every_form(STALLS), tmp_path)
+
+
+def assert_unpaid(kind, texts, tmp_path):
     (tmp_path / "marks").mkdir()
     words = ["reward.type=" + kind, "reward.timeout_s=0.3", "reward.code.case_timeout_s=0.5", "reward.num_workers=1"]
     reward = make_reward(load_config(["experiment=quickstart", "data.path=x.jsonl", *words]).reward, RecordShape())
     record = {"question": "1 + 1 = ?", "answer": "271828", "test_cases": {"inputs": ["1"], "outputs": ["2"]}}
-    for text in in_every_form(str(tmp_path / "marks")):
+    for text in texts:
         step = reward(record, text, [ChatMessage("user", "1 + 1 = ?")])
         paid = step.reward if isinstance(step, Step) else step
         assert paid <= (1.0 if kind == "tags" else 0.0), text[:80]  # `tags` is paid for the form alone

@@ -90,7 +90,14 @@ def worst_lag(kind: type[Ledger], case: tuple[int, int, int, int], *, num_walks:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{} S{}".format(*case))
 def test_no_trained_token_is_older_than_the_bound(case):
-    worst, bound = worst_lag(Ledger, case, num_walks=20)
+    worst, bound = worst_lag(Ledger, case, num_walks=8)
+
+    assert worst <= bound
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "B{} eta{} W{} S{}".format(*case))
+def test_no_trained_token_is_older_than_the_bound_on_many_walks(case):
+    worst, bound = worst_lag(Ledger, case, num_walks=40)
 
     assert worst <= bound
 
@@ -218,13 +225,21 @@ def walk_with_a_moving_lead(
 
 
 @pytest.mark.parametrize(
-    ("mode", "window", "steps"), [("drop", 2, 1), ("reweight", 2, 1), ("wait", 0, 1), ("drop", 2, 3)]
+    ("mode", "window", "steps", "num_walks"),
+    [
+        (*case, num_walks) for num_walks in (6, 20)
+        for case in (("drop", 2, 1), ("reweight", 2, 1), ("wait", 0, 1), ("drop", 2, 3))
+    ],
 )
-def test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant(mode, window, steps):
-    num_stale, num_beyond, num_moves = walk_with_a_moving_lead(Ledger, mode, window=window, num_walks=20, steps=steps)
+def test_moving_the_lead_throws_nothing_away_and_keeps_every_group_inside_the_bound_of_its_grant(
+    mode, window, steps, num_walks
+):
+    num_stale, num_beyond, num_moves = walk_with_a_moving_lead(
+        Ledger, mode, window=window, num_walks=num_walks, steps=steps
+    )
 
     assert num_stale == 0
-    assert num_beyond > 20 and num_moves > 200, "no lead was lowered while older groups were out"
+    assert num_beyond > num_walks and num_moves > 10 * num_walks, "no lead was lowered while older groups were out"
 
 
 def test_judging_by_the_bound_of_today_throws_work_away():
