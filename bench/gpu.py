@@ -124,7 +124,8 @@ def ceilings(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def fold(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    from streamrl.weights.gpu.fold128 import fold128, fold128_numpy
+    from streamrl.weights.gpu.fold128 import fold128
+    from tests.unit.weights.fold_reference import fold128_numpy
 
     data = torch.randint(0, 256, (floors.nbytes,), dtype=torch.uint8, device=DEVICE)
     if fold128(data[: 1 << 20]) != fold128_numpy(data[: 1 << 20].cpu().numpy()):

@@ -25,7 +25,7 @@ from learner.ranks.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document
-from streamrl.weights.gpu.fold128 import fold128_numpy
+from tests.unit.weights.fold_reference import fold128_numpy
 from streamrl.weights.manifest import bucket_ranges
 from streamrl.weights.shm.transport import ShmPublisher
 

@@ -16,10 +16,11 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Manifest, Offer, VersionRef
 from streamrl.weights.gpu.cuda_memory import CudaMemory
 from streamrl.weights.gpu.device_document import DeviceDocument
-from streamrl.weights.gpu.fold128 import DocumentFold, fold128, fold128_numpy
+from streamrl.weights.gpu.fold128 import DocumentFold, fold128
 from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_layout, make_manifest
 from tests.gpu.device import needs_gpu, start
+from tests.unit.weights.fold_reference import fold128_numpy
 
 pytestmark = [*needs_gpu, pytest.mark.timeout(300)]
 

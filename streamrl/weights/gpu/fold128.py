@@ -16,7 +16,6 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from streamrl.errors import WeightsError
@@ -34,18 +33,8 @@ def pack(s1: int, s2: int) -> bytes:
     return struct.pack("<QQ", s1 & _MASK, s2 & _MASK)
 
 
-def fold128_numpy(data: bytes | bytearray | memoryview | np.ndarray) -> bytes:
-    """The reference, on a host: 16 bytes for a bucket of any length."""
-    raw = np.frombuffer(data, dtype=np.uint8)
-    words = np.zeros((len(raw) + 3) // 4, dtype="<u4")
-    words.view(np.uint8)[: len(raw)] = raw
-    wide = words.astype(np.uint64)
-    index = np.arange(1, len(words) + 1, dtype=np.uint64)
-    return pack(int(wide.sum(dtype=np.uint64)), int((wide * index).sum(dtype=np.uint64)))
-
-
 def fold128(data: torch.Tensor) -> bytes:
-    """The same for a uint8 tensor [n] on any device; waits for the device."""
+    """16 bytes for a uint8 tensor [n] on any device; waits for the device."""
     return pack(*fold_sums(data).tolist())
 
 

@@ -21,8 +21,8 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import Decoder, encode
-from streamrl.weights.gpu.fold128 import fold128_numpy
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_digest, make_layout, make_manifest
+from tests.unit.weights.fold_reference import fold128_numpy
 
 pytestmark = pytest.mark.timeout(60)
 

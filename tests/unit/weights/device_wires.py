@@ -17,11 +17,11 @@ from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTi
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
 from streamrl.weights.gpu.device_document import DeviceDocument
-from streamrl.weights.gpu.fold128 import fold128_numpy
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_manifest
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
+from tests.unit.weights.fold_reference import fold128_numpy
 
 torch.set_num_threads(1)
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.gpu.fold128 import _ROW_WORDS, DocumentFold, fold128, fold128_numpy, fold_sums, pack
+from streamrl.weights.gpu.fold128 import _ROW_WORDS, DocumentFold, fold128, fold_sums, pack
 from streamrl.weights.manifest import make_layout
+from tests.unit.weights.fold_reference import fold128_numpy
 
 MOD = 1 << 64
 
