@@ -10,7 +10,6 @@ Every second the loop sends ALIVE, unless the thread of the IPC buffers hangs: t
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -48,7 +47,8 @@ from streamrl.weights.gpu.ipc import IpcBufferServer
 log = logging.getLogger("streamrl.broadcaster")
 
 EXIT_STUCK = 9
-POLL_MS = 50
+POLL_MS = 20
+"""How late a report of the other thread may leave."""
 ALIVE_S = 1.0
 """Between two ALIVE reports; the hub ends a broadcaster that sends none for long."""
 
@@ -81,7 +81,6 @@ class BroadcasterService:
         self._bounces: dict[str, torch.Tensor | None] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reports: deque[BroadcastReport] = deque()
-        self._wake_read, self._wake_write = os.pipe()
         self._over: set[int] = set()
         self._alive_at = float("-inf")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="document")
@@ -97,18 +96,13 @@ class BroadcasterService:
             BroadcastUp(self._device or slots.ticket.device, slots.endpoint, slots.ticket) if slots is not None
             else BroadcastUp(self._device, "", None)
         ))
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
         try:
             while not stop() and not self._ends.is_set():
-                ready = dict(poller.poll(POLL_MS))
-                if self._wake_read in ready:
-                    os.read(self._wake_read, 4096)
+                heard = self._socket.poll(POLL_MS)
                 while self._reports:
                     self._socket.send(encode(self._reports.popleft()))
                 self._say_alive()
-                if self._socket in ready and not self._hear(self._decoder.decode(self._socket.recv())):
+                if heard and not self._hear(self._decoder.decode(self._socket.recv())):
                     return 0
             return self._exit_status
         finally:
@@ -178,10 +172,10 @@ class BroadcasterService:
 
     def _form(self, broadcaster: Broadcaster, epoch: int, world: int) -> None:
         unique_id = broadcaster.name()
-        self._report(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
+        self._reports.append(BroadcastReport(epoch, BroadcastStage.NAMED, unique_id))
         # The hub's deadline comes first: it knows which member is missing, and ends this process.
         broadcaster.form(epoch, world, unique_id, self._init_s + GRACE_S)
-        self._report(BroadcastReport(epoch, BroadcastStage.FORMED))
+        self._reports.append(BroadcastReport(epoch, BroadcastStage.FORMED))
 
     def _send(self, broadcaster: Broadcaster, epoch: int, ref: VersionRef) -> None:
         document = self._documents.get(ref)
@@ -190,9 +184,9 @@ class BroadcasterService:
         began = time.monotonic()
         broadcaster.send(
             ref, self._buckets("nccl", document), deadline_s=self._bucket_s,
-            progress=lambda: self._report(BroadcastReport(epoch, BroadcastStage.PROGRESS)),
+            progress=lambda: self._reports.append(BroadcastReport(epoch, BroadcastStage.PROGRESS)),
         )
-        self._report(BroadcastReport(epoch, BroadcastStage.SENT, seconds=time.monotonic() - began))
+        self._reports.append(BroadcastReport(epoch, BroadcastStage.SENT, seconds=time.monotonic() - began))
 
     def _attempt(self, epoch: int, work: Callable[[Broadcaster], None]) -> None:
         if epoch in self._over:
@@ -210,19 +204,11 @@ class BroadcasterService:
             if isinstance(error, CommunicatorStuck) or broadcaster.threads.num_abandoned:
                 log.error("a call neither returns nor can be aborted: %s", error)
                 return self._end(EXIT_STUCK)
-            self._report(BroadcastReport(epoch, BroadcastStage.FAILED, error=str(error)[:2000]))
+            self._reports.append(BroadcastReport(epoch, BroadcastStage.FAILED, error=str(error)[:2000]))
 
     def _end(self, status: int) -> None:
         self._exit_status = status
         self._ends.set()
-        self._wake()
-
-    def _report(self, report: BroadcastReport) -> None:
-        self._reports.append(report)
-        self._wake()
-
-    def _wake(self) -> None:
-        os.write(self._wake_write, b"x")
 
     def _close(self) -> None:
         if self._broadcaster is not None:

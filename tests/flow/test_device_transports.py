@@ -208,6 +208,7 @@ def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused
         assert run.everywhere(one, other) == ["nccl", "nccl"]
 
     membership = run.hub.server.broadcast.membership
+    run.until(lambda: membership.num_broadcasts == 3, "the broadcaster's last report")
     assert (membership.num_formed, membership.num_broadcasts, membership.num_given_up) == (1, 3, 0)
     live = {name: tensor for name, tensor in run.hub._publisher._parameters}
     engine = one._worker._runtime.engine
