@@ -6,7 +6,7 @@ Buckets travel as bytes, so their dtype never matters; cupy is given addresses o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,21 +45,6 @@ def _nccl() -> Any:
     return nccl
 
 
-def unique_id_bytes(raw: bytes | Sequence[int]) -> bytes:
-    """The result of `get_unique_id` as 128 bytes: cupy returns bytes from version 14, a tuple of signed ints before."""
-    data = raw if isinstance(raw, bytes) else bytes(number & 0xFF for number in raw)
-    if len(data) > UNIQUE_ID_BYTES:
-        raise WeightsError(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes, this one {len(data)}")
-    return data.ljust(UNIQUE_ID_BYTES, b"\0")
-
-
-def unique_id_for(version: str, data: bytes) -> bytes | tuple[int, ...]:
-    """The same as this version of cupy takes it."""
-    if int(version.partition(".")[0]) >= 14:
-        return data
-    return tuple(number - 256 if number > 127 else number for number in data)
-
-
 class CupyNccl:
     """Makes communicators whose rank here is one GPU.
 
@@ -81,13 +66,12 @@ class CupyNccl:
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
-        return unique_id_bytes(self._nccl.get_unique_id())
+        return bytes(self._nccl.get_unique_id()).ljust(UNIQUE_ID_BYTES, b"\0")
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> CupyCommunicator:
         with torch.cuda.device(self.device), self._cupy.cuda.Device(self.device.index), named_errors():
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
-            native = unique_id_for(self._cupy.__version__, unique_id)
-            inner = self._nccl.NcclCommunicator(world, native, rank)
+            inner = self._nccl.NcclCommunicator(world, unique_id, rank)
         return CupyCommunicator(self._nccl, inner, self.device, world)
 
 

@@ -23,7 +23,7 @@ from streamrl.weights.gpu import broadcast_member, communicator
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.broadcast_member import BroadcastMember
 from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
-from streamrl.weights.gpu.nccl import CupyCommunicator, CupyNccl, named_errors, unique_id_bytes, unique_id_for
+from streamrl.weights.gpu.nccl import CupyCommunicator, CupyNccl, named_errors
 from streamrl.weights.manifest import document_nbytes
 from tests.fakes.communicator import FakeLibrary
 from tests.unit.weights.conftest import random_bytes
@@ -353,18 +353,6 @@ def test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_a
 
 
 # --- the door to cupy -------------------------------------------------------------------------------------------------
-
-
-def test_unique_ids_are_128_bytes_whatever_cupy_gives():
-    raw = bytes(range(128))
-    signed = tuple(number - 256 if number > 127 else number for number in range(128, 256))
-
-    assert unique_id_bytes(raw) == raw and unique_id_bytes(raw[:100]) == raw[:100] + bytes(28)
-    assert unique_id_bytes(signed) == bytes(range(128, 256))
-    assert unique_id_for("14.2.0", raw) == raw
-    assert unique_id_for("13.6.0", bytes(range(128, 256))) == signed
-    with pytest.raises(WeightsError, match="129"):
-        unique_id_bytes(bytes(129))
 
 
 def test_nccl_without_a_gpu_is_refused_by_name():
