@@ -32,6 +32,7 @@ from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch
+from learner.objective.statistics.shadow import Shadow
 from learner.objective.statistics.step import StepStatistics
 from learner.objective.statistics.trained import TrainedBatch
 from learner.publish.rounding import with_wire_precision
@@ -105,6 +106,7 @@ class Trainer:
     Attributes:
         version: optimizer steps done.
         callbacks: called at fixed places inside each batch.
+        shadows: algorithms that are measured beside the one in use.
     """
 
     networks: Networks
@@ -114,6 +116,7 @@ class Trainer:
     ranks: Ranks = field(default_factory=Ranks)
     version: int = 0
     callbacks: Callbacks = field(default_factory=Callbacks)
+    shadows: Sequence[Shadow] = ()
     clock: StepClock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +148,7 @@ class Trainer:
             plan = BatchPlan.of(
                 self.objective, rows, batch, version=self.version, ranks=self.ranks, lag_policy=lag_policy
             )
-            minibatches, statistics = self._pack(plan), StepStatistics(plan, self.ranks)
+            minibatches, statistics = self._pack(plan), StepStatistics(plan, self.ranks, self.shadows)
         self.callbacks.planned(plan, statistics)
         trained = self._update(plan, minibatches, statistics)
         frozen = self.callbacks.trained(trained.measured, trained.result)

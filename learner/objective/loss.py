@@ -42,6 +42,13 @@ class LossTerms:
 
 def token_loss(tokens: TokenBatch, plan: BatchPlan) -> LossTerms:
     """Losses of tokens; every stage reads the tokens and what the stages above it gave."""
+    terms = policy_term(tokens, plan)
+    # A correction weighs the policy term alone; regularizers come after, with weights of their own.
+    return replace(terms, losses=plan.objective.regularizers.regularized(terms.losses, tokens))
+
+
+def policy_term(tokens: TokenBatch, plan: BatchPlan) -> LossTerms:
+    """The losses before any regularizer: a function of the policy's log-probs alone."""
     objective = plan.objective
     assert plan.bounds is not None or objective.surrogate.fit is None, "run score_batch() before the first loss"
     advantages = shaped_advantages(tokens, plan)
@@ -52,12 +59,10 @@ def token_loss(tokens: TokenBatch, plan: BatchPlan) -> LossTerms:
         "anchor_logprobs": tokens.behavior if tokens.proximal is None else tokens.proximal,
         "advantages": advantages, "mask": tokens.mask, "lags": tokens.lags, "bounds": plan.bounds,
     }, **plan.options)
-    # A correction weighs the policy term alone; regularizers come after, with weights of their own.
     losses = surrogate.losses if masks.weights is None else masks.weights * surrogate.losses
     lag_weights = plan.lag_policy.weights(tokens.first_lags, tokens.mask)
     if lag_weights is not None:
         losses = losses * lag_weights
-    losses = objective.regularizers.regularized(losses, tokens)
     return LossTerms(advantages, masks, lag_weights, surrogate.clipped, losses)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
+from learner.objective.statistics.shadow import Shadow
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks
 from learner.setup.preflight import check_losses, check_models
+from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
@@ -49,16 +51,22 @@ def load_trainer(
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
+    shadows = make_shadows(
+        config.shadow.algorithms, objective, config.kl, config.constraint, max_lag=largest_max_lag(config),
+        num_minibatches=config.learner.num_minibatches,
+    )
     networks = load_networks(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
     )
-    return make_trainer(config, networks, objective, ranks, version=past.version, adapter=adapter), adapter
+    return make_trainer(
+        config, networks, objective, ranks, version=past.version, adapter=adapter, shadows=shadows
+    ), adapter
 
 
 def make_trainer(
     config: Config, networks: Networks, objective: Objective, ranks: Ranks, *, version: int = 0,
-    adapter: AdapterOf | None = None,
+    adapter: AdapterOf | None = None, shadows: Sequence[Shadow] = (),
 ) -> Trainer:
     """The trainer of these networks, by the run's settings."""
     learner, policy = config.learner, config.policy
@@ -74,7 +82,7 @@ def make_trainer(
         policy.optimizer, policy.scheduler, num_steps=config.trainer.num_steps * settings.steps_per_batch,
         lr_scale=policy.lora.lr_scale if adapter else 1.0,
     )
-    return Trainer(networks, schedule, objective, settings, ranks, version)
+    return Trainer(networks, schedule, objective, settings, ranks, version, shadows=shadows)
 
 
 def make_objective(

@@ -269,6 +269,16 @@ def _check_values(overrides: Sequence[str]) -> None:
             refuse_file(key, str(parsed.value()), _group_files(key))
 
 
+def algorithm_names() -> list[str]:
+    """The names of configs/algorithm."""
+    return sorted(_group_files("algorithm"))
+
+
+def algorithm_preset(name: str) -> Config:
+    """A file of configs/algorithm over the defaults: part of a config, unchecked."""
+    return OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.load(CONFIGS / "algorithm" / f"{name}.yaml")))
+
+
 def _group_files(group: str) -> list[str]:
     return [file.stem for file in (CONFIGS / group).glob("*.yaml")]
 

@@ -264,6 +264,7 @@ class Config:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)

@@ -189,6 +189,13 @@ class LossConfig:
 
 
 @dataclass
+class ShadowConfig:
+    algorithms: list[str] = field(default_factory=list)
+    """Algorithms whose gradients are measured beside that of the one in use, from the same forward pass: presets of
+    `configs/algorithm`, or surrogates as `loss.surrogate` names them."""
+
+
+@dataclass
 class KlConfig:
     mode: str = "off"
     """Pull toward the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss

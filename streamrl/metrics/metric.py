@@ -60,6 +60,7 @@ NEEDS = {
     "reference": "`kl.mode` or `constraint.kl_limit`",
     "entropy_bonus": "`loss.entropy_coef` > 0 or `entropy.adapt=coef`",
     "clip_high": "`entropy.adapt=clip_high`",
+    "shadow": "`shadow.algorithms`",
     "gpu": "a learner on a GPU",
     "gpu_transport": "`nccl` or `ipc` in `publish.transports`",
 }

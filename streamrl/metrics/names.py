@@ -7,6 +7,7 @@ in `/*` and hold the keys whose last part comes from data: a task's reward parts
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from streamrl.metrics.hub_names import HUB_METRICS
 from streamrl.metrics.metric import NEEDS, Metric, Reduction, section
@@ -149,6 +150,20 @@ SECTIONS: dict[str, list[Metric]] = {
         ("critic/explained_variance", "fraction", "last", "Share of the targets' variance that the critic explains."),
         needs="critic",
     ),
+    "Shadow algorithms": section(
+        ("shadow/grad_norm", "norm", "last", "Norm of the gradient of the policy loss with respect to the log-probs of "
+                                             "tokens, of the algorithm in use, at the first optimizer step."),
+        ("shadow/cosine", "cosine", "last", "Cosine of this gradient to that of the algorithm in use; 1 for itself."),
+        ("shadow/kept_fraction", "fraction", "last", "Tokens that no mask removes."),
+        ("shadow/clip_fraction", "fraction", "last", "Tokens whose gradient the trust region removes or bounds."),
+        ("shadow/grad_norm_by_lag", "norm", "mean by bin", "The same by lag; a bin holds lags up to the next one's."),
+        ("shadow/cosine_by_lag", "cosine", "mean by bin", "The same by lag."),
+        ("shadow/kept_fraction_by_lag", "fraction", "mean by bin", "The same by lag."),
+        ("shadow/clip_fraction_by_lag", "fraction", "mean by bin", "The same by lag."),
+        ("shadow/*/*", "as above", "last", "The keys above, of an algorithm of `shadow.algorithms`: "
+                                           "`shadow/NAME/cosine`."),
+        needs="shadow",
+    ),
     "Time": section(
         ("time/step_s", "s", "max", "The whole step, waiting included; the slowest rank."),
         ("time/wait_s", "s", "max", "The learner waited for a batch."),
@@ -221,7 +236,7 @@ def lookup(key: str) -> Metric:
     name, _, last = last.partition("/")
     family = METRICS.get(f"{head}/*/*")
     if family is not None and _LAST_PART.fullmatch(name) and f"{head}/{last}" in METRICS:
-        return family
+        return replace(family, reduction=METRICS[f"{head}/{last}"].reduction)
     raise KeyError(f"Unknown metric {key!r}: add it to streamrl/metrics/names.py with unit, reduction and meaning.")
 
 
@@ -238,7 +253,7 @@ def member(family: str, name: str) -> str:
 
 
 def of_set(key: str, dataset: str) -> str:
-    """The key of an evaluation set: `eval/score` is `eval/gsm8k/score` of gsm8k; of the run's own records it stays."""
+    """The key of a named one: `eval/score` is `eval/gsm8k/score` of the set gsm8k; of the run's own it stays."""
     head, _, last = key.partition("/")
     return f"{head}/{dataset}/{last}" if dataset else key
 

@@ -129,6 +129,9 @@ def optimization(record: RunRecord) -> list[Chart]:
               smoothed=False, unless_zero=True),
         _line(record, "Explained variance of the critic", "fraction", {"critic/explained_variance": "critic"}),
         _line(record, "Policy loss", "loss", {"policy/loss": "loss"}),
+        _line(record, "Shadow algorithms: cosine to the gradient in use", "cosine", _shadows(record, "cosine")),
+        _line(record, "Shadow algorithms: norm of the gradient by log-probs", "norm, log scale",
+              {**_shadows(record, "grad_norm"), "shadow/grad_norm": "in use"}, log=True),
     ]
 
 
@@ -184,6 +187,12 @@ def _bound(record: RunRecord) -> tuple[str, int] | None:
 
 def _family(record: RunRecord, prefix: str, without: Sequence[str]) -> dict[str, str]:
     return {key: key[len(prefix) :] for key in record.keys() if key.startswith(prefix) and key not in without}
+
+
+def _shadows(record: RunRecord, key: str) -> dict[str, str]:
+    parts = {one: one.split("/") for one in record.keys() if one.startswith("shadow/")}
+    named = [(one, name[0]) for one, (_, *name, last) in parts.items() if name and last == key]
+    return dict(named[:7])  # beside the one in use, as many as a chart can tell apart
 
 
 def _totals(record: RunRecord, prefix: str, only: Sequence[str] | None = None) -> dict[str, float]:

@@ -44,6 +44,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "reference": lambda s: _kl(s) or s["constraint"]["kl_limit"] is not None,
     "entropy_bonus": lambda s: s["loss"]["entropy_coef"] > 0 or s["entropy"]["adapt"] == "coef",
     "clip_high": lambda s: s["entropy"]["adapt"] == "clip_high",
+    "shadow": lambda s: bool(s["shadow"]["algorithms"]),
     "gpu": lambda s: s["device"] == "cuda",
     "gpu_transport": lambda s: bool({"nccl", "ipc"} & set(s["publish"]["transports"])),
 }

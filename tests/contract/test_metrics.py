@@ -17,6 +17,7 @@ from streamrl.metrics.metric import NEEDS
 from streamrl.metrics.names import METRICS
 from tests.contract.conditions import HOLDS, missing_and_surplus
 from tests.flow.processes import SMALL
+from tests.flow.test_adaptive_staleness import FORCED
 from tests.flow.test_critic import MORE_METRICS, WITH_CRITIC
 from tests.flow.test_diagnosis import PHASED
 from tests.flow.test_kl_runs import PULLED
@@ -28,6 +29,7 @@ RUNS = {
     "test_kl_runs": PULLED,
     "test_diagnosis": PHASED,
     "test_adaptive_staleness": ("staleness.mode=reweight", "staleness.max_lag=0", "staleness.eta=3"),
+    "test_adaptive_staleness forced": FORCED,
     "test_adaptive_staleness mask": ("staleness.mode=mask_old_tokens", "staleness.eta=3"),
 }
 """Flow test -> the settings of a run whose keys it checks."""

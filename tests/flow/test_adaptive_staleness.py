@@ -14,6 +14,7 @@ ADAPTIVE = (
     "staleness.adaptive.enabled=true", "staleness.adaptive.half_life_steps=5", "policy.scheduler.ess_rule=sqrt",
     "eval.num_samples=0", "checkpoint.every_steps=0", "launch.num_actors=1",
 )
+FORCED = ("staleness.force=3", "shadow.algorithms=[grpo,vespo]")
 
 
 def steps_of(harness: RunHarness) -> list[dict[str, Any]]:
@@ -67,13 +68,14 @@ def test_with_nothing_to_see_versions_are_published_seldom_and_the_last_one_alwa
 
 @pytest.mark.shows("staleness.force")
 def test_a_forced_lag_is_the_lag_of_every_token_in_the_metrics(harness: RunHarness):
-    quiet = ("eval.num_samples=0", "checkpoint.every_steps=0")
-    launch = harness.launch("staleness.force=3", "trainer.num_steps=8", *quiet)
+    launch = harness.launch(*FORCED, "trainer.num_steps=8", "checkpoint.every_steps=0")
 
     assert harness.finish(launch, 250) == 0, harness.logs()
     rows = steps_of(harness)
     assert [row["lag/token_mean"] for row in rows] == [0, 1, 2, 3, 3, 3, 3, 3]
     assert [row["lag/head_max"] for row in rows] == [0, 1, 2, 3, 3, 3, 3, 3]
+    harness.check_metric_keys()
+    assert [list(row["shadow/vespo/cosine_by_lag"]) for row in rows] == [[str(lag)] for lag in (0, 1, 2, 2, 2, 2, 2, 2)]
     assert rows[-1]["hub/eta"] == 3 and harness.summary()["num_lag_violations"] == 0
 
 

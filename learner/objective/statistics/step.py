@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from learner.objective.statistics.measures import (
     measure,
     measure_traces,
 )
+from learner.objective.statistics.shadow import Shadow, add_shadows
 from learner.objective.token_batch import TokenBatch
 from learner.ranks.mesh import Ranks
 from streamrl.metrics.meter import Meter
@@ -26,13 +27,16 @@ from streamrl.metrics.meter import Meter
 class StepStatistics:
     """This rank's measurements of one batch, an optimizer step at a time; the first step begins with the object.
 
+    Args:
+        shadows: algorithms whose gradients are compared with the one in use, at the first optimizer step.
     Attributes:
         version: of the optimizer step that is under way.
         agreements: how this batch's recorded log-probs agree with the learner's.
     """
 
-    def __init__(self, plan: BatchPlan, ranks: Ranks) -> None:
-        self._plan, self._ranks = plan, ranks
+    def __init__(self, plan: BatchPlan, ranks: Ranks, shadows: Sequence[Shadow] = ()) -> None:
+        self._plan, self._ranks, self._shadows = plan, ranks, shadows
+        self._scored = plan
         self.agreements = Agreements()
         self.agreements.begin(plan.recorded)
         self._watched: Collection[int] = ()
@@ -60,6 +64,7 @@ class StepStatistics:
 
     def scored(self, plan: BatchPlan) -> None:
         """The scoring pass made this plan of the batch's."""
+        self._scored = plan
         if plan.rho_bar is not None:
             self._meter.add("control/rho_bar", plan.rho_bar)
 
@@ -78,6 +83,9 @@ class StepStatistics:
         """
         for tokens, terms in self._unmeasured:
             self._measure(tokens, terms)
+        if self._shadows and self.version == self._plan.version:
+            seen = [tokens for tokens, _ in self._unmeasured]
+            add_shadows(self._meter, self._shadows, self._plan, self._scored, seen, self._ranks)
         self._unmeasured = []
         # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()

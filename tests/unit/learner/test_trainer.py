@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -84,6 +85,33 @@ def test_a_list_of_recorded_groups_trains_the_bits_of_a_run_with_a_hub(monkeypat
 
     assert alone.keys() == whole.keys() and len(alone) > 5
     assert [name for name in whole if not torch.equal(alone[name], whole[name])] == []
+
+
+@pytest.mark.shows("shadow.algorithms")
+@pytest.mark.parametrize("words", [(), ("algorithm=impala",)], ids=["default", "impala"])
+def test_shadow_algorithms_are_in_the_metrics_of_every_step_and_leave_no_trace_in_the_weights(
+    monkeypatch, tmp_path, words
+):
+    shadows = ["uncorrected", "grpo"] if words else ["vespo", "grpo", "m2po"]
+    plain = without_a_hub(tmp_path, *words)
+
+    watched = with_a_hub(monkeypatch, tmp_path, *words, f"shadow.algorithms=[{','.join(shadows)}]")
+
+    assert [name for name in plain if not torch.equal(plain[name], watched[name])] == []
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/loss" in row]
+    assert len(steps) == NUM_STEPS
+    for row in steps:
+        assert row["shadow/cosine"] == pytest.approx(1.0) and row["shadow/grad_norm"] > 0
+        assert all(-1 <= row[f"shadow/{name}/cosine"] < 1 - 1e-9 for name in shadows)
+        assert all(row[f"shadow/{name}/grad_norm_by_lag"] for name in shadows)
+
+
+def test_several_optimizer_steps_of_a_batch_train_the_same_bits_with_shadows(tmp_path):
+    words = ("algorithm=areal", "learner.num_minibatches=2", "learner.num_epochs=2")
+    plain, watched = without_a_hub(tmp_path, *words), without_a_hub(tmp_path, *words, "shadow.algorithms=[grpo,vespo]")
+
+    assert [name for name in plain if not torch.equal(plain[name], watched[name])] == []
 
 
 def test_recorded_batches_are_dealt_to_minibatches_as_the_hub_deals_them():

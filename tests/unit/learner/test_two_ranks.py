@@ -95,6 +95,8 @@ def test_minibatches_and_epochs_do_the_same_over_two_ranks(work):
 
 def test_trajectories_without_a_backward_pass_may_all_be_on_one_rank(work):
     assert_same(work / "one" / "measured", work / "two" / "measured")
+    _, numbers = result(work / "two" / "measured")
+    assert all(numbers["stats"][f"shadow/{name}/grad_norm"] > 0 for name in ("grpo", "extreme_lag", "reinforce_pp"))
 
 
 @pytest.mark.shows("learner.reduce_once")

@@ -41,6 +41,7 @@ from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks, local_part
+from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.schema import (
     AdvantageConfig,
@@ -180,21 +181,26 @@ def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False) -
 
 
 def measured(work: Path, folder: Path, ranks: Ranks) -> None:
-    """Trajectories without a gradient are measured alone; one rank has all of them, and the other all the rest."""
+    """Trajectories without a gradient are measured alone; one rank has all of them, and the other all the rest.
+
+    Shadow algorithms read both.
+    """
     policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
     objective = Objective(
         AdvantageConfig(estimator="group"), LossConfig(), max_new_tokens=16, max_lag=9, leave_out=LeaveOut.BACKWARD
     )
     rows = [replace_row(row, reward=1.0) if row.group_id % 2 else row for row in batch(6, 3, seed=4)]
     plan = plan_of(rows, world=ranks.mesh.dp_size)
-    trained = train_batch(policy, objective, TrainerSettings(max_tokens=40), rows, plan, ranks)
+    names = ("grpo", "extreme_lag", "reinforce_pp")  # the last two fit to the whole batch
+    shadows = make_shadows(names, objective, KlConfig(), ConstraintConfig(), max_lag=9, num_minibatches=1)
+    trained = train_batch(policy, objective, TrainerSettings(max_tokens=40), rows, plan, ranks, shadows)
     write(folder, policy, ranks, (0.0, trained.result.grad_norm, {}, trained.measured.flush(1)))
 
 
-def train_batch(policy: Policy, objective: Objective, settings: TrainerSettings, rows, plan, ranks: Ranks):
+def train_batch(policy: Policy, objective: Objective, settings: TrainerSettings, rows, plan, ranks: Ranks, shadows=()):
     """What training on this rank's share of a batch did, from version 5 on."""
     networks = Networks(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)))
-    trainer = Trainer(networks, SCHEDULE, objective, settings, ranks, version=5)
+    trainer = Trainer(networks, SCHEDULE, objective, settings, ranks, version=5, shadows=shadows)
     return trainer.train_batch([row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank], plan)
 
 

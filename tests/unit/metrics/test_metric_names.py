@@ -44,6 +44,7 @@ def test_no_key_is_listed_twice_and_each_has_a_unit_and_a_sentence():
 def test_a_listed_key_wins_over_its_family_and_others_fall_into_it():
     assert lookup("reward/std").reduction is Reduction.std
     assert lookup("reward/format").key == "reward/*"
+    assert lookup("shadow/grpo/cosine_by_lag").reduction is lookup("shadow/cosine_by_lag").reduction
 
 
 @pytest.mark.parametrize("key", ["reward/", "reward/a b", "reward/a/b", "reward", "", "policy/*x"])

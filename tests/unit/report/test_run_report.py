@@ -70,6 +70,20 @@ def test_the_report_shows_what_was_measured_and_nothing_else(make_run):
     assert "surrogate: ppo_clip  # <b>" in outline.text
 
 
+def test_shadow_algorithms_have_a_chart_of_cosines_and_one_of_norms(make_run):
+    root = make_run()
+    found = {"shadow/cosine": 1.0, "shadow/grad_norm": 0.5, "shadow/vespo/cosine": 0.7, "shadow/vespo/grad_norm": 0.2}
+    rows = [json.loads(line) | found for line in (root / "metrics.jsonl").read_text().splitlines()]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outline = Outline(write_report(root).read_text(encoding="utf-8"))
+
+    charts = [caption for caption in outline.captions if caption.startswith("Shadow")]
+    assert charts == [
+        "Shadow algorithms: cosine to the gradient in use", "Shadow algorithms: norm of the gradient by log-probs"
+    ]
+    assert "vespo" in outline.text and "in use" in outline.text
+
+
 def test_the_lag_histogram_of_the_report_counts_every_trained_token(make_run):
     text = write_report(make_run(lag=2)).read_text(encoding="utf-8")
 
