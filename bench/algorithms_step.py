@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,21 @@ from learner.objective.scoring_pass import with_outputs
 from learner.objective.statistics.step import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
+from learner.setup.shadows import make_shadows
+from streamrl.config.schema import (
+    AdvantageConfig,
+    ConstraintConfig,
+    KlConfig,
+    LossConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from streamrl.messages import PlanRow
 
 LENGTH, PROMPT, GROUP, VERSION = 128, 16, 8, 5
 GOAL = {"id": "algorithm-share", "op": "<=", "value": 3.0}
+SHADOW_GOAL = {"id": "shadow-share", "op": "<=", "value": 5.0}
+SHADOWS = ("grpo", "vespo", "extreme_lag")
 SETTINGS = {
     "group+ppo_clip": (AdvantageConfig(), LossConfig(opsm_delta=0.5)),
     "vtrace_critic_free+ppo_clip": (AdvantageConfig(estimator="vtrace_critic_free"), LossConfig()),
@@ -48,15 +59,18 @@ def share_of_step(model_dir: Path, *, num_tokens: int, num_steps: int, seed: int
     batch = pack(rows, num_tokens)[0]
     policy = load_policy(model_dir, ranks=Ranks(), chunk_tokens=1024)
     optimizer = make_optimizer(policy, OptimizerConfig())
-    model_s, above_s = [], {name: [] for name in SETTINGS}
+    model_s, above_s, shadow_s = [], {name: [] for name in SETTINGS}, []
     for _ in range(num_steps):
         model_s.append(model_seconds(policy, optimizer, batch))
         for _ in range(5):  # a hundredth of the step: often enough for a median
             for name in SETTINGS:
                 above_s[name].append(objective_seconds(name, rows, batch, seed)[0])
-    lines = []
+            # Beside a step of its own each time, since the machine's pace drifts.
+            plain, beside = (objective_seconds("group+ppo_clip", rows, batch, seed, one)[0] for one in ((), SHADOWS))
+            shadow_s.append((beside - plain) / len(SHADOWS))
+    lines, whole = [], statistics.median(model_s)
     for name, times in above_s.items():
-        own, whole = statistics.median(times), statistics.median(model_s)
+        own = statistics.median(times)
         params = {
             "model": model_dir.name, "tokens": batch.num_tokens, "scored_tokens": batch.num_scored,
             "trajectories": len(rows), "threads": 1, "clock": "CPU time of the process",
@@ -66,6 +80,11 @@ def share_of_step(model_dir: Path, *, num_tokens: int, num_steps: int, seed: int
             f"algorithms.share_of_step.{name}", 100 * own / (own + whole), "%", "lower",
             [100 * one / (one + whole) for one in times], params, goal=GOAL, seed=seed,
         ))
+    each = statistics.median(shadow_s)
+    lines.append(record(
+        "algorithms.share_of_step.shadow", 100 * each / whole, "%", "lower", [100 * one / whole for one in shadow_s],
+        {**params, "objective_ms": 1e3 * each, "shadows": list(SHADOWS)}, goal=SHADOW_GOAL, seed=seed,
+    ))
     return lines
 
 
@@ -81,7 +100,9 @@ def model_seconds(policy: Policy, optimizer: torch.optim.Optimizer, batch: Micro
     return time.process_time() - began
 
 
-def objective_seconds(name: str, rows: list[Trajectory], batch: MicroBatch, seed: int) -> tuple[float, float]:
+def objective_seconds(
+    name: str, rows: list[Trajectory], batch: MicroBatch, seed: int, shadows: Sequence[str] = ()
+) -> tuple[float, float]:
     """CPU seconds of everything above the log-probs in one step, and the loss."""
     advantage, loss = SETTINGS[name]
     objective = Objective(advantage, loss, max_new_tokens=LENGTH - PROMPT, max_lag=8)
@@ -91,10 +112,11 @@ def objective_seconds(name: str, rows: list[Trajectory], batch: MicroBatch, seed
     entropy = torch.rand(len(recorded), generator=generator).requires_grad_()
     values = torch.rand(batch.mask.shape, generator=generator) * batch.mask
     plan = [PlanRow(r.group_id, r.index, 0, r.num_tokens, r.num_action_tokens, r.reward, 1) for r in rows]
+    made = make_shadows(shadows, objective, KlConfig(), ConstraintConfig(), max_lag=8, num_minibatches=1)
     began = time.process_time()
     ranks = Ranks()
     planned = BatchPlan.of(objective, rows, plan, version=VERSION, ranks=ranks)
-    statistics = StepStatistics(planned, ranks)
+    statistics = StepStatistics(planned, ranks, made)
     if objective.needs:
         outputs = PassOutputs(policy=batch.padded(logprobs.detach()), values=values, bootstrap=torch.zeros(len(rows)))
         planned = with_outputs(planned, [(batch, outputs)], ranks)

@@ -62,20 +62,21 @@ def add_shadows(
 
 def shadow_plan(shadow: Shadow, plan: BatchPlan, seen: Sequence[TokenBatch], ranks: Ranks) -> BatchPlan:
     """The run's plan as the shadow would have made it, with what it fits to the batch; a collective call."""
-    objective = shadow.objective
-    tensors = plan_tensors.of_plan(
-        plan.rows, plan.batch, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
-        filter_truncated=plan.objective.filter_truncated,
-    )
-    # The rewards that are trained on, and which answers are siblings, do not depend on the algorithm.
-    tensors = replace(tensors, scores=plan.tensors.scores, group_ids=plan.tensors.group_ids)
+    objective, tensors = shadow.objective, plan.tensors
+    if objective.loss.avg_level != plan.objective.loss.avg_level:
+        made = plan_tensors.of_plan(
+            plan.rows, plan.batch, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
+            filter_truncated=plan.objective.filter_truncated,
+        )
+        # The rewards that are trained on, and which answers are siblings, do not depend on the algorithm.
+        tensors = replace(tensors, weights=made.weights)
     rows = plan_tensors.row_advantages(
         tensors, objective.advantage, objective.estimator,
         lambda: plan_tensors.return_moments(plan.rows, objective.advantage, ranks),
     )
-    made = replace(plan, objective=objective, options=shadow.options, tensors=tensors, row_advantages=rows)
+    ours = replace(plan, objective=objective, options=shadow.options, tensors=tensors, row_advantages=rows)
     observed = [(tokens.micro, replace(tokens.outputs, policy=tokens.policy)) for tokens in seen]
-    return with_outputs(made, observed, ranks)
+    return with_outputs(ours, observed, ranks)
 
 
 def token_gradient(tokens: TokenBatch, plan: BatchPlan) -> tuple[Tensor, Tensor, Tensor]:
