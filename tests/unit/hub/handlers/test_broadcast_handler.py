@@ -131,6 +131,7 @@ def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness,
     assert broadcaster.killed.wait(20.0 if replaced else 1.0) == replaced
     if replaced:
         successor = one.broadcaster()
+        until(lambda: one.hub.server.broadcast._up is not None)
         one.candidates(1)
         one.publish()
         assert successor.receive(BroadcastForm).epoch == 2
