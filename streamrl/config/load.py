@@ -33,6 +33,7 @@ from streamrl.config.schema import Config, EnvConfig
 from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
 from streamrl.config.wording import (
     field_sentences,
+    one_line,
     refuse_file,
     refuse_option,
     refuse_removal,
@@ -385,15 +386,9 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-_NOISE = ("object_type", "reference_type", "full_key:", "Config search path", "provider=", "See https")
-
-
 def plain_message(error: Exception) -> str:
     """hydra's or omegaconf's message in one line that names the key."""
-    text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
-    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    text = " ".join(line for line in lines if not line.startswith(_NOISE))
-    names = [name for line in lines if line.startswith("full_key:") if (name := line.removeprefix("full_key:").strip())]
+    text, names = one_line(error)
     keys = setting_names()
     for name in names:
         if name not in keys and not f"{name}.".startswith(open_mappings()):

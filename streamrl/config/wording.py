@@ -20,6 +20,16 @@ Setting = tuple[str, str, Any, str]
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _EXAMPLES = {"int": "10", "float": "0.5", "bool": "true", "str": "text"}
 
+_NOISE = ("object_type", "reference_type", "full_key:", "Config search path", "provider=", "See https")
+
+
+def one_line(error: Exception) -> tuple[str, list[str]]:
+    """The message of hydra or omegaconf in one line, and the keys that it names."""
+    text = f"{error}\n{error.__cause__}" if error.__cause__ is not None else str(error)
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    names = [name for line in lines if line.startswith("full_key:") if (name := line.removeprefix("full_key:").strip())]
+    return " ".join(line for line in lines if not line.startswith(_NOISE)), names
+
 
 def refuse_type(setting: Setting, value: str) -> NoReturn:
     """A value of another type than the setting's."""
