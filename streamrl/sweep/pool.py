@@ -89,8 +89,9 @@ class Pool:
     def _look_at(self, running: _Running) -> None:
         process, job = running.process, running.process.job
         code = process.poll()
-        for step, value in process.new_values(self._objective) if code is None else ():
-            if not process.is_pruned and self._source.should_prune(job.number, step, value):
+        for step, value in process.new_values(self._objective):  # of a short run all come once it has ended
+            behind = self._source.should_prune(job.number, step, value)  # which records it: others are compared with it
+            if behind and code is None and not process.is_pruned:
                 print(f"job {job.number} is pruned at step {step}: {compact(value)}", flush=True)
                 process.prune(step)
         if code is None:
