@@ -65,7 +65,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harne
     elif moment == "while actors load":
         wait_until(lambda: (harness.run_dir / "logs" / "actor-0.log").exists(), 60, "an actor's log")
     else:
-        harness.wait_for_version(3)
+        harness.wait_for_version(3, deadline_s=120)
 
     launch.send_signal(signal.SIGINT)
 
@@ -78,7 +78,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harne
 
 def test_a_killed_launcher_takes_its_children_with_it(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=5000", "launch.num_actors=1")
-    harness.wait_for_version(2)
+    harness.wait_for_version(2, deadline_s=120)
 
     launch.kill()
     launch.wait()
