@@ -12,7 +12,7 @@ from learner.objective.regularizers import Regularizers
 from learner.objective.statistics.shadow import Shadow
 from learner.objective.token_batch import POLICY, PROXIMAL, SQUARE_NORMS, VALUES
 from streamrl.algorithms import SURROGATES, find_surrogate
-from streamrl.config.load import algorithm_names, algorithm_preset
+from streamrl.config.load import algorithm_preset, group_files
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
@@ -58,14 +58,15 @@ def make_shadows(
 
 def _settings(name: str, objective: Objective) -> tuple[AdvantageConfig, LossConfig, dict[str, object]]:
     """Advantages, loss, constants: a preset's own, or the run's with another surrogate and that one's constants."""
-    if name in algorithm_names():
+    presets = sorted(group_files("algorithm"))
+    if name in presets:
         preset = algorithm_preset(name)
         return preset.advantage, preset.loss, surrogate_options(preset.loss)
     if ":" not in name and name not in SURROGATES:
         raise ConfigError(
-            f"shadow.algorithms={name} is unknown: choose presets ({', '.join(algorithm_names())}) or surrogates "
+            f"shadow.algorithms={name} is unknown: choose presets ({', '.join(presets)}) or surrogates "
             f"({', '.join(SURROGATES)}), or your own as package.module:function."
-            + did_you_mean(name, [*algorithm_names(), *SURROGATES])
+            + did_you_mean(name, [*presets, *SURROGATES])
         )
     surrogate = find_surrogate(name)
     run, default, widest = objective.loss, LossConfig(), surrogate.max_clip or 1.0

@@ -245,7 +245,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
             continue
         if not equals and not override.startswith("~"):
-            refuse_word(override, _group_files("experiment"))
+            refuse_word(override, group_files("experiment"))
         if key not in keys and not key.startswith(open_mappings()):
             raise ConfigError(f"Unknown key `{key}`: {nearest_setting(key)}")
 
@@ -266,13 +266,8 @@ def _check_values(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key}={text} names {name} twice: give each its own name.")
         if parsed.is_sweep_override():
             refuse_several(key, text)
-        if key in GROUPS and str(parsed.value()) not in _group_files(key):
-            refuse_file(key, str(parsed.value()), _group_files(key))
-
-
-def algorithm_names() -> list[str]:
-    """The names of configs/algorithm."""
-    return sorted(_group_files("algorithm"))
+        if key in GROUPS and str(parsed.value()) not in group_files(key):
+            refuse_file(key, str(parsed.value()), group_files(key))
 
 
 def algorithm_preset(name: str) -> Config:
@@ -280,7 +275,8 @@ def algorithm_preset(name: str) -> Config:
     return OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.load(CONFIGS / "algorithm" / f"{name}.yaml")))
 
 
-def _group_files(group: str) -> list[str]:
+def group_files(group: str) -> list[str]:
+    """The names in a group of configs/."""
     return [file.stem for file in (CONFIGS / group).glob("*.yaml")]
 
 

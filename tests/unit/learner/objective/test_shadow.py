@@ -16,7 +16,7 @@ from learner.objective.statistics.shadow import Shadow
 from learner.objective.statistics.step import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.setup.shadows import make_shadows
-from streamrl.config.load import algorithm_names, algorithm_preset
+from streamrl.config.load import algorithm_preset, group_files
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
@@ -225,7 +225,7 @@ def test_what_is_fitted_to_a_batch_needs_all_of_it_before_the_first_optimizer_st
         shadows_of(["extreme_lag"], objective, num_minibatches=2)
 
 
-@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("name", sorted(group_files("algorithm")))
 def test_every_preset_is_measured_or_refused_with_its_reason(name):
     try:
         shadows_of([name], in_use())
