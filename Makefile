@@ -1,5 +1,5 @@
 # make quickstart   set up, then a whole asynchronous run on this machine's CPU
-# make test         set up, then the tests of every part: under eight minutes on two cores
+# make test         set up, then the tests of every part: about a quarter of an hour on two cores
 # make test-all     the same, then the slow ones (tests/slow.py), alone: make test-slow. Every CPU test is in one of the two
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make gpu          set up on a machine with NVIDIA GPUs: CUDA builds of torch and vLLM, cupy (not run on a GPU)
