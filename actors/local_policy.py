@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,15 +22,13 @@ from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import Sampling, VersionRef
+from streamrl.stream.rebuilt import named_version, rebuilt
+from streamrl.stream.segments import segments
 from streamrl.weights.adapter import merged
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.saved import SavedAdapter, read_version, saved_adapter, saved_versions, weights_digest
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-SAVED = re.compile(r"(.+)@(\d+)")
-"""A version of a run, by its checkpoint: runs/quickstart-001@40."""
 
 
 @dataclass(slots=True)
@@ -105,9 +102,8 @@ def _weights_of(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def run_of(source: str) -> Path | None:
     """The folder of the run that a MODEL_OR_RUN names, with a version or without; None if it is no run."""
-    folder = Path(source)
-    found = None if folder.is_dir() else SAVED.fullmatch(source)
-    folder = Path(found[1]) if found else folder
+    named = named_version(source)
+    folder = Path(source) if named is None else named[0]
     return folder if (folder / "config.yaml").exists() else None
 
 
@@ -136,10 +132,13 @@ def find_model(source: str) -> LocalModel:
 
 
 def _saved_model(run: Path, version: int) -> LocalModel:
+    """From a checkpoint if there is one of that version, else rebuilt from the run's log."""
     if version not in saved_versions(run):
+        if segments(run):
+            return LocalModel(rebuilt(run, version))
         raise ConfigError(
-            f"{run} has no checkpoint of version {version}: checkpoint.every_steps and checkpoint.num_keep say which "
-            f"are kept{_saved(run)}"
+            f"{run} has no checkpoint of version {version}, and no log to rebuild it from: checkpoint.every_steps and "
+            f"checkpoint.num_keep say which are kept{_saved(run)}"
         )
     if not (run / "assets.msgpack").exists():
         raise ConfigError(

@@ -11,11 +11,12 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.config.load import load_config
-from streamrl.config.schema import Config
 from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent
@@ -52,7 +53,7 @@ def main() -> int:
     prepare_allocator()
     try:
         told = log.debug if launched else log.info  # the launcher has said it
-        return learn(load_config(words, notify=told), words, launched=launched)
+        return learn(words, told, launched=launched)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1
@@ -95,17 +96,19 @@ def check_only(words: list[str]) -> int:
     return 0
 
 
-def agreed_run_dir(config: Config, ranks: Ranks) -> Path:
+def agreed_run_dir(
+    choose: Callable[[], Path], numbered: Callable[[int], Path], named: str | None, ranks: Ranks
+) -> Path:
     """Rank 0 counts up to the next free number; the others take the same, though they start at the same moment."""
-    chosen = choose_run_dir(config) if ranks.rank == 0 else None
-    if config.run.dir is not None:
-        return Path(config.run.dir)
-    number = ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)
-    return numbered_run_dir(config, int(number))
+    chosen = choose() if ranks.rank == 0 else None
+    if named is not None:
+        return Path(named)
+    return numbered(int(ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)))
 
 
-def learn(config: Config, words: list[str], *, launched: bool) -> int:
+def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int:
     """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
+    config = load_config(words, notify=told)
     load_libraries()
     from learner.loop.finish import finish, record_failure
     from learner.loop.train import train
@@ -115,7 +118,9 @@ def learn(config: Config, words: list[str], *, launched: bool) -> int:
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config.run, config.learner)
-    run_dir = agreed_run_dir(config, ranks)
+    run_dir = agreed_run_dir(
+        partial(choose_run_dir, config), partial(numbered_run_dir, config), config.run.dir, ranks
+    )
     run = build_run(config, run_dir, stop, ranks)
     stop.watch_launcher()
     if ranks.rank == 0 and not launched:

@@ -35,6 +35,24 @@ While a run goes on, and after it:
   streamrl scale RUN N                            let its launcher keep N actors alive
   streamrl drain RUN ACTOR                        let an actor finish its leases and leave
   streamrl resume RUN [key=value ...]             go on from its newest checkpoint
+  streamrl bundle RUN                             one file with which others can verify the run
+  streamrl verify BUNDLE                          check that a run was as its bundle says
+  streamrl bisect RUN [--drop X]                  the version where a score broke
+  streamrl blame RUN A..B                         the groups that moved the weights between two versions
+
+What it did, from its log (docs/log.md):
+  streamrl stream RUN                             its groups, batches and versions; --export FILE.parquet
+  streamrl replay RUN                             train it again, and compare every version
+  streamrl what-if RUN --from N algorithm=A,B     other algorithms on the same stream
+  streamrl at RUN@N                               the model of any version, for eval, chat and others
+  streamrl bisect RUN, streamrl blame RUN A..B    where a score broke, and which groups did it
+  streamrl bundle RUN, streamrl verify FILE       one archive of a run, and what can be proven of it
+
+From its log (docs/log.md), each with --help:
+  streamrl stream RUN [--export FILE]             print, filter and export what happened
+  streamrl replay RUN [--rewards]                 train it again, or score it again, and compare
+  streamrl at RUN@137                             the model of any version; also: streamrl eval RUN@137
+  streamrl what-if RUN algorithm=vespo,m2po       other settings on the identical stream
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
@@ -68,11 +86,16 @@ streamrl report FOLDER                  index.html of all runs in a folder, and 
 
 
 PROGRAMS = {
-    "learner": "learner", "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat",
+    "learner": "learner", "at": "learner.replay.at", "what-if": "learner.replay.what_if",
+    "verify": "learner.replay.verify", "blame": "learner.replay.blame", "bisect": "learner.replay.bisect",
+    "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat",
     "reward-model": "actors.reward_model", "tasks": "envs.catalog",
 }
 """Command -> the module that this process becomes."""
-MODULES = {"keys": "streamrl.transport.keys_command", "slurm": "streamrl.slurm", "relay": "streamrl.weights.pull.relay"}
+MODULES = {
+    "keys": "streamrl.transport.keys_command", "slurm": "streamrl.slurm", "relay": "streamrl.weights.pull.relay",
+    "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle",
+}
 """Command -> the module with a function of that name, which gets the words."""
 
 
@@ -88,7 +111,7 @@ def main() -> int:
     start_log("launch", level="INFO", handler=CurrentStderr())
     command, *words = sys.argv[1:] or [""]
     commands = {
-        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join,
+        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
         **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
@@ -170,6 +193,11 @@ def join(words: list[str]) -> int:
         print(JOIN_USAGE)
         return 0
     return _become("actors", join_words(words))
+
+
+def replay(words: list[str]) -> int:
+    """The run's log again: by a learner, or with --rewards by the environment alone."""
+    return _become("actors.recorded" if "--rewards" in words else "learner.replay", words)
 
 
 def _call(module: str, name: str, words: list[str]) -> int:

@@ -219,8 +219,11 @@ class Launcher:
         cause = self._restarts.cause(code)
         if not cause or not self._restarts.allowed():
             return False
-        where = self._restarts.newest() or "the beginning: there is no checkpoint yet"
-        self._caller.say(f"\n{printable_lines(cause)}\nThe learner is started again, from {where}.", error=True)
+        where = self._restarts.newest() or "version 0: there is no checkpoint yet"
+        self._caller.say(
+            f"\n{printable_lines(cause)}\nThe learner is started again, from {where}; what the log has after it is "
+            "trained again.", error=True,
+        )
         assert self._learner is not None
         self._learner.close_pipe()
         self._endpoint = None

@@ -47,6 +47,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume[while actors load]":
             "a launched run; another moment is in `make test`",
     },
+    "flow/test_log_commands.py": "two launched runs, and seven commands for each",
     "flow/test_lora_commands.py": "a launched run, and ten commands that load its model",
     "flow/test_lora_runs.py": "a run that learns in 14 steps of large batches, and a resumed one",
     "flow/test_lost_ranks.py": "a launched run of two ranks, restarted twice",
@@ -69,6 +70,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_search.py": "three launched runs",
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
+    "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
     "slurm/test_jobs.py": {
         "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",

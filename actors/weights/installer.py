@@ -103,8 +103,9 @@ class Installer:
         """
         installed = self._engine.installed
         if installed is not None and manifest.ref <= installed:
-            # A hub that restarted announces the serving version again: a probe confirms it.
-            if self.document is not None and self.document.manifest == manifest and manifest.ref == installed:
+            # A hub that restarted announces the serving version again, perhaps with another parent, or with a probe.
+            if self.document is not None and self.document.manifest.root == manifest.root:
+                self.document.manifest = manifest
                 return await self.check()
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
         if self._target is not None and manifest.ref <= self._target:

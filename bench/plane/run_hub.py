@@ -26,6 +26,7 @@ from learner.publish.publisher import Publisher
 from streamrl.config.load import load_config
 from streamrl.messages import Lineage, VersionRef
 from streamrl.parent_watch import child_environment
+from streamrl.stream.records import RunStarted
 from streamrl.transport.keys import KeyDirectory
 from streamrl.weights.shm.transport import ShmPublisher
 
@@ -84,7 +85,7 @@ class Plane:
             self.key = str(keys.add("actor"))
             words.append(f"hub.keys={self.folder}/keys")
         self.config = load_config(list(sizes.words) if sizes.words else words)
-        self.version = self.num_batches = 0
+        self.version = self.num_batches = self.num_starts = 0
         self.epoch, self.lineage = 1, ()
         self.bind = "tcp://127.0.0.1:0"
         self._start_hub(None)
@@ -94,9 +95,10 @@ class Plane:
         run_dir = self.folder / "run"
         run_dir.mkdir(exist_ok=True)
         self._sockets = tempfile.TemporaryDirectory(prefix="plane-")  # a socket's path must be short
+        self.num_starts += 1
         settings = hub_settings(
-            self.config, run_id="plane", run_dir=run_dir, learner_epoch=self.epoch, version=self.version,
-            lineage=self.lineage, dp_ranks=tuple(range(self.sizes.num_ranks)), bind=self.bind,
+            self.config, started=RunStarted("plane", self.num_starts, self.epoch, self.version, "{}", {}),
+            run_dir=run_dir, lineage=self.lineage, dp_ranks=tuple(range(self.sizes.num_ranks)), bind=self.bind,
             rank_endpoint=f"ipc://{self._sockets.name}/ranks",
             shm_dir=self.folder / "shm", vocab_size=VOCAB_SIZE, restore_path=restore,
         )

@@ -154,6 +154,17 @@ def find_checkpoint(run_dir: Path | str, ranks: Ranks | None = None) -> Checkpoi
     return chosen if ranks.rank == 0 else _open(path, check_files=False)
 
 
+def checkpoint_at(run_dir: Path | str, version: int) -> Checkpoint | None:
+    """The newest good checkpoint of at most this version; None if there is none."""
+    found = _versions(Path(run_dir))
+    for one in sorted((one for one in found if one <= version), reverse=True):
+        try:
+            return _open(found[one], check_files=True)
+        except CheckpointError as error:
+            log.warning("%s is damaged and passed over: %s", found[one].name, error)
+    return None
+
+
 def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
     """Remove drafts and all but the newest `num_keep` checkpoints up to `newest`.
 

@@ -18,40 +18,44 @@ class Checkpoints:
     """The checkpoints of one run; collective calls.
 
     Args:
-        every_steps: batches between two; 0 writes only the last.
-        outbox_steps: batches that actors' outboxes hold: a checkpoint that is this late is waited for.
+        every_s: seconds between two; 0 never for the time.
+        every_steps: batches between two; 0 never for their number.
         steps_per_batch: by which versions count one batch.
         tensors: what training changes, when it is called.
         remembered: what a resumed run must know beside the tensors.
     """
 
     def __init__(
-        self, saving: Saving, retries: SaveRetries, ranks: Ranks, clock: StepClock, *, every_steps: int,
-        outbox_steps: int, steps_per_batch: int, tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+        self, saving: Saving, retries: SaveRetries, ranks: Ranks, clock: StepClock, *, every_s: float,
+        every_steps: int, steps_per_batch: int, tensors: Callable[[], Iterable[tuple[str, Tensor]]],
         remembered: Callable[[], dict[str, Any]],
     ) -> None:
         self.saving, self._retries, self._ranks, self._clock = saving, retries, ranks, clock
-        self._every_steps, self._outbox_steps, self._steps_per_batch = every_steps, outbox_steps, steps_per_batch
+        self._every_s, self._every_steps, self._steps_per_batch = every_s, every_steps, steps_per_batch
+        self._saved_at = time.monotonic()
         self._tensors, self._remembered = tensors, remembered
 
     def save_if_due(self, version: int) -> None:
-        """Write one every so many batches; one that failed is tried again after a while."""
-        step = version // self._steps_per_batch
-        due = self._every_steps and step % self._every_steps == 0
-        if self._retries.due(self._now) if self._retries.pending else due:
+        """Write one every so many batches, or so much time; one that failed is tried again after a while."""
+        if self._retries.due(self._now) if self._retries.pending else self._due(version):
+            self._saved_at = time.monotonic()
             self.save(version)
 
+    def _due(self, version: int) -> bool:
+        step = version // self._steps_per_batch
+        if self._every_steps and step % self._every_steps == 0:
+            return True
+        return self._every_s > 0 and self._ranks.from_rank_zero(time.monotonic() - self._saved_at) >= self._every_s
+
     def save(self, version: int, *, last: bool = False) -> None:
-        """Model, optimizer, RNG and the ledger in one checkpoint. Then, and only then, DURABLE.
+        """Model, optimizer, RNG and the ledger in one checkpoint.
 
         It may return while that is being written (`saving.settle` waits). One that fails is tried again after later
-        steps, at once if it is the `last` or outboxes are full. Raises CheckpointError after checkpoint.grace_s.
+        steps, at once if it is the `last`. Raises CheckpointError after checkpoint.grace_s.
         """
         if version == self.saving.version:
             return
-        num_unsaved = (version - max(0, self.saving.durable)) // self._steps_per_batch
-        waits = last or num_unsaved >= self._outbox_steps
-        self._retries.write(lambda: self._save(version, last), self._now, waits=waits)
+        self._retries.write(lambda: self._save(version, last), self._now, waits=last)
 
     def _save(self, version: int, last: bool) -> bool:
         """Whether a checkpoint came to its end."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while training waits, or beside it from a copy; DURABLE only once they are."""
+"""Checkpoints of a run: written while training waits, or beside it from a copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamrl.errors import CheckpointError
 
 
 class KeepsLedger(Protocol):
-    """The hub as a checkpoint needs it: its ledger goes in, and actors hear that it is durable."""
+    """The hub as a checkpoint needs it: its ledger goes in, and its log may be thinned once that is on the disk."""
 
     def freeze(self, version: int) -> bytes: ...
 

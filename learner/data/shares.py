@@ -10,7 +10,7 @@ from streamrl.messages import BatchShare
 
 
 def read_share(
-    reader: TrajectoryReader, share: BatchShare, *, learner_epoch: int, max_tokens: int,
+    reader: TrajectoryReader, share: BatchShare, *, learner_epoch: int | None, max_tokens: int,
     check_rewards: Callable[[Sequence[Trajectory]], None] | None = None,
 ) -> tuple[list[Trajectory], str]:
     """The trajectories of this rank, and why packing or the objective would fail on them; "" if they would not.

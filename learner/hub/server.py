@@ -4,6 +4,9 @@
     ranks  --BATCH_REQUEST, STEP_DONE, PUBLISH---> ROUTER "ranks" ---> Ledger --BATCH_SHARE, SNAPSHOT, STATUS---> ranks
     actors --PULL--------------------------------> ROUTER "weights" (in its own thread: bulk must not delay a heartbeat)
 
+What happens to groups, batches and versions is appended to the run's log (`RunLog`), whose own thread writes it; a
+group is durable, and its actor may forget it, once the log is.
+
 One thread, one poll loop, three handlers that share a `HubContext`. What waits for what: a rank's request needs B
 groups from `Ledger.cut_batch`; a group needs a lease; `Ledger.grant` needs capacity (a finished step), an installed
 version (INSTALLED) and a free slot (GROUP or HEARTBEAT). So after every event the loop tries to cut and to grant.
@@ -23,7 +26,7 @@ from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.control import ControlHandler
 from learner.hub.handlers.ranks import RankHandler
-from learner.hub.setup import build_ledger
+from learner.hub.setup import open_ledger
 from learner.hub.shared.broadcaster_process import BroadcasterProcess
 from learner.hub.shared.connections import Connections
 from learner.hub.shared.context import HubContext, Outbound
@@ -68,7 +71,7 @@ class HubServer:
         start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
         rank_keys: RankKeys | None = None,
     ) -> None:
-        ledger = build_ledger(settings)
+        ledger, run_log = open_ledger(settings)
         self._zmq = zmq.Context()
         self._authenticator = Authenticator(self._zmq, KeyDirectory(settings.hub.keys)) if settings.hub.keys else None
         self._actor_socket = hub_router(
@@ -93,7 +96,7 @@ class HubServer:
             retry_soon(settings.rank_silent_s)
         counters = Counter(dict.fromkeys(ALWAYS, 0))
         send = Outbound(self._actor_socket, self._rank_socket, counters)
-        self.context = HubContext(settings, ledger, Connections(), weights, send, counters)
+        self.context = HubContext(settings, ledger, run_log, Connections(), weights, send, counters)
         uses_device = device_transports(settings.publish.transports, setting="publish.transports")
         reached = msgspec.structs.replace(settings, rank_endpoint=bound_endpoint(self._rank_socket))
         self.broadcast = BroadcastHandler(self.context, (lambda: start_broadcaster(reached)) if uses_device else None)
@@ -134,7 +137,10 @@ class HubServer:
                 next_tick = self._tick(now)
             if ready or tick:
                 self._ranks.serve(now)
-                self._actors.grant(now)
+                if not self.context.log.blocked:
+                    self._actors.grant(now)
+            self.context.log.flush(now)
+            self._ranks.logged(now)
             self._actors.flush_acks(now)
             if now >= next_second and not self._stopped:  # the final status must stay
                 next_second = now + 1.0
@@ -226,6 +232,7 @@ class HubServer:
 
     def close(self) -> None:
         self.broadcast.close()
+        self.context.log.close()
         self._control.close()
         self.context.weights.socket.close()
         self._peers.close()

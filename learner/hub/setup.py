@@ -1,9 +1,10 @@
-"""A ledger from settings: the task's prompts, the filters, and the predecessor's state."""
+"""A ledger from settings: the task's prompts, the filters, and what checkpoint and log know of the run so far."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +14,38 @@ from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.shared.run_log import RunLog
 from learner.hub.shared.settings import HubSettings
 from streamrl.environment import Task
 from streamrl.errors import TaskError
 from streamrl.messages.work import MAX_RECORD_BYTES
+from streamrl.stream.records import Record
+from streamrl.stream.segments import read_records
+from streamrl.stream.writer import LogWriter, close_log
 from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 _told = LogLimit(log)
 
 
-def build_ledger(settings: HubSettings) -> Ledger:
-    """Make a fresh ledger, or read the one that the checkpoint of `settings.version` holds."""
+def open_ledger(settings: HubSettings) -> tuple[Ledger, RunLog]:
+    """Make a fresh ledger, or the one that a checkpoint and the log after it give; and open the log to append to it."""
+    run_dir = Path(settings.run_dir)
+    close_log(run_dir)
+    ledger = make_ledger(settings, partial(read_records, run_dir) if settings.started.start > 1 else None)
+    for why in ledger.refused_on_resume:
+        log.warning("a group of the log cannot be trained and is generated again: %s", why)
+    writer = LogWriter(
+        run_dir, next_sequence=ledger.journal.first_waiting, fsync=settings.stream.fsync.value,
+    )
+    ledger.journal.append(settings.started)
+    return ledger, RunLog(settings.stream, run_dir, writer, ledger)
+
+
+def make_ledger(
+    settings: HubSettings, records: Callable[[int], Iterable[tuple[int, Record]]] | None = None
+) -> Ledger:
+    """Make a fresh ledger, or with records of a log the one that they and the checkpoint give."""
     task = task_of(settings)
 
     prompts = PromptStream(
@@ -36,12 +57,10 @@ def build_ledger(settings: HubSettings) -> Ledger:
         run_seed=settings.run_seed, prompts=prompts, sampling=settings.sampling,
         eval_sources=eval_sources(settings, task), keep_group=group_filter(settings),
     )
-    if settings.restore_path is None:
-        return Ledger(version=settings.version, lineage=settings.lineage, **arguments)
-    ledger = Ledger.restore(Path(settings.restore_path).read_bytes(), lineage=settings.lineage, **arguments)
-    for why in ledger.refused_on_resume:
-        log.warning("a group of the checkpoint cannot be trained and is generated again: %s", why)
-    return ledger
+    if records is None:
+        return Ledger(version=settings.started.version, lineage=settings.lineage, **arguments)
+    state = None if settings.restore_path is None else Path(settings.restore_path).read_bytes()
+    return Ledger.restore(state, lineage=settings.lineage, records=records, **arguments)
 
 
 def record_of(task: Task, split: str, index: int) -> bytes:

@@ -16,7 +16,7 @@ def write_hub_json(settings: HubSettings, endpoint: str, weights: str, ranks: st
     """Write where actors and learner ranks connect, and where `streamrl status` and `streamrl drain` ask."""
     write_atomic(Path(settings.run_dir) / "hub.json", json.dumps({
         "connect": endpoint, "weights": weights, "ranks": ranks, "run_id": settings.run_id,
-        "learner_epoch": settings.learner_epoch, **note(control),
+        "learner_epoch": settings.learner_epoch, "start": settings.started.start, **note(control),
     }, indent=1))
 
 

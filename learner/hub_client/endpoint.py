@@ -54,7 +54,7 @@ class RankDoor:
             return RankDoor(ANY_PORT, RankKeys.new())
         return RankDoor(f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks")  # only this user may enter it
 
-    def endpoint(self, run_dir: Path, learner_epoch: int, check_hub: Callable[[], None]) -> RankEndpoint:
+    def endpoint(self, run_dir: Path, start: int, check_hub: Callable[[], None]) -> RankEndpoint:
         """Wait until the hub has taken a port; returns what ranks connect to. Raises StreamrlError if the hub ends."""
         if self.keys is None:
             return RankEndpoint(self.bind)
@@ -62,7 +62,7 @@ class RankDoor:
             check_hub()
             note = run_dir / "hub.json"
             found = json.loads(note.read_text()) if note.exists() else {}
-            if found.get("learner_epoch") == learner_epoch:
+            if found.get("start") == start:
                 port = found["ranks"].rpartition(":")[2]
                 return RankEndpoint(f"tcp://{os.environ['MASTER_ADDR']}:{port}", self.keys.key)
             time.sleep(POLL_S)

@@ -125,10 +125,10 @@ class HubLink:
 
     def trained(
         self, version: int, *, skipped: bool, reason: str = "", bounds: tuple[int, int] | None = None,
-        agreements: tuple[Agreement, ...] = (),
+        agreements: tuple[Agreement, ...] = (), trained: bool = True, seconds: float = 0.0, grad_norm: float = 0.0,
     ) -> None:
         """Report that the batch is trained or set aside; `bounds` are eta and max_lag from now on, None leaves them."""
-        self._send(StepDone(version, skipped, reason, bounds, agreements))
+        self._send(StepDone(version, skipped, reason, bounds, agreements, trained, seconds, grad_norm))
 
     def publish(
         self, manifest: Manifest, path: str, nbytes: int, layout: Layout | None, assets_path: str,

@@ -12,8 +12,9 @@ from learner.hub.shared.settings import EvalSetSettings, HubSettings
 from streamrl.config import schema
 from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain
-from streamrl.config.rules import eval_sampling, lag_rule, largest_eta, largest_max_lag
+from streamrl.config.rules import eval_sampling, lag_rule, largest_max_lag
 from streamrl.messages import MAX_SEQUENCES, Limits, Lineage, Sampling
+from streamrl.stream.records import RunStarted
 
 OUTBOX_GROUPS = 1024
 """Groups that one actor may hold until they are durable; as many ranges as one HELLO can list."""
@@ -42,17 +43,18 @@ class WelcomeTask:
 
 
 def hub_settings(
-    config: schema.Config, *, run_id: str, run_dir: Path, learner_epoch: int, version: int,
-    lineage: tuple[Lineage, ...], dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path,
-    vocab_size: int, restore_path: Path | None, bounds: tuple[int, int] | None = None, device: str = "cpu",
+    config: schema.Config, *, started: RunStarted, run_dir: Path, lineage: tuple[Lineage, ...],
+    dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int,
+    restore_path: Path | None, bounds: tuple[int, int] | None = None, device: str = "cpu",
 ) -> HubSettings:
     """Make all settings of the hub process.
 
     Args:
+        started: the log's record of this start.
         bounds: eta and max_lag to begin with, where the run's staleness control left them; None is as they are set.
     """
     return HubSettings(
-        run_id=run_id, run_dir=str(run_dir), learner_epoch=learner_epoch, version=version, lineage=lineage,
+        started=started, run_dir=str(run_dir), lineage=lineage, stream=config.stream,
         run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
         env=config.env, data=config.data, reward=config.reward,
         welcome_task=WelcomeTask(
@@ -69,7 +71,6 @@ def hub_settings(
         ledger=ledger_settings(config, vocab_size, bounds), filter=config.filter,
         trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
         hub=config.hub, publish=config.publish, trust=config.trust,
-        keep_until_durable=config.checkpoint.every_steps > 0,
         restore_path=str(restore_path) if restore_path else None, device=device,
         num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
     )
@@ -77,20 +78,6 @@ def hub_settings(
 
 def wire_sampling(sampling: schema.SamplingConfig) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-
-
-def steps_between_checkpoints(config: schema.Config) -> int:
-    """Return `checkpoint.every_steps`, or fewer if a single actor's outbox would fill up in between; 0 is never.
-
-    A full outbox stops generation and only a checkpoint empties it.
-    """
-    return min(config.checkpoint.every_steps, steps_in_outboxes(config))
-
-
-def steps_in_outboxes(config: schema.Config) -> int:
-    """Count the steps after a checkpoint for which even a single actor's outbox has room."""
-    in_flight = largest_eta(config) + 3
-    return max(1, OUTBOX_GROUPS // config.rollout.num_prompts_per_step - in_flight)
 
 
 def response_limit(config: schema.Config) -> int:
@@ -161,5 +148,5 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         group_deadline_s=config.hub.group_deadline_s, dedupe_window=DEDUPE_WINDOW,
         num_passed_over=config.samples.num_per_step, eval_keep_s=config.eval.pin_s if config.eval.pin else 0.0,
         limits=limits(config, vocab_size), slowest_turn_s=slowest_turn_s,
-        lease_max_s=config.hub.lease_ttl_s + slowest_episode_s,
+        lease_max_s=config.hub.lease_ttl_s + slowest_episode_s, keep_refused=config.stream.keep_refused,
     )

@@ -68,6 +68,8 @@ class Run(Callbacks):
     checkpoints: Checkpoints = field(init=False)
     process_use: ProcessUse = field(init=False)
     steering: Steering = field(init=False)
+    eval_lost: bool = False
+    """An evaluation of the run before this start ended nowhere."""
     _batch: Batch | None = None
 
     def __post_init__(self) -> None:

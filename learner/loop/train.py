@@ -10,6 +10,8 @@ def train(run: Run) -> bool:
     run.versions.publish(run.version)  # a broken weight path fails here, before the first step
     if run.version == 0:
         run.evaluations.start(run.version, wait=True)
+    elif run.eval_lost:
+        run.evaluations.start(run.version)
     for step in run.remaining_steps():
         trained = run.train_next_batch()  # waits for a batch whose every group is inside the lag bound
         if trained is None:

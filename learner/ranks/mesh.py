@@ -173,9 +173,16 @@ class Ranks:
         """Rank 0's bytes, on every rank; what the others pass is ignored."""
         if self.mesh.world == 1:
             return data
-        padded = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4")
-        length, *words = self.gather_world([float(len(data)), *padded.tolist()] if self.rank == 0 else [])[0]
-        return np.array(words, dtype="<u4").tobytes()[: int(length)]
+        size = int(self.from_rank_zero(float(len(data))))
+        if size == 0:
+            return b""
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else torch.empty(
+            size, dtype=torch.uint8
+        )
+        values = values.to(self.device)
+        with self.activity.in_collective("broadcast"):
+            dist.broadcast(values, src=0, group=self.group)
+            return values.cpu().numpy().tobytes()
 
     def gather_world(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's list, by rank; lists may differ in length (float64, so integers are exact up to 2**53)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from contextlib import ExitStack
@@ -19,32 +20,31 @@ from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
 from learner.hub.shared.settings import HubSettings
 from learner.hub_client.link import HubLink
-from learner.hub_client.settings import (
-    hub_settings,
-    response_limit,
-    stall_fail_s,
-    steps_between_checkpoints,
-    steps_in_outboxes,
-)
+from learner.hub_client.settings import hub_settings, response_limit, stall_fail_s
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
+from learner.loop.steering import Steering
 from learner.publish.versions import Versions
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
-from learner.setup.hub import announce, same_address, start_hub
+from learner.setup.environment import environment
+from learner.setup.hub import StartedHub, announce, same_address, start_hub
 from learner.setup.inputs import Inputs, open_inputs, prepare_inputs
 from learner.setup.publishing import background_of, make_prober, make_publishing
+from learner.setup.recover import Recovered, history_after, recover
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.hub import HubSource
-from learner.sources.quarantine import Quarantine
+from learner.sources.quarantine import NOT_FINITE, Quarantine
 from learner.trainer import Trainer
+from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import Config
 from streamrl.environment import DrivesGeneration
 from streamrl.metrics.files import write_atomic
+from streamrl.stream.records import RunStarted
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.directory import document_directory, remove_dead, remove_run_dir
 from streamrl.weights.shm.transport import ShmPublisher
@@ -64,18 +64,31 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     given = open_inputs(config, run_dir, ranks)
     staleness = make_staleness(config, given.past.controls)
     documents = document_directory(given.past.run_id, run_dir)
-    started = start_hub(
-        partial(_hub_settings, config, run_dir, given, ranks, documents, staleness.bounds), run_dir,
-        given.learner_epoch, ranks, undo, silent_s=config.learner.rank_silent_s,
-    )
-    trainer, adapter = load_trainer(config, given.model_dir, given.past, staleness, ranks)
+    history, recovered = history_after(given, run_dir) if ranks.rank == 0 else None, Recovered()
+
+    def hub() -> StartedHub:
+        return start_hub(
+            partial(_hub_settings, config, run_dir, given, recovered, ranks, documents, staleness.bounds), run_dir,
+            given.start, ranks, undo, silent_s=config.learner.rank_silent_s,
+        )
+
+    if ranks.from_rank_zero(float(bool(history and history.batches))):
+        trainer, adapter = load_trainer(config, given.model_dir, given.past, staleness, ranks)
+        given, recovered = recover(
+            config.policy.lora, config.publish.bucket_bytes, given, history, run_dir, trainer,
+            Steering(staleness, ranks, trainer.clock), stop
+        )
+        started = hub()
+    else:  # the hub starts while the networks load
+        started = hub()
+        trainer, adapter = load_trainer(config, given.model_dir, given.past, staleness, ranks)
     shm = None
     if ranks.rank == 0:
         remove_run_dir(documents, given.past.run_id)  # what a dead predecessor left
         remove_dead()
         shm = ShmPublisher(documents, given.past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
-    hub = started.link(config.learner, ranks, stop, version=trainer.version, stall_fail_s=stall_fail_s(config))
+    link = started.link(config.learner, ranks, stop, version=trainer.version, stall_fail_s=stall_fail_s(config))
     reader = TrajectoryReader(vocab_size=given.vocab_size)
     samples = open_samples(
         config.samples, run_dir, given.model_dir, seed=config.run.seed, ranks=ranks, reader=reader,
@@ -87,39 +100,60 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         seed=config.run.seed, max_lag=largest_max_lag(config), max_tokens=config.learner.max_tokens_per_device,
         redraws=not isinstance(given.task.env(), DrivesGeneration),
     )
-    versions = _make_versions(config, given, trainer, staleness, hub, audit, shm)
+    versions = _make_versions(config, given, trainer, staleness, link, audit, shm)
     quarantine = Quarantine(run_dir, ranks.rank, limit=config.learner.num_max_skipped_steps)
-    recorder = _open_recorder(config, run_dir, given, trainer, hub, versions) if ranks.rank == 0 else None
+    recorder = _open_recorder(config, run_dir, given, recovered, trainer, link, versions) if ranks.rank == 0 else None
     run = Run(
         config=config, run_dir=run_dir, run_id=given.past.run_id, learner_epoch=given.learner_epoch,
-        lineage=given.lineage, model_dir=given.model_dir, adapter=adapter, trainer=trainer, hub=hub,
+        lineage=given.lineage, model_dir=given.model_dir, adapter=adapter, trainer=trainer, hub=link,
         hub_process=started.process, beats=started.beats, stop=stop, staleness=staleness, samples=samples,
         quarantine=quarantine, audit=audit, versions=versions, recorder=recorder, resources=ExitStack(),
         source=HubSource(
-            hub, reader, ranks, trainer.clock, quarantine, learner_epoch=given.learner_epoch,
+            link, reader, ranks, trainer.clock, quarantine, learner_epoch=given.learner_epoch,
             max_tokens=trainer.settings.max_tokens, rules=trainer.objective.reward_rules,
-            bounds=lambda: staleness.bounds,
+            bounds=lambda: staleness.bounds, seconds=lambda: run.steering.seconds,
         ),
         evaluations=Evaluations(
-            given.eval_sets, hub, samples, trainer.clock, recorder, every_steps=config.eval.every_steps
+            given.eval_sets, link, samples, trainer.clock, recorder, every_steps=config.eval.every_steps
         ),
     )
     run.checkpoints = _make_checkpoints(run, given)
-    hub.on_idle, hub.dropped = run.poll, samples.dropped
+    link.on_idle, link.dropped = run.poll, samples.dropped
     _keep(run, given.lock, shm)
+    _tell_recovered(run, recovered)
     if recorder is not None:
         announce(run)
     return run
 
 
+def _tell_recovered(run: Run, recovered: Recovered) -> None:
+    """Hub and record get what they lack of the batches that were trained again."""
+    run.eval_lost = recovered.eval_lost(
+        run.config.eval.every_steps, step=run.step, steps_per_batch=run.trainer.settings.steps_per_batch
+    )
+    for one in recovered.unended if run.ranks.rank == 0 else ():
+        skipped = one.trained is None or one.trained.result.skipped
+        run.hub.trained(
+            one.version, skipped=skipped, reason=(one.cause or NOT_FINITE)[:512] if skipped else "",
+            bounds=run.staleness.bounds, trained=one.trained is not None,
+            grad_norm=one.trained.result.grad_norm if one.trained is not None else 0.0,
+        )
+    for step, trained in recovered.unrecorded:
+        run.record(step, trained)
+
+
 def _hub_settings(
-    config: Config, run_dir: Path, given: Inputs, ranks: Ranks, documents: Path, bounds: tuple[int, int] | None,
-    rank_endpoint: str,
+    config: Config, run_dir: Path, given: Inputs, recovered: Recovered, ranks: Ranks, documents: Path,
+    bounds: tuple[int, int] | None, rank_endpoint: str,
 ) -> HubSettings:
     past = given.past
+    started = RunStarted(
+        past.run_id, given.start, given.learner_epoch, given.version, json.dumps(to_plain(config)),
+        environment(ranks), recovered.again_from, recovered.equal,
+    )
     return hub_settings(
-        config, run_id=past.run_id, run_dir=run_dir, learner_epoch=given.learner_epoch, version=past.version,
-        lineage=given.lineage[:-1], dp_ranks=ranks.mesh.dp_ranks, rank_endpoint=rank_endpoint, shm_dir=documents,
+        config, started=started, run_dir=run_dir, lineage=given.lineage, dp_ranks=ranks.mesh.dp_ranks,
+        rank_endpoint=rank_endpoint, shm_dir=documents,
         bind=same_address(config.hub.bind, run_dir, resume=config.checkpoint.resume), vocab_size=given.vocab_size,
         restore_path=past.checkpoint.path / "ledger.bin" if past.checkpoint is not None else None,
         bounds=bounds, device=str(ranks.device),
@@ -146,19 +180,20 @@ def _make_checkpoints(run: Run, given: Inputs) -> Checkpoints:
     saving = Saving(
         run.run_dir, run.hub, run.ranks, num_keep=config.checkpoint.num_keep, lock=given.lock,
         beside=background_of(config.checkpoint.beside_training, run.ranks, "checkpoint"),
-        version=trainer.version if given.past.checkpoint is not None else -1,
+        version=given.past.version if given.past.checkpoint is not None else -1,
     )
     moves = bool(config.reference.sync_every_steps)
     return Checkpoints(
         saving, SaveRetries(config.checkpoint.grace_s), run.ranks, trainer.clock,
-        every_steps=steps_between_checkpoints(config), outbox_steps=steps_in_outboxes(config),
+        every_s=60.0 * config.checkpoint.every_minutes, every_steps=config.checkpoint.every_steps,
         steps_per_batch=trainer.settings.steps_per_batch, remembered=run.remembered,
         tensors=lambda: trainer.networks.tensors(reference_moves=moves),
     )
 
 
 def _open_recorder(
-    config: Config, run_dir: Path, given: Inputs, trainer: Trainer, hub: HubLink, versions: Versions
+    config: Config, run_dir: Path, given: Inputs, recovered: Recovered, trainer: Trainer, hub: HubLink,
+    versions: Versions,
 ) -> Recorder:
     """The record of the run, once the hub answers; on rank 0."""
     versions.publishing.assets_path = str(run_dir / "assets.msgpack")
@@ -166,9 +201,9 @@ def _open_recorder(
     hub.wait_until_up()
     dtype = str(trainer.settings.compute_dtype).removeprefix("torch.")
     return Recorder(
-        config, run_dir, given.past.run_id, resume_step=trainer.step, wall_s=given.past.wall_s,
-        trained_tokens=given.past.trained_tokens, device=trainer.ranks.device.type, dtype=dtype,
-        counters=hub.status.counters,
+        config, run_dir, given.past.run_id, resume_step=trainer.step, wall_s=max(given.past.wall_s, recovered.wall_s),
+        trained_tokens=max(given.past.trained_tokens, recovered.trained_tokens), device=trainer.ranks.device.type,
+        dtype=dtype, counters=hub.status.counters,
     )
 
 

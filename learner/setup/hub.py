@@ -14,7 +14,6 @@ from learner.hub.shared.settings import HubSettings
 from learner.hub_client.endpoint import RankDoor, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
-from learner.hub_client.settings import steps_between_checkpoints
 from learner.loop.run import Run
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
@@ -55,7 +54,7 @@ class StartedHub:
 
 
 def start_hub(
-    settings_at: Callable[[str], HubSettings], run_dir: Path, learner_epoch: int, ranks: Ranks, undo: ExitStack, *,
+    settings_at: Callable[[str], HubSettings], run_dir: Path, start: int, ranks: Ranks, undo: ExitStack, *,
     silent_s: float,
 ) -> StartedHub:
     """Start the hub on rank 0, and this rank's heartbeats; a collective call.
@@ -69,7 +68,7 @@ def start_hub(
     if door is not None:  # the hub imports and binds while the networks load here
         process = HubProcess(settings_at(door.bind), door.keys)
         undo.callback(process.abandon)
-    endpoint = agree(ranks, lambda: door.endpoint(run_dir, learner_epoch, process.check))
+    endpoint = agree(ranks, lambda: door.endpoint(run_dir, start, process.check))
     beats = undo.enter_context(RankBeats(endpoint.address, ranks, silent_s=silent_s, key=endpoint.key))
     return StartedHub(process, endpoint.address, endpoint.key, beats)
 
@@ -82,10 +81,6 @@ def announce(run: Run) -> None:
     key = ["actors.key=FILE"] if run.config.hub.keys else []
     words = shlex.join([f"connect={connect}", *key, *words_for_actors(to_plain(run.config))])
     log.info("hub listens at %s: start actors with  streamrl actor %s", connect, words)
-    every = steps_between_checkpoints(run.config)
-    if every != run.config.checkpoint.every_steps:
-        log.info("checkpoints every %d steps instead of %d: what is trained in between must fit into one actor's "
-                 "outbox", every, run.config.checkpoint.every_steps)
     log.info(
         "run %s (id %s), epoch %d, step %d of %d; B=%d groups x G=%d%s, eta=%d%s, window=%d: head lag is at most %d",
         run.run_dir.name, run.run_id, run.learner_epoch, run.step, run.config.trainer.num_steps,

@@ -49,7 +49,10 @@ class Inputs:
     Attributes:
         eval_sets: none asks for more prompts than it has.
         past: the run so far, if this learner resumes one.
-        lineage: which learner made which versions; the last entry is this one's.
+        start: counts the starts of the learner.
+        learner_epoch: under which versions are published; it goes on over a start that recovers the same weights.
+        version: that this start begins with.
+        lineage: which epoch has which versions; the last entry is this one's.
         lock: on the run's directory; rank 0 has it.
     """
 
@@ -58,7 +61,9 @@ class Inputs:
     model_dir: Path
     vocab_size: int
     past: ResumeState
+    start: int
     learner_epoch: int
+    version: int
     lineage: tuple[Lineage, ...]
     lock: RunLock | None
 
@@ -79,7 +84,8 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
         num_minibatches=config.learner.num_minibatches, num_epochs=config.learner.num_epochs,
     )
     return Inputs(
-        task, sets, model_dir, policy_vocab_size(model_dir), past, epoch, surviving_lineage(past, epoch), lock
+        task, sets, model_dir, policy_vocab_size(model_dir), past, epoch, epoch, past.version,
+        surviving_lineage(past, epoch), lock,
     )
 
 

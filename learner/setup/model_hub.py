@@ -8,18 +8,24 @@ from typing import Any
 
 from envs.data.hub import hub_answers
 from streamrl.errors import ConfigError
+from streamrl.stream.rebuilt import named_version, rebuilt
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
 
 
 def find_models(sections: Mapping[str, Any], notify: Callable[[str], None]) -> None:
-    """Replace names of models of the hub by folders, in sections with a `model_path` given by their names.
+    """Replace names of models of the hub, and versions of runs (RUN@N), by folders.
 
-    Raises ConfigError, with the command that fetches one.
+    Args:
+        sections: with a `model_path`, by their names.
+    Raises:
+        ConfigError: with the command that fetches one.
     """
     for setting, section in sections.items():
-        if section.model_path is not None and is_hub_name(section.model_path):
+        if section.model_path is not None and (named := named_version(section.model_path)) is not None:
+            section.model_path = str(rebuilt(*named).resolve())
+        elif section.model_path is not None and is_hub_name(section.model_path):
             section.model_path = _folder(section.model_path, f"{setting}.model_path", notify)
 
 

@@ -15,7 +15,6 @@ from learner.publish.base import publish_base
 from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher
 from learner.publish.publishing import Publishing
-from learner.publish.rounding import round_frozen
 from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LoraConfig, PublishConfig
@@ -31,18 +30,22 @@ def make_publishing(
     """This rank's part in publishing the policy, or the adapter on it; a collective call."""
     wire = wire_dtype(settings.dtype, ranks.device)
     publisher = Publisher(
-        adapter_parameters(policy) if lora.rank else policy_parameters(policy.model), wire_dtype=wire,
+        published_parameters(policy, lora), wire_dtype=wire,
         bucket_bytes=settings.bucket_bytes, shm=shm, ranks=ranks, fence=lock.check if lock else None,
         fold=bool(device_transports(settings.transports, setting="publish.transports")),
     )
     base = None
-    if lora.rank:  # what adapters are added to, in the values that actors get
-        round_frozen(policy, wire)
+    if lora.rank:
         base = publish_base(
             policy, lora, wire_dtype=wire, bucket_bytes=settings.bucket_bytes, ranks=ranks, shm=shm
         )
     beside = background_of(settings.beside_training, ranks, "publish")
     return Publishing(publisher, hub, ranks, base=base, beside=beside)
+
+
+def published_parameters(policy: Policy, lora: LoraConfig) -> list[tuple[str, Any]]:
+    """Name and tensor of all that actors get: the policy, or the adapter on it."""
+    return adapter_parameters(policy) if lora.rank else policy_parameters(policy.model)
 
 
 def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[Any] | None:

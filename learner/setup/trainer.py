@@ -32,6 +32,7 @@ from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
 from learner.objective.statistics.shadow import Shadow
 from learner.publish.export import export_model
+from learner.publish.rounding import round_frozen
 from learner.ranks.mesh import Ranks
 from learner.setup.preflight import check_losses, check_models
 from learner.setup.shadows import make_shadows
@@ -59,9 +60,12 @@ def load_trainer(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
     )
-    return make_trainer(
+    trainer = make_trainer(
         config, networks, objective, ranks, version=past.version, adapter=adapter, shadows=shadows
-    ), adapter
+    )
+    if config.policy.lora.rank is not None:  # what the adapter is added to, in the values that actors get
+        round_frozen(networks.policy, trainer.settings.wire_dtype)
+    return trainer, adapter
 
 
 def make_trainer(

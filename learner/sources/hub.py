@@ -24,16 +24,17 @@ class HubSource:
         rules: of rewards; a batch whose scores they cannot use is set aside.
         max_tokens: of one micro-batch.
         bounds: (eta, max_lag) that hold from now on, for the hub; None if nothing moves them.
+        seconds: since the batch before, as they steered the one trained last.
     """
 
     def __init__(
         self, hub: HubLink, reader: TrajectoryReader, ranks: Ranks, clock: StepClock, quarantine: Quarantine, *,
         learner_epoch: int, max_tokens: int, rules: RewardRules | None = None,
-        bounds: Callable[[], tuple[int, int] | None] = lambda: None,
+        bounds: Callable[[], tuple[int, int] | None] = lambda: None, seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._hub, self._reader, self._ranks, self._clock = hub, reader, ranks, clock
         self._learner_epoch, self._max_tokens, self._rules, self._bounds = learner_epoch, max_tokens, rules, bounds
-        self._quarantine = quarantine
+        self._quarantine, self._seconds = quarantine, seconds
 
     def next_batch(self, version: int) -> Batch | None:
         """This rank's share of the next batch; None when the run is to stop.
@@ -61,11 +62,11 @@ class HubSource:
             skipped = trained.result.skipped
             self._hub.trained(
                 version, skipped=skipped, reason=NOT_FINITE if skipped else "", bounds=self._bounds(),
-                agreements=agreements,
+                agreements=agreements, seconds=self._seconds(), grad_norm=trained.result.grad_norm,
             )
 
     def _set_aside(self, share: BatchShare, version: int, cause: str) -> None:
         self._quarantine.keep(share, cause)
         if self._ranks.rank == 0:
-            self._hub.trained(version, skipped=True, reason=cause[:512])
+            self._hub.trained(version, skipped=True, reason=cause[:512], trained=False)
         self._quarantine.count(1, 0, cause)

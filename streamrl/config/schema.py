@@ -102,11 +102,7 @@ class EvalSplitConfig:
 
 @dataclass
 class RolloutConfig:
-    num_prompts_per_step: int = ranged(16, ge=1, le=512, why=(
-        "one actor alone must be able to hold the groups of two batches until a checkpoint has them. A recipe with "
-        "more (data.train_batch_size of verl) makes several optimizer steps of a batch: set this to the prompts of "
-        "one of them (ppo_mini_batch_size) and multiply trainer.num_steps"
-    ))
+    num_prompts_per_step: int = ranged(16, ge=1)
     """B: groups of one batch, which a step consumes."""
     num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")
     """G: trajectories of one group."""
@@ -276,6 +272,7 @@ class Config:
     trust: TrustConfig = field(default_factory=TrustConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

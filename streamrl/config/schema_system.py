@@ -16,6 +16,8 @@ PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "dri
 Pruner = StrEnum("Pruner", ["none", "median", "asha"])
 BesideTraining = StrEnum("BesideTraining", ["auto", "always", "never"])
 SkipZeroAdvantage = StrEnum("SkipZeroAdvantage", ["auto", "always", "never"])
+StreamFsync = StrEnum("StreamFsync", ["interval", "always", "never"])
+StreamKeep = StrEnum("StreamKeep", ["all", "recovery"])
 SweepDirection = StrEnum("SweepDirection", ["maximize", "minimize"])
 WandbMode = StrEnum("WandbMode", ["offline", "online"])
 WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
@@ -169,12 +171,14 @@ class PublishConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = ranged(25, ge=0)
-    """Save after every so many steps (more often if actors' outboxes could not hold what lies between), and at the
-    end; 0 only at the end."""
+    every_minutes: float = ranged(10.0, ge=0)
+    """Save once this much time has passed since the last one, and at the end; 0 never for the time. A run that is
+    killed trains what lies between again, from its log."""
+    every_steps: int = ranged(0, ge=0)
+    """Save after every so many steps too; 0 never for their number."""
     beside_training: BesideTraining = BesideTraining.auto
     """Train on while a checkpoint is written, from a copy in host memory (12 bytes a parameter, over all ranks):
-    `always`, `never`, or `auto` on a GPU. Actors keep their groups until it is written."""
+    `always`, `never`, or `auto` on a GPU."""
     resume: bool = False
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
     num_keep: int = ranged(2, gt=0)
@@ -184,6 +188,19 @@ class CheckpointConfig:
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
     directory; `policy.model_path` may name it."""
+
+
+@dataclass
+class StreamConfig:
+    fsync: StreamFsync = StreamFsync.interval
+    """When the run's log goes to the disk: `interval`, every 50 ms; `always`, each record at once; `never` leaves it to
+    the operating system, whose crash then loses what actors no longer hold."""
+    keep: StreamKeep = StreamKeep.all
+    """`all` keeps the log, up to stream.max_gb, for replays; `recovery` only what the newest checkpoints need."""
+    max_gb: float = ranged(20.0, gt=0)
+    """Size of the log beyond which its oldest files go, if no checkpoint that is kept needs them."""
+    keep_refused: bool = False
+    """The log also keeps the answers that were refused for their age, not just their digests."""
 
 
 @dataclass
@@ -234,7 +251,7 @@ class LaunchConfig:
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
     num_max_learner_restarts: int = ranged(3, ge=0)
     """Restarts, from its newest checkpoint, of a learner that was killed or whose ranks lost each other, before launch
-    gives up; a newer checkpoint sets the count back. A learner that fails by itself is not restarted."""
+    gives up; a newer version sets the count back. A learner that fails by itself is not restarted."""
     standby_learner: bool = False
     """Keep a second learner process, with its libraries loaded, that takes over when the only rank is killed: some
     seconds sooner, for about 0.5 GB of memory."""

@@ -114,6 +114,11 @@ class StepDone(Message):
     bounds: tuple[U32, U32] | None = None
     agreements: tuple[Agreement, ...] = ()
     """Of the groups of the step, and of those that were audited."""
+    trained: bool = True
+    """False: the ranks could not train on the batch and set it aside."""
+    seconds: float = 0.0
+    """Since the batch before, as the staleness control took them."""
+    grad_norm: float = 0.0
 
 
 @message(36, RANK_TO_HUB)

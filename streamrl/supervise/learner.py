@@ -1,4 +1,4 @@
-"""Whether a learner that has ended is started again from its newest checkpoint, and why."""
+"""Whether a learner that has ended is started again, and why."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class LearnerRestarts:
     """Decides after each death. A learner that failed by itself would fail again, and is not restarted.
 
     Args:
-        num_max: restarts without a newer checkpoint in between; see `launch.num_max_learner_restarts`.
+        num_max: restarts without a newer version in between; see `launch.num_max_learner_restarts`.
     """
 
     def __init__(self, run_dir: Path, num_max: int) -> None:
         self._run_dir, self._num_max = run_dir, num_max
-        self._num, self._from = 0, ""
+        self._num, self._from = 0, ("", 0)
 
     def cause(self, code: int) -> str:
         """Why the learner is gone, if a new start may go well; "" if not. Waits for the end of its hub."""
@@ -81,9 +81,9 @@ class LearnerRestarts:
 
     def allowed(self) -> bool:
         """Count one more restart; False if that is one too many."""
-        newest = self.newest()
-        self._num = self._num + 1 if newest == self._from else 1
-        self._from = newest
+        reached = (self.newest(), int(self._status().get("version", 0)))
+        self._num = self._num + 1 if reached == self._from else 1
+        self._from = reached
         return self._num <= self._num_max
 
     def newest(self) -> str:

@@ -57,11 +57,10 @@ class Outbox:
     def all_settled(self) -> bool:
         return all(entry.settled for entry in self._entries.values())
 
-    def unsend(self, *, new_epoch: bool) -> None:
-        """Queue again what a closed session may have lost; to a new learner epoch, what was ACCEPTED too."""
+    def unsend(self) -> None:
+        """Queue everything again, also what was ACCEPTED: a hub that died may not have written it to its log."""
         for entry in self._entries.values():
-            if new_epoch or not entry.settled:
-                entry.settled, entry.sent_at = False, None
+            entry.settled, entry.sent_at = False, None
 
     def settle(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
         for seq in self._matching(upto, ranges):

@@ -251,7 +251,7 @@ class ActorSession:
             return []  # the answer to a repeated HELLO
         self.limits = welcome.limits
         self.outbox.max_groups, self.outbox.max_bytes = welcome.limits.outbox_groups, welcome.limits.outbox_bytes
-        self.outbox.unsend(new_epoch=self.learner_epoch not in (0, welcome.learner_epoch))
+        self.outbox.unsend()
         self.outbox.settle(welcome.settled_upto, welcome.settled)
         self.outbox.forget(welcome.durable_upto, welcome.durable)
         self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch

@@ -2,8 +2,8 @@
 
     G1  no (group, member) is trained twice in the surviving lineage; what was accepted ends trained, dropped with a
         reason or held, unless its learner and its actor both died before it was durable; no prompt is lost
-    G2  what was acknowledged as DURABLE stays trained: a restart begins at or after every announced checkpoint, with
-        the parameters that its steps led to
+    G2  what was acknowledged as DURABLE stays trained: a restart begins at or after every announced checkpoint and
+        every version that an actor had, with the parameters that its steps led to
     G3  no trained token is older than max_lag, of an unknown version or of a dead branch
     G4  an actor installs only bytes that were published under that name
     G5  (epoch, version) only go up: at every actor, over all publications, over the starts of the learner
@@ -75,6 +75,9 @@ class Checker:
             self._fail("G5", f"a learner started with epoch {epoch} after {self.epoch}")
         if version < self.saved:
             self._fail("G2", f"epoch {epoch} resumed from version {version}, but {self.saved} was announced as saved")
+        newest = max((two for one, two in self.installed.values() if one == self.epoch), default=0)
+        if version < newest:
+            self._fail("G2", f"epoch {epoch} resumed from version {version}, but actors had {self.epoch}:{newest}")
         if version in self.digests and self.digests[version] != event["digest"]:
             self._fail("G2", f"epoch {epoch} resumed from version {version} with other parameters than trained")
         for number in [one for one in self.batches if one >= version]:  # a dead branch from here on

@@ -1,7 +1,8 @@
 """What a power cut leaves of a run directory: what was synced, and of the rest nothing that may be relied on.
 
 kill -9 spares the page cache, so a missing fsync would never show. `journal` notes every fsync and rename of a process;
-`power_cut` then takes back what no fsync covers: files written since are cut in half, renames are undone.
+`power_cut` then takes back what no fsync covers: files written since are cut in half, renames are undone, and the run's
+log ends where it was synced last.
 """
 
 from __future__ import annotations
@@ -12,12 +13,20 @@ import stat
 from pathlib import Path
 from typing import Any
 
-_FSYNC, _REPLACE = os.fsync, os.replace
+_FSYNC, _REPLACE, _FDATASYNC = os.fsync, os.replace, os.fdatasync
 
 
-def forget() -> None:
-    """In a child of a process that keeps a journal: this one keeps none."""
+def journal_log(path: Path) -> None:
+    """In a child of a process that keeps a journal, the hub: this one notes the syncs of the run's log alone."""
     os.fsync, os.replace = _FSYNC, _REPLACE
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def noted_fdatasync(number: int) -> None:
+        size = os.fstat(number).st_size
+        _FDATASYNC(number)
+        os.write(file, json.dumps({"log": os.fstat(number).st_ino, "size": size}).encode() + b"\n")
+
+    os.fdatasync = noted_fdatasync
 
 
 def journal(path: Path) -> None:
@@ -52,8 +61,12 @@ def journal(path: Path) -> None:
 
 def power_cut(run_dir: Path, path: Path) -> int:
     """Leave only what was synced; how many files and renames were lost. The journal begins again."""
-    synced, renames = _read(path)
+    synced, renames, sizes = _read(path)
     num_lost = 0
+    for file in (run_dir / "stream").glob("*.seg"):
+        size = sizes.get(file.stat().st_ino, 0)
+        num_lost += file.stat().st_size > size
+        os.truncate(file, size)
     for source, target, before in reversed(renames):
         if os.path.exists(target):
             num_lost += 1
@@ -69,16 +82,20 @@ def power_cut(run_dir: Path, path: Path) -> int:
     return num_lost
 
 
-def _read(path: Path) -> tuple[dict[int, int], list[tuple[str, str, str | None]]]:
-    """inode -> time of the newest write that was synced, and the renames that no sync of their folder covers."""
+def _read(path: Path) -> tuple[dict[int, int], list[tuple[str, str, str | None]], dict[int, int]]:
+    """inode -> time of the newest write that was synced; renames that no sync of their folder covers; inode of a file
+    of the log -> bytes that were synced."""
     synced: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     renames: list[tuple[str, str, str | None]] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
-        if "inode" in entry:
+        if "log" in entry:
+            sizes[entry["log"]] = entry["size"]
+        elif "inode" in entry:
             synced[entry["inode"]] = entry["written"]
         elif "directory" in entry:
             renames = [one for one in renames if os.path.dirname(one[1]) != entry["directory"]]
         else:
             renames.append((entry["source"], entry["target"], entry["before"]))
-    return synced, renames
+    return synced, renames, sizes

@@ -36,6 +36,7 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.shm.transport import ShmPublisher
 from tests.chaos.fuzz import MAX_GROWTH_BYTES, mixed
 from tests.unit.config.setting_harness import config_of
+from tests.unit.hub.factories import run_started
 
 _RANKS = Decoder(RANK_TO_HUB)
 PATIENCE_MS = 20_000
@@ -51,7 +52,7 @@ class FuzzedHub:
         self.rank_endpoint = f"ipc://{home}/ranks"
         (folder / "run").mkdir()
         settings = hub_settings(
-            config_of(), run_id="fuzz", run_dir=folder / "run", learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
+            config_of(), started=run_started("fuzz"), run_dir=folder / "run", lineage=(), dp_ranks=(0,),
             bind="tcp://127.0.0.1:0", rank_endpoint=self.rank_endpoint, shm_dir=folder / "shm", vocab_size=100,
             restore_path=None,
         )

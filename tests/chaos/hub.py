@@ -63,8 +63,8 @@ def _run(spec: ChaosSpec, path: Path, read_end: int) -> None:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(read_end, 0)
-        disk.forget()
         os.closerange(3, 1024)  # with them the learner's locks, which must end with the learner
+        disk.journal_log(spec.disk_journal)
         os.environ[parent_watch.VARIABLE] = "stdin"
         spec.log_to("hub")
         LagProof.frames_every = 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,8 +23,11 @@ from learner.model.parameters import policy_parameters
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
 from streamrl.errors import StreamrlError
-from streamrl.messages import TO_HUB, BatchShare, Group, Lineage, MemberStatus, VersionRef
+from streamrl.messages import TO_HUB, Group, Lineage, MemberStatus, VersionRef
 from streamrl.messages.codec import Decoder
+from streamrl.stream.history import History as Log
+from streamrl.stream.records import GroupArrived, GroupMoved, RunStarted
+from streamrl.stream.segments import read_records
 from streamrl.weights.shm.transport import ShmPublisher
 from tests.chaos import crash_points, disk
 from tests.chaos.history import History
@@ -63,29 +68,39 @@ class FakeLearner:
         self.model = torch.nn.Linear(NUM_WEIGHTS, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
-        self.version, self.lineage, restore_path, ended = 0, (), None, {}
+        self.version, self.lineage, restore_path, ended, first = 0, (), None, {}, 1
         found = find_checkpoint(spec.run_dir)
         if found is not None:
             found.restore(self.model, self.optimizer, Ranks())
             self.version, restore_path = found.version, found.path / "ledger.bin"
             self.lineage = tuple(Lineage(*one) for one in found.extra["lineage"])
-            ended = _ended(_snapshot(restore_path.read_bytes()))
-        self.first = self.version
+            snapshot = _snapshot(restore_path.read_bytes())
+            ended, first = _ended(snapshot), snapshot.next_sequence
+        log = Log.read(spec.run_dir, first)
+        unended = self.train_again(log)
+        ended["dropped"] = [*ended.get("dropped", ()), *_dropped(spec.run_dir, first)]
+        ended.setdefault("done_below", 0)
+        self.first = self.version + len(unended)
+        self.lineage = (*_lineage(self.lineage, log, self.first), Lineage(self.epoch, self.first, self.first))
         settings = hub_settings(
-            spec.config, run_id="chaos", run_dir=spec.run_dir, learner_epoch=self.epoch, version=self.version,
-            lineage=self.lineage, dp_ranks=(0,), bind=f"tcp://{spec.near}:{spec.hub_port}",
+            spec.config, started=RunStarted("chaos", self.epoch, self.epoch, self.first, "{}", {}),
+            run_dir=spec.run_dir, lineage=self.lineage, dp_ranks=(0,), bind=f"tcp://{spec.near}:{spec.hub_port}",
             rank_endpoint=f"ipc://{spec.folder}/ranks", shm_dir=spec.folder / "shm", vocab_size=VOCAB_SIZE,
             restore_path=restore_path,
         )
         settings = msgspec.structs.replace(settings, limits=msgspec.structs.replace(settings.limits, **TIMES))
         history.add("start", epoch=self.epoch, version=self.version, max_lag=settings.ledger.lag.max_lag,
                     digest=self.digest(), **ended)
+        for frames in unended:
+            self.train(frames)
         self.hub = ForkedHub(spec, settings)
         self.link = HubLink(
             settings.rank_endpoint, rank=0, world=1, version=self.version, check_hub=self.hub.check,
             stop_requested=lambda: bool(self.stops), stall_report_s=5, stall_fail_s=0,
         )
         self.link.wait_until_up()
+        for number in range(len(unended)):
+            self.link.trained(self.first - len(unended) + number + 1, skipped=False)
         self.publisher = Publisher(
             policy_parameters(self.model), wire_dtype=torch.float32, bucket_bytes=1 << 10,
             shm=ShmPublisher(spec.folder / "shm", "chaos"), fence=self.lock.check,
@@ -98,25 +113,41 @@ class FakeLearner:
     def run(self) -> None:
         self.publish(first=True)
         while (batch := self.link.next_batch(self.version)) is not None:
-            self.train(batch)
+            self.train(batch.groups)
             self.link.trained(self.version, skipped=False)
             self.publish()
             if self.version % self.spec.steps_per_checkpoint == 0:
                 self.save()
         self.finish()
 
-    def train(self, batch: BatchShare) -> None:
-        """A gradient that depends on every delivery of the batch, and on nothing else."""
-        frames = [_content(_GROUPS.decode(frame)) for frame in batch.groups]
-        seed = xxhash.xxh3_64_intdigest(repr([one["frame"] for one in frames]).encode()) >> 1
-        generator = torch.Generator().manual_seed(seed)
-        self.model.weight.grad = torch.randn(self.model.weight.shape, generator=generator)
-        self.optimizer.step()
+    def train_again(self, log: Log) -> list[list[bytes]]:
+        """Train what the log has after the checkpoint; the frames of batches whose end it does not know are left."""
+        unended = []
+        for one in log.batches:
+            frames = [arrived.frame for arrived in log.arrivals(one)]
+            if one.step is None:
+                unended.append(frames)
+            else:
+                self.step([_content(_GROUPS.decode(frame)) for frame in frames])
+                self.version += 1
+        return unended
+
+    def train(self, groups: Sequence[bytes]) -> None:
+        """One step on a batch, which the history has."""
+        frames = [_content(_GROUPS.decode(frame)) for frame in groups]
+        self.step(frames)
         self.history.add(
             "train", epoch=self.epoch, version=self.version, frames=[one["frame"] for one in frames],
             refs=sorted({ref for one in frames for ref in one["refs"]}), digest=self.digest(),
         )
         self.version += 1
+
+    def step(self, frames: Sequence[Mapping[str, Any]]) -> None:
+        """A gradient that depends on every delivery of the batch, and on nothing else."""
+        seed = xxhash.xxh3_64_intdigest(repr([one["frame"] for one in frames]).encode()) >> 1
+        generator = torch.Generator().manual_seed(seed)
+        self.model.weight.grad = torch.randn(self.model.weight.shape, generator=generator)
+        self.optimizer.step()
 
     def publish(self, *, first: bool = False) -> None:
         assets = self.spec.folder / "assets.msgpack"
@@ -131,7 +162,7 @@ class FakeLearner:
 
     def save(self) -> None:
         state = self.link.freeze(self.version)
-        lineage = (*self.lineage, Lineage(self.epoch, self.first, self.version))
+        lineage = (*self.lineage[:-1], Lineage(self.epoch, self.first, self.version))
         save_checkpoint(
             self.spec.run_dir, self.version, self.model, self.optimizer, Ranks(),
             extra={"learner_epoch": self.epoch, "lineage": [msgspec.structs.astuple(one) for one in lineage]},
@@ -145,7 +176,7 @@ class FakeLearner:
         """Save, say what the ledger still holds, and end the run; actors learn what became durable on the way."""
         self.history.add("closing")
         self.save()
-        self.history.add("end", **_at_the_end(_snapshot(self.frozen)))
+        self.history.add("end", **_at_the_end(_snapshot(self.frozen), self.spec.run_dir))
         deadline = time.monotonic() + 0.5  # actors learn of the last checkpoint before they are stopped
         while time.monotonic() < deadline:
             self.link.refresh_status()
@@ -181,8 +212,30 @@ def _ended(snapshot: LedgerSnapshot) -> dict[str, Any]:
     return {"done_below": snapshot.done_below, "dropped": dropped}
 
 
-def _at_the_end(snapshot: LedgerSnapshot) -> dict[str, Any]:
+def _dropped(run_dir: Path, first: int) -> list[int]:
+    """Groups that the log says were dropped after the checkpoint."""
+    moves = (one for _, one in read_records(run_dir, first) if isinstance(one, GroupMoved))
+    return [one.group_id for one in moves if one.state == GroupState.DROPPED]
+
+
+def _lineage(lineage: tuple[Lineage, ...], log: Log, version: int) -> tuple[Lineage, ...]:
+    """Which epochs made which of the versions that the log leads to."""
+    rows = [*lineage]
+    for start in log.starts:
+        if not rows or rows[-1].learner_epoch != start.learner_epoch:
+            rows = [*(Lineage(one.learner_epoch, one.first, min(one.last, start.version)) for one in rows[:-1]),
+                    *(Lineage(one.learner_epoch, one.first, start.version) for one in rows[-1:]),
+                    Lineage(start.learner_epoch, start.version, start.version)]
+    return (*rows[:-1], *(Lineage(one.learner_epoch, one.first, version) for one in rows[-1:]))
+
+
+def _at_the_end(snapshot: LedgerSnapshot, run_dir: Path) -> dict[str, Any]:
+    wanted = {sequence for record in snapshot.live for sequence in record.sequences}
+    frames = [
+        one.frame for sequence, one in read_records(run_dir, snapshot.first_sequence)
+        if sequence in wanted and isinstance(one, GroupArrived)
+    ]
     return {
         "next_id": snapshot.next_id, "live": [record.group_id for record in snapshot.live],
-        "held": [_content(_GROUPS.decode(frame))["frame"] for record in snapshot.live for frame in record.frames],
+        "held": [_content(_GROUPS.decode(frame))["frame"] for frame in frames],
     }

@@ -37,4 +37,23 @@ def no_fsync(role: str) -> None:
         os.fsync = lambda file: None
 
 
-MUTANTS: dict[str, Callable[[str], None]] = {"dedupe": no_dedupe, "fencing": no_fencing, "fsync": no_fsync}
+def skipped_batch(role: str) -> None:
+    """A recovery trains the log again without its first batch, and counts it."""
+    if role != "learner":
+        return
+    from tests.chaos import learner
+
+    def train_again(self, log):
+        batches = log.batches
+        if batches and batches[0].step is not None:
+            self.version += 1
+            log.batches = batches[1:]
+        return untouched(self, log)
+
+    untouched = learner.FakeLearner.train_again
+    learner.FakeLearner.train_again = train_again
+
+
+MUTANTS: dict[str, Callable[[str], None]] = {
+    "dedupe": no_dedupe, "fencing": no_fencing, "fsync": no_fsync, "skipped_batch": skipped_batch,
+}

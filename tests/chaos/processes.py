@@ -31,7 +31,7 @@ class ChaosSpec:
     weights_port: int
     num_processes: int = 3
     actors_per_process: int = 4
-    steps_per_checkpoint: int = 4
+    steps_per_checkpoint: int = 8
     mutant: str = ""
     near: str = "127.0.0.1"
     far: str = "127.0.0.2"

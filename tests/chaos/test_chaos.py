@@ -40,6 +40,7 @@ def test_no_guarantee_breaks_under_faults_of_every_sort():
         ("dedupe", "duplicate", 30, {"G1"}),
         ("fencing", "twin", 6, {"fence"}),
         ("fsync", "power_cut", 5, {"G2", "G5"}),
+        ("skipped_batch", "kill_learner", 4, {"G2"}),
     ],
 )
 def test_the_checker_notices_what_is_missing(mutant, kinds, num, rules):

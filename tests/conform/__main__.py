@@ -28,6 +28,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages.printable import start_log
+from streamrl.stream.records import RunStarted
 from tests.conform.actor_process import ByHand, Command
 from tests.conform.exam import Examination
 from tests.conform.hub import examination_settings
@@ -76,7 +77,7 @@ def parse(words: Sequence[str]) -> Words:
 def settings_of(config: Config, run_dir: Path, model: Model, vocab_size: int) -> HubSettings:
     """What the hub of the examination works with."""
     return examination_settings(hub_settings(
-        config, run_id="conform", run_dir=run_dir, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
+        config, started=RunStarted("conform", 1, 1, 0, "{}", {}), run_dir=run_dir, lineage=(), dp_ranks=(0,),
         bind=config.hub.bind, rank_endpoint=f"inproc://{run_dir.name}", shm_dir=run_dir / "shm",
         vocab_size=vocab_size, restore_path=None,
     ), model)

@@ -246,14 +246,17 @@ class ExaminedHub(HubServer):
 
     def succeeded_by(self, state: bytes) -> ExaminedHub:
         """The hub of a learner that restarts from this checkpoint, at the same address; this one is gone."""
-        settings = self.context.settings
+        settings, epoch = self.context.settings, self.context.settings.learner_epoch + 1
+        started = msgspec.structs.replace(
+            settings.started, start=epoch, learner_epoch=epoch, version=self.ledger.version
+        )
         path = Path(settings.run_dir) / "ledger.bin"
         path.write_bytes(state)
         address, watch = self.endpoint, self.watch
         self.close()
         hub = ExaminedHub(msgspec.structs.replace(
-            settings, learner_epoch=settings.learner_epoch + 1, restore_path=str(path), bind=address,
-            version=self.ledger.version, lineage=self.ledger.versions.lineage,
+            settings, learner_epoch=epoch, started=started, restore_path=str(path), bind=address,
+            lineage=self.ledger.versions.lineage,
         ), self.model, self.pulls, watch)
         hub._former = self._former
         return hub

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import zmq
 
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.setup import build_ledger
+from learner.hub.setup import open_ledger
 from learner.hub.shared.connections import Connections
 from learner.hub.shared.context import HubContext
 from learner.hub.shared.weight_server import WeightServer
@@ -81,12 +82,13 @@ class Session:
         settings = settings_of(load_config([*SETTINGS, "hub.bind=tcp://127.0.0.1:0"]), self.run_dir, MODEL, 64)
         limits = msgspec.structs.replace(settings.limits, heartbeat_s=1.0, hub_silent_s=3.0)
         task = '{"env": {"name": "sum"}}'
-        settings = msgspec.structs.replace(settings, run_id="demo-1", limits=limits, welcome_task=task)
+        started = msgspec.structs.replace(settings.started, run_id="demo-1")
+        settings = msgspec.structs.replace(settings, started=started, limits=limits, welcome_task=task)
         self._zmq = zmq.Context()
         self.weights = WeightServer(self._zmq, settings, "learner")
         self.weights.pull_token, self.weights.endpoint = bytes(range(16)), "tcp://learner:5602"
-        ledger = build_ledger(settings)
-        self.hub = HubContext(settings, ledger, Connections(), self.weights, self, Counter())  # type: ignore[arg-type]
+        ledger, self.log = open_ledger(settings)
+        self.hub = HubContext(settings, ledger, self.log, Connections(), self.weights, self, Counter())  # type: ignore[arg-type]
         self._broadcast = BroadcastHandler(self.hub, None)
         self.handler = ActorHandler(self.hub, self._broadcast)
         self.actor = ActorSession(
@@ -129,7 +131,17 @@ class Session:
         self.frames.append((way, frame, self.note, payload))
         self.note = ""
 
+    def sync(self) -> None:
+        """Wait until the log has what happened, and the actor knows it."""
+        self.log.flush(self.now)
+        while self.log.durable < self.hub.ledger.journal.next_sequence - 1:
+            time.sleep(0.001)
+            self.log.flush(self.now)
+        self.handler.flush_acks(self.now)  # once: it lets time pass between two
+        assert not len(self.actor.outbox)
+
     def close(self) -> None:
+        self.log.close()
         self.weights.socket.close()
         self._zmq.term()
 
@@ -156,15 +168,13 @@ def play(one: Session) -> None:
     one.by_actor(one.actor.submit(_answer(one.leases[0], manifest.ref), one.now))
     one.note = "The running ledger holds it. It stays in the outbox."
     one.handler.flush_acks(one.now)
+    one.now += 0.1
+    one.note = "The log on the hub's disk holds it: now it may be forgotten."
+    one.sync()
     assert one.hub.ledger.cut_batch(0) is not None
     one.hub.ledger.trained(1, False)
     one.note = "The learner has trained on it. What an install is worth to report looks as above."
     one.publish(1)
-    one.hub.ledger.freeze(1)
-    one.hub.ledger.saved(1)
-    one.now += 0.1
-    one.note = "A checkpoint covers it: now it may be forgotten."
-    one.handler.flush_acks(one.now)
     one.actor.progress.free = 0
     one.note = "The actor wants to leave."
     one.by_actor(one.actor.drain("SIGTERM", one.now))

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("streamrl.messages",),
     ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch",
      "streamrl.process_memory", "streamrl.processes", "streamrl.architectures"),
+    ("streamrl.stream",),
     ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),
     ("envs",),
     ("actors", "learner"),
@@ -39,7 +40,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("audit", "control", "record", "sources", "trainer"),
         ("loop",),
         ("setup",),
-        ("__main__",),
+        ("__main__", "replay"),
     ),
     "envs": (
         ("data", "json_handler", "reward_values", "sandbox"),

@@ -332,8 +332,6 @@ class ActorHandler:
         ack = self._hub.ledger.take_acks(actor.actor_id)
         if ack is None:
             return
-        if not self._hub.settings.keep_until_durable:  # no checkpoints before the end: nothing to wait for
-            ack = msgspec.structs.replace(ack, durable_upto=ack.settled_upto, durable=ack.accepted)
         self._send(actor.routing_id, ack)
 
     def stop_all(self, reason: str, *, finished: bool) -> None:

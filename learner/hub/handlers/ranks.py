@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from learner.hub.handlers.broadcaster import BroadcastHandler
-from learner.hub.ledger.tables.groups import HeldGroup
 from learner.hub.liveness.ranks import Finding
 from learner.hub.observe.rewards import all_dropped, all_equal
 from learner.hub.shared.context import HubContext
+from learner.hub.shared.plan import share_batch
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,
@@ -29,7 +29,6 @@ from streamrl.messages import (
     EvalRequest,
     HubStatus,
     Message,
-    PlanRow,
     Publish,
     RankBeat,
     RankReady,
@@ -41,61 +40,9 @@ from streamrl.messages import (
     StopRequest,
 )
 from streamrl.messages.codec import Decoder
+from streamrl.stream.records import BatchCut, Evaluated, RunStopped, StepTaken, VersionPublished
 
 log = logging.getLogger("streamrl.hub")
-
-
-def plan_batch(groups: Sequence[HeldGroup], num_ranks: int, num_minibatches: int = 1) -> list[PlanRow]:
-    """Spread whole groups over data-parallel ranks so that tokens are balanced; one row per member, in batch order.
-
-    Minibatches are equal parts of the batch in its order, whatever the number of ranks: the oldest groups are trained
-    first. In each the largest group goes first, to the rank with the fewest tokens so far (Graham's LPT rule: at
-    most 4/3 of the best possible maximum). Ties go to the rank with fewer groups, then the lower rank, so the plan is a
-    function of its arguments.
-
-    Raises:
-        ValueError: fewer groups than ranks; a rank without a group could not take part in the step.
-    """
-    size, rest = divmod(len(groups), num_minibatches)
-    if rest or not 1 <= num_ranks <= size:
-        parts = f"{num_minibatches} equal minibatches and " if num_minibatches > 1 else ""
-        raise ValueError(
-            f"a batch of {len(groups)} groups cannot be split over {parts}{num_ranks} ranks: use at least one group "
-            "per rank"
-        )
-    rank_of: dict[int, int] = {}
-    for start in range(0, len(groups), size):
-        load = [(0, 0)] * num_ranks  # (tokens, groups) of each rank
-        for group in sorted(groups[start : start + size], key=lambda one: (-one.num_tokens, one.group_id)):
-            rank = min(range(num_ranks), key=lambda one: (*load[one], one))
-            rank_of[group.group_id] = rank
-            load[rank] = (load[rank][0] + group.num_tokens, load[rank][1] + 1)
-    return [
-        PlanRow(
-            group_id=group.group_id, index=member.index, rank=rank_of[group.group_id], num_tokens=member.num_tokens,
-            num_action_tokens=member.num_action_tokens, reward=member.reward, head_lag=member.head_lag,
-            minibatch=place // size,
-        )
-        for place, group in enumerate(groups) for member in group.members
-    ]
-
-
-def share_batch(
-    groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int], num_minibatches: int = 1
-) -> list[BatchShare]:
-    """Divide a batch into every rank's share; ranks of one data-parallel rank get the same groups.
-
-    Args:
-        dp_ranks: the data-parallel rank of every rank.
-    """
-    rows = tuple(plan_batch(groups, max(dp_ranks) + 1, num_minibatches))
-    dp_rank_of = {row.group_id: row.rank for row in rows}
-    shares = [
-        [group for group in groups if dp_rank_of.get(group.group_id) == dp_rank] for dp_rank in range(max(dp_ranks) + 1)
-    ]
-    frames = [tuple(bytes(frame) for group in share for frame in group.frames) for share in shares]
-    origins = [tuple(origin for group in share for origin in group.origins) for share in shares]
-    return [BatchShare(version, rows, frames[at], stats={}, origins=origins[at]) for at in dp_ranks]
 
 
 class RankHandler:
@@ -115,6 +62,9 @@ class RankHandler:
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
         self._told, self._counts_before = False, hub.ledger.counts.copy()
+        self._cuts: deque[tuple[int, int]] = deque(maxlen=8)  # (version, its record in the log) of the last batches
+        # (record, sender, message, what to do once the log has that record on the disk), in order
+        self._held: deque[tuple[int, bytes, Message, Callable[[float], None]]] = deque()
 
     def received(self, routing_id: bytes, frames: list[bytes], now: float) -> None:
         try:
@@ -150,6 +100,10 @@ class RankHandler:
                 self._request(message, now)
             case StepDone():
                 ledger.trained(message.version, message.skipped, message.reason)
+                ledger.journal.append(StepTaken(
+                    message.version, message.skipped, message.reason, message.trained, message.seconds,
+                    message.grad_norm, message.bounds,
+                ))
                 if message.bounds is not None:
                     ledger.lag.set_bounds(*message.bounds)
                 self._hub.trust.compared(message.agreements)
@@ -158,8 +112,10 @@ class RankHandler:
                 self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
                 ledger.versions.published(message.manifest.ref)
-                self._hub.weights.publish(message, now)
-                self._broadcast.published(message, now)
+                ledger.journal.append(VersionPublished(message.manifest))
+                # No weights go out whose batch a crash could still take back: others would come to have their name.
+                trained = max((one for version, one in self._cuts if version < message.manifest.ref.version), default=0)
+                self._once_logged(trained, routing_id, message, partial(self._serve_version, message), now)
             case BroadcastUp() | BroadcastReport():
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
@@ -171,13 +127,42 @@ class RankHandler:
                 )
                 self._evals.add(message.eval_id)
             case SnapshotRequest():
-                self._send(0, Snapshot(message.version, ledger.freeze(message.version)))
+                state = ledger.freeze(message.version)
+                self._hub.log.frozen(message.version, state)
+                # It stands for what the log has before it: frames, and the groups that it says were accepted.
+                snapshot = Snapshot(message.version, state)
+                end = ledger.journal.next_sequence - 1
+                self._once_logged(end, routing_id, message, lambda now: self._send(0, snapshot), now)
             case Saved():
                 ledger.saved(message.version)
+                self._hub.log.saved(message.version)
             case StopRequest():
                 self._stop_reason = message.reason
             case Shutdown():
+                ledger.journal.append(RunStopped(message.reason, message.finished))
                 self._shut_down(message)
+
+    def _serve_version(self, message: Publish, now: float) -> None:
+        self._hub.weights.publish(message, now)
+        self._broadcast.published(message, now)
+
+    def _once_logged(
+        self, sequence: int, routing_id: bytes, message: Message, action: Callable[[float], None], now: float
+    ) -> None:
+        """Do this once the log has a record on the disk, and after what waits already."""
+        if self._held or sequence > self._hub.log.durable:
+            self._held.append((sequence, routing_id, message, action))
+        else:
+            action(now)
+
+    def logged(self, now: float) -> None:
+        """Do what waited for the log."""
+        while self._held and self._held[0][0] <= self._hub.log.durable:
+            _, routing_id, message, action = self._held.popleft()
+            try:
+                action(now)
+            except (ValueError, OSError, StreamrlError) as error:
+                self._refuse(routing_id, message, error)
 
     def watch(self, now: float) -> None:
         """End the process group if one of its ranks is dead, stopped or has failed."""
@@ -229,9 +214,13 @@ class RankHandler:
         if groups is None:
             return
         settings = self._hub.settings
-        self._shares = dict(enumerate(
-            share_batch(groups, self._version, settings.dp_ranks, settings.num_minibatches)
+        shares = share_batch(groups, self._version, settings.dp_ranks, settings.num_minibatches)
+        sequence = self._hub.ledger.journal.append(BatchCut(
+            self._version, shares[0].plan, tuple(one for group in groups for one in group.sequences),
+            settings.dp_ranks, settings.num_minibatches,
         ))
+        self._cuts.append((self._version, sequence))
+        self._shares = dict(enumerate(shares))
         self._shares[0] = msgspec.structs.replace(
             self._shares[0], stats=self._counters(), passed_over=self._hub.ledger.passed_over.take()
         )
@@ -241,6 +230,9 @@ class RankHandler:
         if run is not None and run.done:
             self._evals.discard(eval_id)
             result = run.result()
+            self._hub.ledger.journal.append(Evaluated(
+                result.version, result.dataset, result.score, result.prompt_scores
+            ))
             failed = not result.num_prompts and not result.num_unanswered
             failure = (self._hub.failures.last or "see the logs of the actors") if failed else ""
             self._send(0, msgspec.structs.replace(result, failure=failure))

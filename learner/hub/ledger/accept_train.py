@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import xxhash
+
 from learner.hub.ledger.refusal import DROP_AT_ONCE, GroupChecks, Refused, Summaries, is_failure
 from learner.hub.ledger.tables.actors import Actor, ActorTable
 from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.tables.journal import Journal
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.versions import LagBounds
 from streamrl.messages import Group, GroupOrigin, Outcome, RejectReason, Sampling
+from streamrl.stream.records import GroupArrived
 
 
 @dataclass
 class TrainAcceptance:
-    """Judges training groups; leases have answers drawn by `sampling`."""
+    """Judges training groups; leases have answers drawn by `sampling`.
+
+    Attributes:
+        keep_refused: the log keeps the frames of groups that are refused for their age.
+    """
 
     group_size: int
     checks: GroupChecks
@@ -25,9 +33,11 @@ class TrainAcceptance:
     lifecycle: GroupLifecycle
     actors: ActorTable
     sampling: Sampling
+    journal: Journal
+    keep_refused: bool
 
     def accept(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
-        """Take a training group in; True if its delivery needs no checkpoint. Raises Refused."""
+        """Take a training group in; True if its delivery need not wait for the log. Raises Refused."""
         record = self.groups.live.get(group.group_id)
         mine = record is not None and record.was_granted(actor.actor_id, group.attempt)
         leased = record.grants[group.attempt].members if mine else range(self.group_size)
@@ -39,7 +49,7 @@ class TrainAcceptance:
                 RejectReason.NO_LEASE,
                 f"group {group.group_id} attempt {group.attempt} was never leased to {actor.actor_id}", strike=True,
             )
-        # No content to judge, and nothing that a restart could lose: durable at once.
+        # No content to judge, and nothing that a crash could lose: durable at once.
         if group.outcome == Outcome.RETURNED and not summaries:
             self._hand_back(actor, record, group, now)
             return True
@@ -91,6 +101,7 @@ class TrainAcceptance:
             self.lifecycle.expire_stale(record)
         origin = GroupOrigin(actor.actor_id, record.prompt_index)
         self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
+        self.journal.append(self._arrival(actor, record, group, frame, refused="stale"))
         last = self.lag.rule.last_step(version)
         raise Refused(
             RejectReason.STALE,
@@ -106,12 +117,21 @@ class TrainAcceptance:
         self.counts["num_members_accepted"] += len(fresh)
         self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
         record.holder = ""
+        sequence = self.journal.append(self._arrival(actor, record, group, frame), delivery)
         if fresh:
             record.members.update(fresh)
             record.frames.append(frame)
             record.deliveries.append(delivery)
-        else:
-            self.groups.recent.deliveries.append(delivery)  # nothing in it waits for the group to end
+            record.sequences.append(sequence)
+
+    def _arrival(
+        self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, *, refused: str = ""
+    ) -> GroupArrived:
+        kept = not refused or self.keep_refused
+        return GroupArrived(
+            actor.actor_id, actor.incarnation, group.seq, group.group_id, record.prompt_index,
+            bytes(frame) if kept else b"", refused, 0 if kept else xxhash.xxh3_64_intdigest(frame),
+        )
 
     def _settle_lease(self, actor: Actor, record: GroupRecord, group: Group, fresh: set[int], now: float) -> None:
         """End the open lease if this message completes or ends it, and move the group on."""

@@ -2,7 +2,7 @@
 
     work           grant -> accept -> cut_batch -> trained          READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
     time           tick: expired leases, silent actors, overdue groups
-    durability     freeze -> saved; restore after a crash
+    durability     the journal, which the shell writes -> logged; freeze -> saved; restore, replay after a crash
     actors         hello -> beat, installed ... drain -> bye        (or suspend, evict)
     one table      versions.published, lag.set_bounds, evals.request and get: such verbs are the table's own
 
@@ -21,7 +21,7 @@ its work a part's: `handshake`, `membership`, `grant`, `accept`, `cut`, `expiry`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -37,12 +37,14 @@ from learner.hub.ledger.handshake import Handshake, JoinResult
 from learner.hub.ledger.membership import Membership
 from learner.hub.ledger.proof import LagProof
 from learner.hub.ledger.refusal import AcceptResult, GroupChecks
+from learner.hub.ledger.replay import Replay
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.tables.actors import ActorTable, Effect
 from learner.hub.ledger.tables.dedup import DedupTable
 from learner.hub.ledger.tables.evals import EvalSource, EvalTable
 from learner.hub.ledger.tables.filters import GroupFilter
-from learner.hub.ledger.tables.groups import GroupState, GroupTable, HeldGroup, SettledSinceCheckpoint
+from learner.hub.ledger.tables.groups import GroupState, GroupTable, HeldGroup
+from learner.hub.ledger.tables.journal import Journal
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.passed_over import PassedOver
 from learner.hub.ledger.tables.prompts import PromptStream
@@ -60,6 +62,7 @@ from streamrl.messages import (
     Sampling,
     VersionRef,
 )
+from streamrl.stream.records import Record
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
@@ -80,7 +83,9 @@ class Ledger:
         self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
         sampling: Sampling, eval_sources: Mapping[str, EvalSource] | None = None,
         keep_group: GroupFilter = lambda group: None, version: int = 0, lineage: Sequence[Lineage] = (),
+        restarted: bool = False,
     ) -> None:
+        """`restarted`: the run had a hub before, whose actors may come back."""
         self.settings = settings
         self.run_id = run_id
         self.prompts = prompts
@@ -93,10 +98,12 @@ class Ledger:
         self.evals = EvalTable(settings.max_attempts, settings.eval_keep_s)
         self.lag = LagBounds(settings, self.groups, self.versions)
         self.passed_over = PassedOver(settings.num_passed_over, run_seed)
+        self.journal = Journal()
         self.lifecycle = GroupLifecycle(
-            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over
+            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over,
+            self.journal,
         )
-        self.actors = ActorTable(self.lifecycle, self.evals, restored=learner_epoch > 1)
+        self.actors = ActorTable(self.lifecycle, self.evals, restored=restarted or learner_epoch > 1)
         # Every part gets the tables that it uses: what it may change can be read here.
         counts, versions, groups, lag = self.counts, self.versions, self.groups, self.lag
         dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
@@ -109,7 +116,10 @@ class Ledger:
         checks = GroupChecks(settings.limits, counts, versions)
         self._acceptance = Acceptance(
             counts, dedup, actors,
-            TrainAcceptance(settings.group_size, checks, counts, groups, lag, lifecycle, actors, sampling),
+            TrainAcceptance(
+                settings.group_size, checks, counts, groups, lag, lifecycle, actors, sampling,
+                self.journal, settings.keep_refused,
+            ),
             EvalAcceptance(checks, counts, evals, actors, self.eval_sources),
         )
         eval_grants = EvalGrants(run_seed, settings.lease_ttl_s, counts, versions, evals, self.eval_sources)
@@ -122,7 +132,7 @@ class Ledger:
             settings.group_size, settings.num_groups_total, counts, versions, groups, lag, actors, self.cutter
         )
         self.refused_on_resume: list[str] = []
-        self._frozen: dict[int, SettledSinceCheckpoint] = {}  # version of a snapshot -> what ended since the one before
+        self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that ended since the one before
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -178,7 +188,7 @@ class Ledger:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
         groups = self.groups
         # Added to, not replaced: a second snapshot of one version must not forget what ended before the first.
-        self._frozen.setdefault(version, SettledSinceCheckpoint()).add(groups.take_recent())
+        self._frozen.setdefault(version, []).extend(groups.take_recent())
         return msgspec.msgpack.encode(LedgerSnapshot(
             format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
             num_batches=version, lineage=cut_lineage(self.versions.lineage, version),
@@ -186,47 +196,76 @@ class Ledger:
             num_dropped=groups.num_dropped, cursor=self.prompts.cursor,
             live=[at_rest(record) for record in groups.in_order()], settled=list(groups.settled.values()),
             senders=self.dedup.rows(), fenced=self.dedup.fenced_rows(),
-            ended=[one for settled in self._frozen.values() for one in settled.deliveries], counts=dict(self.counts),
+            ended=[], counts=dict(self.counts), next_sequence=self.journal.next_sequence,
         ))
 
+    def logged(self, sequence: int) -> None:
+        """Make durable what the journal's records up to this number hold; acks say so."""
+        self.dedup.make_durable(self.journal.synced(sequence))
+
     def saved(self, version: int) -> None:
-        """Make durable what ended before `freeze(version)`, whose checkpoint is published now; acks say so.
+        """Forget what ended before `freeze(version)`, whose checkpoint is published now.
 
         Earlier snapshots whose checkpoints failed are covered by this one.
         """
         if version not in self._frozen:
             raise ValueError(f"saved({version}): never frozen, or saved before; open are {sorted(self._frozen)}")
         for frozen in sorted(one for one in self._frozen if one <= version):
-            settled = self._frozen.pop(frozen)
-            self.dedup.make_durable(settled.deliveries)
-            self.groups.mark_saved(settled.group_ids)
+            self.groups.mark_saved(self._frozen.pop(frozen))
         self.dedup.saved()
 
     @classmethod
-    def restore(cls, state: bytes, settings: LedgerSettings, *, run_id: str, learner_epoch: int, **rest: Any) -> Self:
-        """Make the ledger of a learner that starts again from a checkpoint; `rest` as in the constructor.
+    def restore(
+        cls, state: bytes | None, settings: LedgerSettings, *, run_id: str, learner_epoch: int,
+        records: Callable[[int], Iterable[tuple[int, Record]]] = lambda first: (), **rest: Any,
+    ) -> Self:
+        """Make the ledger of a learner that starts again; `rest` as in the constructor.
 
         Leases that were out are READY again, at their old place; others get them once no actor of the run before has
         come back for `dead_after_s`, or `RETURN_WITHIN` times that after the first HELLO. Held groups stay held, unless
-        the settings of now refuse them: `refused_on_resume` says why. Versions after the checkpoint are a dead branch.
-        Raises CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner.
+        the settings of now refuse them: `refused_on_resume` says why.
+
+        Args:
+            state: what `freeze` gave; None starts from the log alone.
+            records: gives (sequence, record) of the log from a sequence number on.
+        Raises:
+            CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner; or the log
+                contradicts them.
         """
-        loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
-        rest |= {"version": loaded.version, "lineage": cut_lineage(loaded.lineage, loaded.version)}
-        ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, **rest)
-        ledger.prompts.cursor = loaded.cursor
-        ledger.counts.update(loaded.counts)
-        ledger.groups.load(
-            loaded.live, loaded.settled, next_id=loaded.next_id, done_below=loaded.done_below,
-            num_trained=loaded.num_trained, num_dropped=loaded.num_dropped,
-        )
+        if state is None:
+            ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, restarted=True, **rest)
+            first_new = 1
+        else:
+            loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
+            rest = {"lineage": cut_lineage(loaded.lineage, loaded.version), **rest, "version": loaded.version}
+            ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, restarted=True, **rest)
+            first_new = loaded.next_sequence
+            ledger.prompts.cursor = loaded.cursor
+            ledger.counts.update(loaded.counts)
+            ledger.groups.load(
+                loaded.live, loaded.settled, next_id=loaded.next_id, done_below=loaded.done_below,
+                num_trained=loaded.num_trained, num_dropped=loaded.num_dropped,
+            )
+            ledger.dedup.load(loaded.senders, loaded.fenced)
+        ledger._replay(records, first_new)
         ledger.lag.allow_drawn()  # the new settings may have a smaller eta than the run had
-        ledger.dedup.load(loaded.senders, loaded.fenced)
-        # That there is something to restore proves that the checkpoint was published, with these ends.
-        ledger.dedup.make_durable(loaded.ended)
         # Last, because a held group that goes back to the pool changes every table.
         ledger.refused_on_resume = ledger.lifecycle.check_frames()
         return ledger
+
+    def _replay(self, records: Callable[[int], Iterable[tuple[int, Record]]], first_new: int) -> None:
+        replay = Replay(
+            first_new, self.counts, self.versions, self.groups, self.dedup, self.lag, self.lifecycle, self.cutter
+        )
+        sequence = first_new - 1
+        with self.journal.muted():
+            for sequence, record in records(replay.first_needed):
+                replay.apply(sequence, record)
+            replay.finish()
+        self.journal.next_sequence = max(self.journal.next_sequence, sequence + 1)
+        for record in list(self.groups.in_state(GroupState.READY)):
+            if not self.lifecycle.missing(record):  # the log ends between its last members and what became of it
+                self.lifecycle.hold(record)
 
     # --- actors -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from learner.hub.observe.hung_calls import HungCalls
 from learner.hub.observe.observer import Observer
 from learner.hub.observe.sandbox import SandboxLevels
 from learner.hub.shared.connections import Connections
+from learner.hub.shared.run_log import RunLog
 from learner.hub.shared.settings import HubSettings
 from learner.hub.shared.weight_server import WeightServer
 from learner.hub.trust.actor_trust import ActorTrust
@@ -72,6 +73,7 @@ class HubContext:
 
     settings: HubSettings
     ledger: Ledger
+    log: RunLog
     connections: Connections
     weights: WeightServer
     send: Outbound
@@ -91,7 +93,7 @@ class HubContext:
     _any_passed_over: bool = False
 
     def __post_init__(self) -> None:
-        self.ledger.prompts.tell = self._passed_over
+        self.ledger.prompts.tell, self.log.notify = self._passed_over, self.notify
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.rank_watch = RankWatch(self.settings.rank_silent_s)

@@ -14,9 +14,11 @@ from streamrl.config.schema import (
     HubConfig,
     PublishConfig,
     RewardConfig,
+    StreamConfig,
     TrustConfig,
 )
 from streamrl.messages import Limits, Lineage, Sampling
+from streamrl.stream.records import RunStarted
 
 
 class EvalSetSettings(msgspec.Struct, frozen=True):
@@ -32,10 +34,9 @@ class EvalSetSettings(msgspec.Struct, frozen=True):
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that the hub process needs before the first version is published."""
 
-    run_id: str
+    started: RunStarted
+    """The log's record of this start: the run's id, the epoch, and the version that it begins with."""
     run_dir: str
-    learner_epoch: int
-    version: int
     lineage: tuple[Lineage, ...]
     run_seed: int
     dp_ranks: tuple[int, ...]
@@ -60,13 +61,21 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     hub: HubConfig
     publish: PublishConfig
     trust: TrustConfig
-    keep_until_durable: bool
+    stream: StreamConfig
     restore_path: str | None
     device: str
     """Of the learner's rank 0; the broadcaster uses the same."""
     num_minibatches: int = 1
     """Equal parts of a batch, each with an optimizer step of its own."""
     rank_silent_s: float = 20.0
+
+    @property
+    def run_id(self) -> str:
+        return self.started.run_id
+
+    @property
+    def learner_epoch(self) -> int:
+        return self.started.learner_epoch
 
 
 def write_settings(settings: HubSettings, path: Path) -> None:

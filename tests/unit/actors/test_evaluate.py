@@ -149,7 +149,7 @@ def test_blocks_of_several_ranks_make_one_tensor(tmp_path):
 
 
 def test_a_version_that_is_not_there_names_those_that_are(trained):
-    with pytest.raises(ConfigError, match=r"no checkpoint of version 3: .*Saved versions: 2, 4, as .*mine@4"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of version 3, and no log.*Saved versions: 2, 4, as .*mine@4"):
         find_model(f"{trained}@3")
     with pytest.raises(ConfigError, match=r"no exported model.*Saved versions: 2, 4"):
         find_model(str(trained))

@@ -31,6 +31,7 @@ from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.shm.transport import ShmPublisher
 from streamrl.weights.transport import device_transports
+from tests.unit.hub.factories import run_started
 
 BASE = to_plain(load_config(["experiment=quickstart", "rollout.num_prompts_per_step=2", "hub.dead_after_s=60"]))
 CHARACTERS = "abcdefghij"
@@ -60,7 +61,7 @@ class LiveHub:
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short
         self.link_endpoint = endpoint = f"ipc://{self._home.name}/ranks"
         self.server = HubServer(hub_settings(
-            config, run_id="run", run_dir=path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
+            config, started=run_started(), run_dir=path, lineage=(), dp_ranks=(0,),
             bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
             restore_path=None,
         ), start_broadcaster=start_broadcaster)

@@ -71,7 +71,6 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["trainer.num_steps=0"], "must be greater than 0"),
         (["publish.delta_max_ratio=2"], "publish.delta_max_ratio=2.0 must be in [0, 1]: a larger delta"),
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0.0 must be in (0, 1]"),
-        (["rollout.num_prompts_per_step=513"], "must be in [1, 512]: one actor alone"),
         (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
         (["eval.pin=false", "eval.pin_s=60"], "eval.pin_s=60 does nothing with eval.pin=false"),
         (["experiment=nope"], "experiment=nope is unknown. There are games, quickstart"),

@@ -261,7 +261,6 @@ SHOWN_BY = {
     "publish.delta_max_ratio": f"{HUB}::test_a_remote_actor_gets_what_changed_if_that_is_little_enough",
     "publish.probe_every": "learner/test_probe.py::test_versions_are_probed_as_often_as_set_and_first_of_all",
     "publish.probe_tolerance": f"{HUB}::test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases",
-    "checkpoint.every_steps": f"{HUB}::test_checkpoints_are_saved_as_often_as_set_and_never_with_zero",
     "checkpoint.resume": "config/test_config.py::test_run_directories_count_up_and_resume_takes_the_newest",
     "checkpoint.export_hf": "../flow/test_launch.py::test_a_launched_run_trains_and_leaves_a_report_and_a_model",
     "checkpoint.num_keep": "learner/test_checkpoint.py::test_only_the_newest_few_stay_and_drafts_go",

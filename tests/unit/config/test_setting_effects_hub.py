@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 import torch
 import zmq
 
+from learner.hub.shared.run_log import RunLog
 from learner.hub.shared.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
-from learner.hub_client.settings import hub_settings, stall_fail_s, steps_between_checkpoints
+from learner.hub_client.settings import hub_settings, stall_fail_s
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
 from learner.model.paths import wire_dtype
@@ -51,10 +53,15 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import Decoder, encode
+from streamrl.stream.records import Evaluated, GroupArrived
+from streamrl.stream.segments import read_records, segments
+from streamrl.stream.writer import LogWriter
 from streamrl.weights.document import VersionRetired
 from streamrl.weights.source import WeightSource
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
-from tests.unit.hub.factories import FakeActor
+from tests.unit.config.test_setting_effects_ledger import joined, ledger_of
+from tests.unit.hub.broadcast_harness import until
+from tests.unit.hub.factories import FakeActor, make_ledger, run_started
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,9 +107,9 @@ def test_weights_are_offered_at_the_advertised_host(tmp_path, model_dir, adverti
 @pytest.mark.parametrize("words", [(), ("filter.accuracy_range=[0.1,0.9]", "staleness.mode=mask_old_tokens")])
 def test_the_hub_process_reads_what_the_learner_wrote(tmp_path, words):
     settings = hub_settings(
-        config_of(*words), run_id="run", run_dir=tmp_path, learner_epoch=2, version=3, lineage=(Lineage(1, 0, 3),),
-        dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere", shm_dir=tmp_path, vocab_size=100,
-        restore_path=None,
+        config_of(*words), started=run_started(start=2, learner_epoch=2, version=3), run_dir=tmp_path,
+        lineage=(Lineage(1, 0, 3), Lineage(2, 3, 3)), dp_ranks=(0,), bind="tcp://127.0.0.1:0",
+        rank_endpoint="ipc:///nowhere", shm_dir=tmp_path, vocab_size=100, restore_path=None,
     )
 
     write_settings(settings, tmp_path / "hub_settings.json")
@@ -113,9 +120,13 @@ def test_the_hub_process_reads_what_the_learner_wrote(tmp_path, words):
 # --- checkpoints and delivery ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every_steps", "durable"), [(0, 1), (25, 0)])
-def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path, model_dir, every_steps, durable):
-    with LiveHub(tmp_path, config_of(f"checkpoint.every_steps={every_steps}"), vocab_size=100) as hub:
+@pytest.mark.shows("stream.fsync")
+@pytest.mark.parametrize(("fsync", "syncs"), [("interval", True), ("always", True), ("never", False)])
+def test_an_accepted_group_may_be_forgotten_once_the_log_has_it(tmp_path, model_dir, monkeypatch, fsync, syncs):
+    """It is told once the record is written; synced too, unless that is left to the operating system."""
+    synced, fdatasync = [], os.fdatasync
+    monkeypatch.setattr("streamrl.stream.writer.os.fdatasync", lambda file: (synced.append(file), fdatasync(file)))
+    with LiveHub(tmp_path, config_of(f"stream.fsync={fsync}"), vocab_size=100) as hub:
         manifest = hub.publish(0, model_dir)
         peer = hub.connect()
         peer.join()
@@ -124,14 +135,61 @@ def test_without_checkpoints_an_accepted_group_may_be_forgotten_at_once(tmp_path
         (lease, *_) = peer.receive(Leases).grants
         peer.send(FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref).group(lease))
         ack = peer.receive(Ack)
+        while not ack.durable_upto:
+            ack = peer.receive(Ack)
+        (arrived,) = [one for _, one in read_records(tmp_path) if isinstance(one, GroupArrived)]
 
-    assert (ack.settled_upto, ack.durable_upto) == (1, durable)
+    assert (ack.settled_upto, ack.durable_upto) == (1, 1)
+    assert (arrived.actor_id, arrived.seq, arrived.group_id) == ("a1", 1, lease.group_id)
+    assert bool(synced) == syncs
 
 
-def test_checkpoints_are_saved_as_often_as_set_and_never_with_zero():
-    every = [steps_between_checkpoints(config_of(f"checkpoint.every_steps={n}")) for n in (0, 1, 25)]
+def segments_left(folder: Path, *words: str) -> list[int]:
+    """First records of the files that a run of six small files has after its checkpoint at record 4."""
+    config = config_of(*words)
+    writer = LogWriter(folder, segment_bytes=1)
+    for number in range(6):
+        writer.append(Evaluated(number, "s" * 400, 0.0))
+        until(lambda number=number: writer.durable == number + 1)
+    ledger = make_ledger()
+    ledger.journal.next_sequence = 4
+    log = RunLog(config.stream, folder, writer, ledger)
+    log.frozen(0, ledger.freeze(0))
+    log.saved(0)
+    log.close()
+    return [one.first for one in segments(folder)]
 
-    assert every == [0, 1, 25]
+
+@pytest.mark.shows("stream.keep")
+@pytest.mark.shows("stream.max_gb")
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [((), [1, 2, 3, 4, 5, 6]), (("stream.keep=recovery",), [4, 5, 6]), (("stream.max_gb=0.0000021",), [3, 4, 5, 6]),
+     (("stream.max_gb=0.0000001",), [4, 5, 6])],
+)
+def test_old_files_of_the_log_go_when_no_checkpoint_needs_them_and_as_the_settings_say(tmp_path, words, left):
+    assert segments_left(tmp_path, *words)[: len(left)] == left
+
+
+@pytest.mark.shows("stream.keep_refused")
+@pytest.mark.parametrize(("words", "kept"), [((), False), (("stream.keep_refused=true",), True)])
+def test_a_group_that_is_refused_for_its_age_leaves_its_frame_in_the_log_if_that_is_set(tmp_path, words, kept):
+    ledger = ledger_of("staleness.max_lag=1", *words)
+    actor = joined(ledger)
+    leases = actor.ask()
+    late = actor.group(leases[-1])
+    for lease in leases[:-1]:
+        actor.finish(lease)
+    while ledger.version < 2 and ledger.cut_batch(ledger.version):
+        ledger.trained(ledger.version + 1, False, "")
+        ledger.versions.published(VersionRef(1, ledger.version))
+        actor.install(ledger.version)
+        for lease in actor.ask():
+            actor.finish(lease)
+    assert actor.send(late).kind == "rejected"
+
+    (refused,) = [one for one in ledger.journal.take() if isinstance(one, GroupArrived) and one.refused]
+    assert (refused.refused, bool(refused.frame), bool(refused.digest)) == ("stale", kept, not kept)
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.handlers.ranks import plan_batch
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.setup import build_ledger
+from learner.hub.setup import make_ledger
+from learner.hub.shared.plan import plan_batch
 from learner.hub_client.settings import hub_settings, limits
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import steps_per_batch
@@ -17,7 +17,7 @@ from streamrl.config.schema import Config
 from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
 from streamrl.messages.codec import Decoder
 from streamrl.transport.session import ActorSession, Deliver, Disconnected, Send
-from tests.unit.hub.factories import FakeActor, train
+from tests.unit.hub.factories import FakeActor, run_started, train
 
 SMALL = (
     "experiment=quickstart", "trainer.num_steps=50", "rollout.num_prompts_per_step=2",
@@ -35,13 +35,13 @@ def config_of(*words: str) -> Config:
 def settings_of(*words: str, run_dir: Path = Path("/nowhere"), bind: str = "tcp://127.0.0.1:0"):
     """What the learner would tell its hub under these words."""
     return hub_settings(
-        config_of(*words), run_id="run", run_dir=run_dir, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
-        bind=bind, rank_endpoint=f"ipc://{run_dir}/ranks", shm_dir=run_dir, vocab_size=VOCAB_SIZE, restore_path=None,
+        config_of(*words), started=run_started(), run_dir=run_dir, lineage=(), dp_ranks=(0,), bind=bind,
+        rank_endpoint=f"ipc://{run_dir}/ranks", shm_dir=run_dir, vocab_size=VOCAB_SIZE, restore_path=None,
     )
 
 
 def ledger_of(*words: str) -> Ledger:
-    ledger = build_ledger(settings_of(*words))
+    ledger = make_ledger(settings_of(*words))
     ledger.versions.published(VersionRef(1, 0))
     return ledger
 
@@ -246,11 +246,11 @@ def test_the_mode_decides_what_happens_to_an_old_group():
 
 def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
     settings = hub_settings(
-        config_of("staleness.adaptive.enabled=true"), run_id="run", run_dir=Path("/nowhere"), learner_epoch=1,
-        version=0, lineage=(), dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
+        config_of("staleness.adaptive.enabled=true"), started=run_started(), run_dir=Path("/nowhere"), lineage=(),
+        dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
         shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
     )
-    ledger = build_ledger(settings)
+    ledger = make_ledger(settings)
     ledger.versions.published(VersionRef(1, 0))
 
     assert (ledger.lag.rule.eta, ledger.lag.rule.max_lag) == (5, 6)

@@ -14,7 +14,7 @@ import pytest
 from actors.rollout import run_group, sendable
 from envs.check import check_task
 from envs.registry import task_of
-from learner.hub.setup import build_ledger
+from learner.hub.setup import make_ledger
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.environment import MAX_REWARD, Task
 from streamrl.errors import StreamrlError
@@ -141,7 +141,7 @@ def test_a_bad_record_that_is_drawn_is_passed_over_and_named(tmp_path, monkeypat
     bad = {"question": "2 + 2 = ?", "answer": "4", "tools": "[search"}
     task_from(tmp_path, monkeypatch, text=lines(GOOD, bad))
     words = (f"data.path={tmp_path / 'train.jsonl'}", "reward.type=exact", "data.shuffle=false", "data.test_ratio=0")
-    ledger = build_ledger(settings_of(*words))
+    ledger = make_ledger(settings_of(*words))
     ledger.versions.published(VersionRef(1, 0))
     actor = FakeActor(ledger, "a1", incarnation=11, slots=50)
     actor.join()

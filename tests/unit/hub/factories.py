@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from weakref import WeakKeyDictionary
 
 import hypothesis
 
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
 from learner.hub.ledger.refusal import AcceptResult
+from learner.hub.ledger.snapshots import read_snapshot
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.versions import cut_lineage
+from learner.hub.shared.plan import plan_batch
 from streamrl.lag_rule import LagRule
 from streamrl.messages import (
     Ack,
@@ -22,6 +26,8 @@ from streamrl.messages import (
     Lease,
     LeaseRef,
     Limits,
+    Lineage,
+    Manifest,
     Member,
     MemberStatus,
     Outcome,
@@ -33,6 +39,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.stream.records import BatchCut, Record, RunStarted, StepTaken, VersionPublished
 
 STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
 """For every property test here: the same examples each time, and no outcome that depends on the machine's load."""
@@ -46,6 +53,13 @@ def settings(**changes: object) -> LedgerSettings:
     terms = {term.name: values.pop(term.name) for term in fields(LagRule) if term.name in values}
     lag = LagRule(**terms)  # type: ignore[arg-type]
     return LedgerSettings(lag=lag, **values)  # type: ignore[arg-type]
+
+
+def run_started(
+    run_id: str = "run", *, start: int = 1, learner_epoch: int = 1, version: int = 0
+) -> RunStarted:
+    """The log's record of a start of the learner, of which these tests have none."""
+    return RunStarted(run_id, start, learner_epoch, version, "{}", {})
 
 
 def prompts() -> PromptStream:
@@ -207,20 +221,90 @@ def held_groups(ledger: Ledger) -> list[HeldGroup]:
     return [ledger.lag.held(record) for record in ledger.groups.in_state(GroupState.HELD)]
 
 
+def cut(ledger: Ledger, version: int | None = None) -> list[HeldGroup] | None:
+    """Cut a batch as the hub does: the log has it."""
+    at = ledger.version if version is None else version
+    batch = ledger.cut_batch(at)
+    if batch is not None:
+        frames = tuple(one for group in batch for one in group.sequences)
+        ledger.journal.append(BatchCut(at, tuple(plan_batch(batch, 1)), frames, (0,)))
+    return batch
+
+
+def end_batch(ledger: Ledger, version: int, *, skipped: bool = False, reason: str = "") -> None:
+    """End the oldest batch as the hub does."""
+    ledger.trained(version, skipped, reason)
+    ledger.journal.append(StepTaken(version, skipped, reason))
+
+
+def publish(ledger: Ledger, ref: VersionRef) -> None:
+    """Publish a version as the hub does."""
+    ledger.versions.published(ref)
+    ledger.journal.append(VersionPublished(Manifest(ref, None, bytes(16), 0, (), bytes(16))))
+
+
 def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
     """Cut a batch and train on it at once; the group ids."""
-    batch = ledger.cut_batch(ledger.version)
+    batch = cut(ledger)
     assert batch is not None, ledger.why_waiting(0.0)
-    ledger.trained(ledger.version + (0 if skipped else ledger.lag.rule.steps_per_batch), skipped, "")
+    end_batch(ledger, ledger.version + (0 if skipped else ledger.lag.rule.steps_per_batch), skipped=skipped)
     if not skipped:
-        ledger.versions.published(VersionRef(ledger.versions.learner_epoch, ledger.version))
+        publish(ledger, ledger.versions.ref)
     return [group.group_id for group in batch]
 
 
-def restart(ledger: Ledger, state: bytes) -> Ledger:
-    """The learner died; its successor starts from this checkpoint."""
-    epoch = ledger.versions.learner_epoch + 1
-    arguments = ledger_arguments(learner_epoch=epoch, keep_group=ledger.lifecycle.keep_group)
-    successor = type(ledger).restore(state, ledger.settings, **arguments)  # type: ignore[arg-type]
-    successor.versions.published(VersionRef(successor.versions.learner_epoch, successor.version))
+_LOGS: WeakKeyDictionary[Ledger, list[tuple[int, Record]]] = WeakKeyDictionary()
+
+
+def log_of(ledger: Ledger) -> list[tuple[int, Record]]:
+    """All that this ledger and those before it have logged, with its numbers: what would be in the files."""
+    kept = _LOGS.setdefault(ledger, [])
+    first = ledger.journal.first_waiting
+    kept.extend(enumerate(ledger.journal.take(), first))
+    return kept
+
+
+def sync(ledger: Ledger) -> None:
+    """The log is on the disk up to here."""
+    ledger.logged(log_of(ledger)[-1][0] if log_of(ledger) else 0)
+
+
+def restart(
+    ledger: Ledger, state: bytes | None, *, upto: int | None = None, equal: bool = False, publishes: bool = True
+) -> Ledger:
+    """The learner died; its successor starts from this checkpoint, and from as much of the log as the disk has.
+
+    Args:
+        upto: the last record that it has; None is the end of what the checkpoint knows.
+        equal: what was trained again gave the same weights: the epoch goes on.
+    """
+    if upto is None:
+        upto = 0 if state is None else read_snapshot(state).next_sequence - 1
+    log = [(sequence, record) for sequence, record in log_of(ledger) if sequence <= upto]
+    before = ledger.versions
+    epoch = before.learner_epoch + (not equal)
+    reached = _reached(ledger, state, log)
+    own = Lineage(before.learner_epoch, before.lineage[-1].first, reached)
+    lineage = (*cut_lineage(before.lineage[:-1], reached), own)
+    arguments = ledger_arguments(learner_epoch=epoch, lineage=lineage, keep_group=ledger.lifecycle.keep_group)
+    successor = type(ledger).restore(  # type: ignore[arg-type]
+        state, ledger.settings, records=lambda first: [one for one in log if one[0] >= first],
+        **arguments,
+    )
+    _LOGS[successor] = log
+    if publishes:
+        publish(successor, successor.versions.ref)
     return successor
+
+
+def _reached(ledger: Ledger, state: bytes | None, log: list[tuple[int, Record]]) -> int:
+    """The version that training the batches of the log again leads to, also those whose end it does not have."""
+    snapshot = None if state is None else read_snapshot(state)
+    version, first = (0, 1) if snapshot is None else (snapshot.version, snapshot.next_sequence)
+    num_open = 0
+    for sequence, record in log:
+        if sequence >= first and isinstance(record, BatchCut):
+            num_open += 1
+        elif sequence >= first and isinstance(record, StepTaken):
+            num_open, version = num_open - 1, record.version
+    return version + num_open * ledger.lag.rule.steps_per_batch

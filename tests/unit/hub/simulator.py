@@ -12,7 +12,8 @@ from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from streamrl.lag_rule import LagRule
 from streamrl.messages import EVAL_BIT, TO_HUB, Group, Lease, LeaseRef, MemberStatus, Outcome, ReturnReason, VersionRef
 from streamrl.messages.codec import Decoder
-from tests.unit.hub.factories import FakeActor, ledger_arguments, restart
+from streamrl.stream.records import BatchCut, GroupArrived
+from tests.unit.hub.factories import FakeActor, cut, end_batch, ledger_arguments, log_of, publish, restart, sync
 
 DECODER = Decoder(TO_HUB)
 
@@ -22,7 +23,7 @@ SHAPES = ("aborted", "partial", "env_error", "drain", "stale", "too_long", "whol
 FAULTS = (
     "lose_link", "lose_leases", "silence", "evict", "leave", "die", "restart", "zombie", "resend", "freeze",
     "checkpoint", "checkpoint", "crash", "cut", "skip", "publish_first", "late", "late", "stuck", "bounds", "bounds",
-    "publish_inside", "publish_inside",
+    "publish_inside", "publish_inside", "sync", "sync", "sync",
 )
 
 
@@ -73,14 +74,20 @@ class World:
         self.publishes_late = publishes_late  # only when half the lead is used up that way
         self.now = 0.0
         self.published = VersionRef(1, 0)
-        self.ledger.versions.published(self.published)
+        publish(self.ledger, self.published)
         self.actors: dict[str, SimActor] = {}
         self.zombies: list[SimActor] = []
         self.batch: list[HeldGroup] | None = None
         self.history: list[tuple[int, list[tuple[int, int]]]] = []  # (version before, keys trained), this lineage only
         self.trained_from: dict[tuple[int, int], int] = {}  # (incarnation, seq) -> version its bytes were trained at
-        self.durable: set[tuple[int, int]] = set()  # keys trained before a published checkpoint
-        self.accepted: dict[tuple[int, int], int] = {}  # key -> epoch in which ACCEPTED was said
+        self.durable: set[tuple[int, int]] = set()  # keys of batches that the disk has: no crash takes them back
+        self.accepted: dict[tuple[int, int], int] = {}  # key -> the log's end when ACCEPTED was said
+        self.cuts: dict[int, int] = {}  # version before -> record of the last batch that was cut for it
+        self.skips: set[int] = set()  # records of batches whose step is not finite, however often it is computed
+        self.synced = 0  # the newest record on the disk
+        self.arrived: dict[tuple[int, int], int] = {}  # (incarnation, seq) -> record
+        self._num_read = 0
+        self.any_stale = False
         self.drawn: set[int] = set()  # groups seen in leases, this start
         self.valid = {VersionRef(1, 0)}  # weights on this history
         self.met: set[int] = set()  # incarnations that said HELLO in this history; a crash forgets the later ones
@@ -94,7 +101,7 @@ class World:
         self.saved = (0, self.ledger.freeze(0), set(), set())
         self.ledger.saved(0)
         self.num_incarnations = 10
-        self.num_restarts = 0
+        self.num_restarts = self.num_lost_records = self.num_trained_again = 0
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class World:
         if result.kind == "accepted":
             for member in group.members:
                 if member.status != MemberStatus.ABORTED:
-                    self.accepted[group.group_id, member.index] = self.ledger.versions.learner_epoch
+                    self.accepted[group.group_id, member.index] = self.ledger.journal.next_sequence - 1
         if result.kind == "no_link":
             actor.linked = False
 
@@ -254,8 +261,10 @@ class World:
     def fault(self, fault: str, name: str, pick: int) -> None:
         """What goes wrong, or happens in an awkward order."""
         actor = self.actors.get(name)
-        if fault in ("freeze", "crash", "cut", "publish_inside"):
+        if fault in ("freeze", "cut", "publish_inside", "sync"):
             getattr(self, fault)()
+        elif fault == "crash":
+            self.crash(pick)
         elif fault == "checkpoint":
             self.freeze()
             self.save()
@@ -307,9 +316,10 @@ class World:
     def cut(self) -> bool:
         if self.batch is not None:
             return True
-        self.batch = self.ledger.cut_batch(self.ledger.version)
+        self.batch = cut(self.ledger)
         if self.batch is None:
             return False
+        self.cuts[self.ledger.version] = self.ledger.journal.next_sequence - 1
         assert len(self.batch) == self.settings.lag.groups_per_batch
         for group in self.batch:
             self._check_age(group)
@@ -322,11 +332,12 @@ class World:
         version = self.ledger.version
         after = VersionRef(self.ledger.versions.learner_epoch, version + self.settings.lag.steps_per_batch)
         if skipped and self.published.version <= version:  # what is published of a batch comes from a finite step
-            self.ledger.trained(version, True, "not finite")
+            self.skips.add(self.cuts[version])
+            end_batch(self.ledger, version, skipped=True, reason="not finite")
         else:
             if publish_first:
                 self._publish(after)
-            self.ledger.trained(after.version, False, "")
+            end_batch(self.ledger, after.version)
             self._publish_if_due()
             keys = [(group.group_id, member.index) for group in self.batch for member in group.members]
             self.history.append((version, keys))
@@ -350,7 +361,10 @@ class World:
             self._publish(now)
 
     def _publish(self, ref: VersionRef) -> None:
-        self.ledger.versions.published(ref)
+        # The hub gives out no version before the disk has its batches.
+        if any(record > self.synced for version, record in self.cuts.items() if version < ref.version):
+            self.sync()
+        publish(self.ledger, ref)
         self.published = ref
         self.valid.add(ref)
 
@@ -376,7 +390,16 @@ class World:
             if not lease.group_id & EVAL_BIT:
                 self.promised[lease.group_id] = max(self.promised.get(lease.group_id, 0), self.max_lag)
 
+    def sync(self) -> None:
+        """The disk has the log up to now, and the ledger hears of it."""
+        sync(self.ledger)
+        self.synced = self.ledger.journal.next_sequence - 1
+        self.durable |= {key for before, keys in self.history for key in keys}
+
     def freeze(self) -> None:
+        if self.batch is not None:
+            return  # a learner saves between its batches
+        self.sync()  # the hub gives out no snapshot before
         state = self.ledger.freeze(self.ledger.version)
         self.frozen[self.ledger.version] = (state, set(self.fenced), set(self.met))
 
@@ -388,23 +411,56 @@ class World:
         self.saved = (version, *self.frozen[version])
         self.ledger.saved(version)
         self.frozen.clear()
-        self.durable |= {key for before, keys in self.history if before < version for key in keys}
 
-    def crash(self) -> None:
-        """The learner dies and starts again from its last published checkpoint."""
-        version, state, fenced, met = self.saved
+    def crash(self, pick: int) -> None:
+        """The learner dies; its successor has the last checkpoint, and of the log at least what was synced.
+
+        What it trains again from the log gives the same weights, or others, and then its epoch is a new one.
+        """
+        _, state, fenced, met = self.saved
         self.fenced, self.met = set(fenced), set(met)
-        self.ledger = restart(self.ledger, state)
-        self.num_restarts += 1
-        self.published = VersionRef(self.ledger.versions.learner_epoch, version)
-        self.history = [(before, keys) for before, keys in self.history if before < version]
-        self.trained_from = {key: before for key, before in self.trained_from.items() if before < version}
-        self.valid = {ref for ref in self.valid if ref.version <= version} | {self.published}
-        self.batch, self.frozen, self.drawn, self.accepted = None, {}, set(), {}
+        end = log_of(self.ledger)[-1][0]
+        upto = (self.synced, end, (self.synced + end) // 2)[pick % 3]
+        self.num_restarts, self.num_lost_records = self.num_restarts + 1, self.num_lost_records + end - upto
+        self._read_log()
+        self.ledger = restart(self.ledger, state, upto=upto, equal=pick % 2 == 0, publishes=False)
+        self._num_read, self.arrived = 0, {key: one for key, one in self.arrived.items() if one <= upto}
+        self.history = [(before, keys) for before, keys in self.history if self.cuts[before] <= upto]
+        self._train_again()
+        version = self.ledger.version
+        assert max(ref.version for ref in self.valid) <= version, "a version that actors had is not reached any more"
+        self.trained_from = {key: before for key, before in self.trained_from.items() if self.cuts[before] <= upto}
+        self.accepted = {key: record for key, record in self.accepted.items() if record <= upto}
+        self.cuts = {before: record for before, record in self.cuts.items() if record <= upto}
+        self.batch, self.frozen, self.drawn = None, {}, set()
         self._took_bounds(self.settings.lag.eta, self.settings.lag.max_lag)
+        self._publish(self.ledger.versions.ref)
+        self.sync()
         for actor in self.actors.values():
             actor.linked = False
             actor.ledger = self.ledger
+
+    def _train_again(self) -> None:
+        """End the batches whose end the log does not have, as their steps end again."""
+        ledger, known = self.ledger, {before for before, _ in self.history}
+        cuts = [(one, record) for one, record in log_of(ledger) if isinstance(record, BatchCut)]
+        for sequence, record in cuts[len(cuts) - len(ledger.cutter.in_flight) :] if ledger.cutter.in_flight else []:
+            keys = [(row.group_id, row.index) for row in record.plan]
+            self.num_trained_again += 1
+            if sequence in self.skips:
+                end_batch(ledger, ledger.version, skipped=True, reason="not finite")
+                continue
+            end_batch(ledger, record.version + self.settings.lag.steps_per_batch)
+            if record.version not in known:
+                self.history.append((record.version, keys))
+
+    def _read_log(self) -> None:
+        """Take note of the records of GROUP messages."""
+        log = log_of(self.ledger)
+        for sequence, record in log[self._num_read :]:
+            if isinstance(record, GroupArrived) and not record.refused:
+                self.arrived[record.incarnation, record.seq] = sequence
+        self._num_read = len(log)
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -462,40 +518,39 @@ class World:
                 assert passed <= self.settings.lag.window, f"group {group_id} was overtaken by {passed} groups"
 
     def _check_forgotten(self, actor: SimActor, before: dict[int, Group], rejected: set[int]) -> None:
-        """What left an outbox as DURABLE has its outcome in a published checkpoint."""
+        """What left an outbox as DURABLE is in the log on the disk, unless it will never matter again."""
+        self._read_log()
         for seq in before.keys() - actor.outbox.keys() - rejected:
-            message = before[seq]
+            message, at = before[seq], self.arrived.get((actor.incarnation, seq), 0)
             record = self.ledger.groups.live.get(message.group_id)
             waits = record is not None and any(
                 (one.actor_id, one.incarnation, one.seq) == (actor.actor_id, actor.incarnation, seq)
                 for one in record.deliveries
             )
-            assert not waits, f"seq {seq} is DURABLE, but group {message.group_id} is still {record.state.name}"
+            assert not waits or at <= self.synced, (
+                f"seq {seq} is DURABLE, but record {at} of group {message.group_id} is not on the disk ({self.synced})"
+            )
             version = self.trained_from.get((actor.incarnation, seq), -1)
-            assert version < self.saved[0], (
-                f"seq {seq} is DURABLE, but was trained at {version} and the last checkpoint is {self.saved[0]}"
+            assert version < 0 or at <= self.synced, (
+                f"seq {seq} is DURABLE and was trained at {version}, but its record {at} is not on the disk"
             )
 
     def _check_drained(self, actor: SimActor) -> None:
-        """After a checkpoint an outbox holds only what is still open; else it would fill up and stop its actor."""
-        for seq, message in actor.outbox.items():
-            record = self.ledger.groups.live.get(message.group_id)
-            waits = record is not None and any(
-                (one.actor_id, one.incarnation, one.seq) == (actor.actor_id, actor.incarnation, seq)
-                for one in record.deliveries
-            )
-            assert waits, f"seq {seq} of {actor.actor_id} can never leave its outbox"
+        """Once the log is on the disk an outbox is empty; else it would fill up and stop its actor."""
+        assert not actor.outbox, f"seq {min(actor.outbox)} of {actor.actor_id} can never leave its outbox"
 
     def seen(self) -> dict[str, float]:
         """How often each occasion for a promise came up."""
         return {
             **self.ledger.counters(), "num_restarts": self.num_restarts, "num_durable": len(self.durable),
+            "num_lost_records": self.num_lost_records, "num_trained_again": self.num_trained_again,
             "num_lags_at_the_bound": self.num_lags_at_the_bound, "num_published_inside": self.num_published_inside,
         }
 
     def _check_accepted(self, trained: list[tuple[int, int]]) -> None:
-        """Whatever was ACCEPTED by this learner is trained, dropped with a reason, or still there."""
-        if self.settings.group_policy == "reissue_whole" or self.ledger.counters()["num_groups_stale"]:
+        """Whatever was ACCEPTED, and survived if there was a crash, is trained, dropped with a reason, or there."""
+        self.any_stale |= self.ledger.counters()["num_groups_stale"] > 0
+        if self.settings.group_policy == "reissue_whole" or self.any_stale:
             return  # there, accepted members may be thrown away while their group lives on, counted
         done = set(trained)
         for group_id, index in self.accepted:

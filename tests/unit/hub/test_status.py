@@ -15,6 +15,7 @@ from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
 from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of
 from tests.unit.hub.broadcast_harness import until
+from tests.unit.hub.factories import run_started
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +32,7 @@ def test_before_the_first_version_the_run_is_starting(tmp_path):
 def test_the_status_of_the_last_second_does_not_replace_the_final_one(tmp_path, finished, state):
     with tempfile.TemporaryDirectory(prefix="hub-") as home:
         server = HubServer(hub_settings(
-            config_of(), run_id="run", run_dir=tmp_path, learner_epoch=1, version=0, lineage=(), dp_ranks=(0,),
+            config_of(), started=run_started(), run_dir=tmp_path, lineage=(), dp_ranks=(0,),
             bind="tcp://127.0.0.1:0", rank_endpoint=f"ipc://{home}/ranks", shm_dir=tmp_path, vocab_size=VOCAB_SIZE,
             restore_path=None,
         ))

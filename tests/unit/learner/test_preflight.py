@@ -65,10 +65,6 @@ MISTAKES = {
     "an option with its value": ([QUICKSTART, "--learning-rate=1e-4"], "write policy.optimizer.lr=1e-4"),
     "an option before a setting": ([QUICKSTART, "--temprature", "run.seed=3"], "sampling.temperature=VALUE"),
     "a setting as an option": ([QUICKSTART, "--trainer.num_steps", "3"], "write trainer.num_steps=3"),
-    "too many prompts for one batch": (
-        [QUICKSTART, "rollout.num_prompts_per_step=1024"],
-        "set this to the prompts of one of them (ppo_mini_batch_size) and multiply trainer.num_steps",
-    ),
     "unknown experiment": (["experiment=quickstar"], "experiment=quickstar is unknown. Did you mean quickstart?"),
     "unknown algorithm": ([QUICKSTART, "algorithm=gpro"], "algorithm=gpro is unknown. Did you mean grpo?"),
     "name of a learning rate elsewhere": ([QUICKSTART, "lr=1e-5"], "did you mean `policy.optimizer.lr`?"),

@@ -15,7 +15,6 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.checkpoints import Checkpoints
 from learner.checkpoint.retries import SaveRetries
 from learner.data.trajectories import TrajectoryReader
-from learner.hub_client.settings import steps_in_outboxes
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
@@ -60,7 +59,8 @@ class FakeHub:
     def next_batch(self, version: int) -> BatchShare | None:
         return self.shares.pop(0) if self.shares else None
 
-    def trained(self, version: int, *, skipped: bool, reason: str = "") -> None:
+    def trained(self, version: int, *, skipped: bool, reason: str = "", trained: bool = True) -> None:
+        assert not trained, "the log must not say that this batch was trained"
         self.told.append((version, skipped, reason))
 
 
@@ -238,20 +238,46 @@ class FullFor:
         pass
 
 
-@pytest.mark.parametrize(("prompts", "last", "waits"), [(16, False, False), (16, True, True), (512, False, True)])
-def test_only_the_last_checkpoint_and_one_that_actors_need_for_room_are_waited_for(
-    monkeypatch, prompts, last, waits
-):
-    config = config_of(f"rollout.num_prompts_per_step={prompts}", "learner.max_tokens_per_device=4096")
+@pytest.mark.parametrize("last", [False, True])
+def test_only_the_last_checkpoint_is_waited_for(monkeypatch, last):
+    config = config_of()
     saving, clock = FullFor(3), [0.0]
     time = SimpleNamespace(sleep=lambda s: clock.append(clock.pop() + s), monotonic=lambda: clock[0])
     for module in ("retries", "checkpoints"):  # not the real module: threads of other tests sleep too
         monkeypatch.setattr(f"learner.checkpoint.{module}.time", time)
     checkpoints = Checkpoints(
-        saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()), every_steps=0,
-        outbox_steps=steps_in_outboxes(config), steps_per_batch=1, tensors=lambda: (), remembered=dict,
+        saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()), every_s=0.0,
+        every_steps=0, steps_per_batch=1, tensors=lambda: (), remembered=dict,
     )
 
     checkpoints.save(7, last=last)
 
-    assert (saving.durable == 7, clock) == ((True, [1.0 + 2.0 + 4.0]) if waits else (False, [0.0]))
+    assert (saving.durable == 7, clock) == ((True, [1.0 + 2.0 + 4.0]) if last else (False, [0.0]))
+
+
+@pytest.mark.shows("checkpoint.every_minutes")
+@pytest.mark.shows("checkpoint.every_steps")
+@pytest.mark.parametrize(
+    ("words", "saved"),
+    [
+        ((), [4]), (("checkpoint.every_minutes=0",), []), (("checkpoint.every_minutes=3",), [2, 3, 4, 5, 6]),
+        (("checkpoint.every_minutes=0", "checkpoint.every_steps=3"), [3, 6]), (("checkpoint.every_steps=3",), [3, 6]),
+    ],
+)
+def test_checkpoints_come_by_the_clock_by_the_steps_or_by_both(monkeypatch, words, saved):
+    """Steps of three minutes: ten minutes have passed after the fourth."""
+    config, clock, found = config_of(*words), [0.0], []
+    monkeypatch.setattr("learner.checkpoint.checkpoints.time.monotonic", lambda: clock[0])
+    saving = FullFor(0)
+    saving.save = lambda version, tensors, extra: (found.append(version), setattr(saving, "version", version))
+    checkpoints = Checkpoints(
+        saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()),
+        every_s=60.0 * config.checkpoint.every_minutes, every_steps=config.checkpoint.every_steps, steps_per_batch=1,
+        tensors=lambda: (), remembered=dict,
+    )
+
+    for step in range(1, 7):
+        clock[0] += 170.0 if step == 1 else 180.0
+        checkpoints.save_if_due(step)
+
+    assert found == saved

@@ -13,6 +13,7 @@ from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.tables.lease_shares import LeaseShares
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef, VersionRef
+from streamrl.stream.records import GroupMoved
 
 MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
 RETURN_WITHIN = 6  # times `dead_after_s`: leases of the run before wait no longer for their actors
@@ -162,6 +163,10 @@ class ActorTable:
         record.max_lag = max(record.max_lag, self._lifecycle.lag.rule.max_lag)  # later lowering does not apply to it
         self._lifecycle.groups.move(record, GroupState.LEASED)
         actor.train.leases[record.group_id] = record.lease_to(actor.actor_id, attempt, members, now)
+        self._lifecycle.journal.append(GroupMoved(
+            record.group_id, GroupState.LEASED, actor_id=actor.actor_id, attempt=attempt, members=members,
+            max_lag=record.max_lag,
+        ))
         self.shares.touch(actor)
 
     def detach(self, record: GroupRecord, *, revoke: bool) -> None:

@@ -1,7 +1,7 @@
 """Deliveries of each incarnation of each actor: the tables that make a repeated message harmless.
 
-A sequence number is *settled* once it is accepted or rejected, and *durable* once its outcome is in a published
-checkpoint or will never matter again. A rejected number is durable at once: its sender forgets it.
+A sequence number is *settled* once it is accepted or rejected, and *durable* once its outcome is in the run's log on
+disk or will never matter again. A rejected number is durable at once: its sender forgets it.
 """
 
 from __future__ import annotations
@@ -224,6 +224,14 @@ class DedupTable:
         entry.departed_at = None
         return entry, fenced
 
+    def known(self, actor_id: str, incarnation: int) -> DedupEntry:
+        """Return the entry of a sender of the log, made if need be; it has no link yet."""
+        entry = self.get(actor_id, incarnation)
+        if entry is None:
+            entry, _ = self.open(actor_id, incarnation)
+            entry.departed_at = self.num_saves
+        return entry
+
     def make_durable(self, deliveries: Iterable[Delivery]) -> None:
         """Settle the outcome of these for good; a sender that is forgotten by now needs no ack."""
         for delivery in deliveries:
@@ -271,13 +279,16 @@ class DedupTable:
         return [(actor_id, list(incarnations)) for actor_id, incarnations in self._fenced.items()]
 
     def load(self, rows: Iterable[DedupRow], fenced: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Fill a new table from a checkpoint. No actor is linked yet, so every sender counts as departed."""
+        """Fill a new table from a checkpoint. No actor is linked yet, so every sender counts as departed.
+
+        A snapshot leaves the hub once the log has all that it knows: what was settled by then is durable.
+        """
         for actor_id, incarnations in fenced:
             self._fenced[actor_id] = deque(incarnations, maxlen=MAX_FENCED)
         for row in rows:
             entry = DedupEntry(row.actor_id, row.incarnation, self.window, self.due)
             entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
-            entry.durable = SeqWindow(row.durable_upto, int.from_bytes(row.durable_bits, "little"))
+            entry.durable = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
             entry.departed_at = 0
             self._entries[row.actor_id, row.incarnation] = entry
             if not self.is_fenced(row.actor_id, row.incarnation):

@@ -11,7 +11,7 @@ its place in dispatch order and never changes, whatever becomes of its leases.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from msgspec import Struct
@@ -81,6 +81,7 @@ class GroupRecord(Struct, array_like=True):
     lease: OpenLease | None = None
     first_granted_at: float | None = None
     max_lag: int = 0  # the largest bound in force when one of its leases was granted: what its actors were promised
+    sequences: list[int] = []  # of the log's records that hold `frames`
 
     @property
     def origins(self) -> tuple[GroupOrigin, ...]:
@@ -124,6 +125,7 @@ class HeldGroup:
     frames: tuple[bytes, ...]
     max_lag: int = 0  # the bound that this group was judged by
     origins: tuple[GroupOrigin, ...] = ()  # of each frame
+    sequences: tuple[int, ...] = ()  # of each frame's record in the log
 
     @property
     def num_tokens(self) -> int:
@@ -139,25 +141,13 @@ class SettledRow(Struct, array_like=True):
     saved: bool = False
 
 
-@dataclass(slots=True)
-class SettledSinceCheckpoint:
-    """The ends since some point: deliveries that may become durable, groups that may be forgotten."""
-
-    deliveries: list[Delivery] = field(default_factory=list)
-    group_ids: list[int] = field(default_factory=list)
-
-    def add(self, later: SettledSinceCheckpoint) -> None:
-        self.deliveries += later.deliveries
-        self.group_ids += later.group_ids
-
-
 class GroupTable:
     """Every group above `done_below`, in dispatch order. All changes of state go through `move` and `settle`."""
 
     def __init__(self, num_trained: int = 0) -> None:  # before this run's first table, all with numbers below it
         self.live: dict[int, GroupRecord] = {}
         self.settled: dict[int, SettledRow] = {}
-        self.recent = SettledSinceCheckpoint()
+        self.recent: list[int] = []  # groups that ended since the last call of `take_recent`
         self.next_id = num_trained
         self.done_below = num_trained  # every group with a smaller number has ended, in a published checkpoint
         self.num_trained = num_trained
@@ -182,9 +172,7 @@ class GroupTable:
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:
         """End a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
-        # The end is not durable yet: it becomes so with the first checkpoint that is frozen after it.
-        self.recent.deliveries.extend(record.deliveries)
-        self.recent.group_ids.append(record.group_id)
+        self.recent.append(record.group_id)
         self.move(record, state)
         self._by_state[state].discard(record.group_id)
         del self.live[record.group_id]
@@ -218,9 +206,9 @@ class GroupTable:
             del self.settled[self.done_below]
             self.done_below += 1
 
-    def take_recent(self) -> SettledSinceCheckpoint:
-        """Take what ended since the last call."""
-        recent, self.recent = self.recent, SettledSinceCheckpoint()
+    def take_recent(self) -> list[int]:
+        """Take the numbers of what ended since the last call: once a checkpoint knows it, it may be forgotten."""
+        recent, self.recent = self.recent, []
         return recent
 
     def num(self, state: GroupState) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from learner.hub.ledger.tables.dedup import DedupTable
 from learner.hub.ledger.tables.filters import GroupFilter
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.tables.journal import Journal
 from learner.hub.ledger.tables.passed_over import PassedOver
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub.ledger.tables.settings import LedgerSettings
@@ -16,6 +17,7 @@ from streamrl.errors import WireError
 from streamrl.messages import TO_HUB, Group
 from streamrl.messages.codec import Decoder
 from streamrl.messages.validate import check_group, is_full
+from streamrl.stream.records import GroupMoved
 
 GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
 _ANY_MEMBER = range(1 << 16)
@@ -33,6 +35,7 @@ class GroupLifecycle:
     keep_group: GroupFilter
     counts: Counter[str]
     passed_over: PassedOver
+    journal: Journal
 
     def draw(self) -> GroupRecord:
         """Draw the next prompt of the stream as a READY group; callers check capacity."""
@@ -49,6 +52,12 @@ class GroupLifecycle:
         while self.groups.next_id <= group_id:
             self.draw()
         return True
+
+    def draw_again_upto(self, group_id: int) -> None:
+        """Draw all groups up to this number, which the log names: they were drawn before, whatever the capacity now."""
+        while self.groups.next_id <= group_id:
+            prompt = self.prompts.draw()
+            self.groups.add(GroupRecord(self.groups.next_id, prompt.prompt_index, prompt.pass_index))
 
     def missing(self, record: GroupRecord) -> tuple[int, ...]:
         """List members that no attempt has completed yet."""
@@ -77,7 +86,7 @@ class GroupLifecycle:
     def hold(self, record: GroupRecord) -> None:
         """Hold a complete group: it waits for a batch, unless the filter drops it."""
         record.holder = ""
-        self.groups.move(record, GroupState.HELD)
+        self._move(record, GroupState.HELD)
         rewards = [member.reward for member in record.members.values()]
         self.counts["num_groups_completed"] += 1
         self.counts["num_groups_zero_std"] += len(rewards) > 1 and min(rewards) == max(rewards)
@@ -91,8 +100,9 @@ class GroupLifecycle:
         """End a group untrained; its place in capacity is free at once."""
         self.counts["num_groups_dropped"] += 1
         self.counts[f"num_dropped_{reason}"] += 1
-        if record.state is not GroupState.IN_BATCH:  # else it was in a step, though that was skipped
+        if record.state is not GroupState.IN_BATCH:  # else it was in a step, though that was skipped: the log has it
             self.passed_over.add(record.group_id, record.frames, record.origins, reason)
+            self.journal.append(GroupMoved(record.group_id, GroupState.DROPPED, reason))
         self._discard(record)
         self.groups.settle(record, GroupState.DROPPED, reason)
 
@@ -135,13 +145,17 @@ class GroupLifecycle:
 
     def _make_ready(self, record: GroupRecord) -> None:
         if record.state is not GroupState.READY:
-            self.groups.move(record, GroupState.READY)
+            self._move(record, GroupState.READY)
+        elif not record.frames:  # what had arrived of it is gone
+            self.journal.append(GroupMoved(record.group_id, GroupState.READY, discarded=True))
+
+    def _move(self, record: GroupRecord, state: GroupState) -> None:
+        self.groups.move(record, state)
+        self.journal.append(GroupMoved(record.group_id, state, discarded=not record.frames))
 
     def _discard(self, record: GroupRecord) -> None:
         """Forget what was accepted for this group; its senders may forget it too."""
-        # Not only at the next checkpoint: after a restart from an older one the group would only be generated again,
-        # and until then a strict filter would fill every outbox. A full outbox stops the generation that the next
-        # checkpoint waits for.
+        # Before the log has it on the disk: after a crash the group would only be generated again.
         self.counts["num_tokens_discarded"] += sum(one.num_action_tokens for one in record.members.values())
         self.dedup.make_durable(record.deliveries)
-        record.members, record.frames, record.deliveries = {}, [], []
+        record.members, record.frames, record.deliveries, record.sequences = {}, [], [], []

@@ -32,6 +32,7 @@ class LedgerSettings:
         num_passed_over: groups between two batches that are kept to be read although they are not trained on.
         slowest_turn_s: time that a turn may take in the slowest engine, during which an actor need show no progress.
         lease_max_s: age at which a lease ends whatever its actor shows; 0 never.
+        keep_refused: the journal keeps the frames of groups that are refused for their age.
         eval_keep_s: longest time for which an evaluation may delay the install of a newer version; 0 pins no version.
     Raises:
         ValueError: a number is impossible or contradicts another.
@@ -54,6 +55,7 @@ class LedgerSettings:
     eval_keep_s: float = 0.0
     slowest_turn_s: float = 0.0
     lease_max_s: float = 0.0
+    keep_refused: bool = False
 
     def __post_init__(self) -> None:
         for name in ("group_size", "max_attempts", "dedupe_window"):

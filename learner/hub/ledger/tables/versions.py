@@ -19,15 +19,18 @@ class Versions:
     Args:
         learner_epoch: of this start.
         version: optimizer steps done.
-        lineage: earlier epochs, already cut to `version`.
+        lineage: earlier epochs, already cut to `version`, and this one's versions so far if it goes on.
     """
 
     def __init__(self, learner_epoch: int, version: int, lineage: Sequence[Lineage]) -> None:
         self.learner_epoch = learner_epoch
         self.current = version
         self._past = {entry.learner_epoch: entry for entry in lineage[-(MAX_LINEAGE - 1) :]}
-        self._first = version
-        self._last = version  # published or trained, whichever is later
+        # An epoch that goes on has versions from before this start.
+        own = self._past.pop(learner_epoch, None)
+        self._first = version if own is None else own.first
+        # Published or trained, whichever is later: an epoch that goes on has versions whose end the log lacks, too.
+        self._last = version if own is None else max(version, own.last)
         self.newest_published = version
 
     @property
@@ -55,6 +58,12 @@ class Versions:
         if ref.learner_epoch != self.learner_epoch or ref.version < self._last:
             raise ValueError(f"published {ref} after {self.learner_epoch}:{self._last}: versions only go up")
         self._last = self.newest_published = ref.version
+
+    def was_published(self, ref: VersionRef) -> None:
+        """Note a version that the log has as published: it counts if this epoch, which goes on, has made it."""
+        if ref.learner_epoch == self.learner_epoch:
+            self.newest_published = max(self.newest_published, ref.version)
+            self._last = max(self._last, ref.version)
 
     def advance(self, num_steps: int = 1) -> None:
         """Count a batch that was trained, in so many optimizer steps."""
@@ -163,7 +172,9 @@ class LagBounds:
             )
             for index, one in sorted(record.members.items())
         )
-        return HeldGroup(record.group_id, version, members, tuple(record.frames), bound, record.origins)
+        return HeldGroup(
+            record.group_id, version, members, tuple(record.frames), bound, record.origins, tuple(record.sequences)
+        )
 
     def check(self) -> None:
         """Assert L1; cheap enough for every tick."""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.hub.handlers.ranks import plan_batch
 from learner.hub.ledger.tables.filters import accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
+from learner.hub.shared.plan import plan_batch
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import STEADY, FakeActor, make_ledger, train
 

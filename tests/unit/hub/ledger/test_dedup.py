@@ -136,5 +136,6 @@ def test_a_snapshot_of_the_table_is_the_table():
 
     copy = again.get("a1", 7)
     assert [seq for seq in range(1, 1000) if seq in copy.settled] == [1, 2, 5, 900]
-    assert [seq for seq in range(1, 1000) if seq in copy.durable] == [2]
+    # It is in a checkpoint, which the hub gives out only once the log has what was accepted by then.
+    assert [seq for seq in range(1, 1000) if seq in copy.durable] == [1, 2, 5, 900]
     assert again.is_fenced("a2", 1) and again.open("a2", 3)[1] == 2

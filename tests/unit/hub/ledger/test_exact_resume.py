@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.setup import build_ledger
+from learner.hub.setup import open_ledger
+from learner.hub.shared.run_log import RunLog
 from learner.hub_client.settings import hub_settings
 from streamrl.messages import VersionRef
 from tests.unit.config.test_setting_effects_ledger import config_of
-from tests.unit.hub.factories import FakeActor
+from tests.unit.hub.factories import FakeActor, cut, end_batch, publish, run_started
 
 NUM_STEPS = 30
 
@@ -29,16 +30,18 @@ def words(tmp_path_factory) -> tuple[str, ...]:
     return paths, "data.weights=[3,1]", "data.test_ratio=0", "reward.type=exact"
 
 
-def ledger_of(words: tuple[str, ...], *, epoch: int = 1, version: int = 0, lineage=(), state: Path | None = None):
-    """As the hub makes it, for a new run or from the ledger in a checkpoint."""
+def ledger_of(
+    words: tuple[str, ...], run_dir: Path, *, epoch: int = 1, lineage=(), state: Path | None = None
+) -> tuple[Ledger, RunLog]:
+    """As the hub makes it, for a new run or from the log and the ledger in a checkpoint, if there is one."""
     settings = hub_settings(
-        config_of(*words), run_id="run", run_dir=Path("/nowhere"), learner_epoch=epoch, version=version,
+        config_of(*words), started=run_started(start=epoch, learner_epoch=epoch), run_dir=run_dir,
         lineage=lineage, dp_ranks=(0,), bind="tcp://127.0.0.1:0", rank_endpoint="ipc:///nowhere/ranks",
-        shm_dir=Path("/nowhere"), vocab_size=100, restore_path=None if state is None else str(state),
+        shm_dir=run_dir, vocab_size=100, restore_path=None if state is None else str(state),
     )
-    ledger = build_ledger(settings)
-    ledger.versions.published(VersionRef(epoch, version))
-    return ledger
+    ledger, log = open_ledger(settings)
+    publish(ledger, VersionRef(epoch, ledger.version))
+    return ledger, log
 
 
 class Player:
@@ -61,46 +64,57 @@ class Player:
 
     def play(self, until: int) -> None:
         while self.ledger.version < until:
-            batch = self.ledger.cut_batch(self.ledger.version)
+            batch = cut(self.ledger)
             for _ in range(10):
                 if batch is None:
                     self.take()
                     for lease in list(self.actor.leases.values())[:2]:
                         self.actor.finish(lease, self.now)
-                    batch = self.ledger.cut_batch(self.ledger.version)
+                    batch = cut(self.ledger)
             assert batch is not None, self.ledger.why_waiting(self.now)
             self.trained.append([self.records[group.group_id] for group in batch])
-            self.ledger.trained(self.ledger.version + 1, False, "")
-            self.ledger.versions.published(VersionRef(self.epoch, self.ledger.version))
+            end_batch(self.ledger, self.ledger.version + 1)
+            publish(self.ledger, VersionRef(self.epoch, self.ledger.version))
             self.actor.install(self.ledger.version, epoch=self.epoch)
 
 
-def uninterrupted(words: tuple[str, ...]) -> list[list[str]]:
-    player = Player(ledger_of(words), 1)
+def uninterrupted(words: tuple[str, ...], run_dir: Path) -> list[list[str]]:
+    ledger, log = ledger_of(words, run_dir / "uninterrupted")
+    player = Player(ledger, 1)
     player.play(NUM_STEPS)
+    log.close()
     return player.trained
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])
-@pytest.mark.parametrize(("saved_at", "killed_at"), [(1, 1), (7, 9), (10, 14), (23, 24)])
-def test_a_killed_run_goes_on_with_the_very_next_record(words, tmp_path, shuffle, saved_at, killed_at):
+@pytest.mark.parametrize(("saved_at", "killed_at"), [(1, 1), (7, 9), (10, 14), (23, 24), (0, 5)])
+def test_a_killed_run_goes_on_with_the_very_next_record_and_loses_no_step(
+    words, tmp_path, shuffle, saved_at, killed_at
+):
     words = (*words, f"data.shuffle={shuffle}")
-    first = Player(ledger_of(words), 1)
+    ledger, log = ledger_of(words, tmp_path)
+    first = Player(ledger, 1)
     first.play(saved_at)
     first.take()  # in flight when the checkpoint is written, and lost
-    state = tmp_path / "ledger"
-    state.write_bytes(first.ledger.freeze(saved_at))
+    state = None
+    if saved_at:
+        state = tmp_path / "ledger"
+        state.write_bytes(ledger.freeze(saved_at))
     first.play(killed_at)
+    log.close()  # what the journal had by now is on the disk
 
-    second = Player(ledger_of(words, epoch=2, version=saved_at, lineage=first.ledger.versions.lineage, state=state), 2)
-    second.records |= first.records  # groups that are held in the checkpoint are not leased again
+    resumed, log = ledger_of(words, tmp_path, epoch=2, lineage=ledger.versions.lineage, state=state)
+    assert resumed.version == killed_at
+    second = Player(resumed, 2)
+    second.records |= first.records  # groups that are held in the log are not leased again
     second.play(NUM_STEPS)
+    log.close()
 
-    assert first.trained[:saved_at] + second.trained == uninterrupted(words)
+    assert first.trained + second.trained == uninterrupted(words, tmp_path)
 
 
-def test_every_pass_has_every_record_in_its_share(words):
-    trained = [record for batch in uninterrupted(words) for record in batch]
+def test_every_pass_has_every_record_in_its_share(words, tmp_path):
+    trained = [record for batch in uninterrupted(words, tmp_path) for record in batch]
     for start in range(0, 60, 20):
         counts = Counter(trained[start : start + 20])
         assert len(counts) == 18 and sum(n for one, n in counts.items() if one.startswith("few")) == 5

@@ -11,7 +11,16 @@ from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.actors import MAX_LEASES
 from streamrl.messages import Group, Limits, Member, RejectReason, Sampling, SequenceStart, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
-from tests.unit.hub.factories import LIMITS, FakeActor, held_groups, ledger_arguments, make_ledger, settings, train
+from tests.unit.hub.factories import (
+    LIMITS,
+    FakeActor,
+    held_groups,
+    ledger_arguments,
+    log_of,
+    make_ledger,
+    settings,
+    train,
+)
 
 BUDGET = 40
 TTL_S, DEAD_S = 60.0, 5.0
@@ -108,7 +117,10 @@ def test_a_group_in_a_checkpoint_that_cannot_be_trained_any_more_is_generated_ag
     actor.finish(short)
     state = ledger.freeze(0)
 
-    resumed = Ledger.restore(state, settings(limits=HUB_LIMITS), **ledger_arguments(learner_epoch=2))
+    log = log_of(ledger)
+    resumed = Ledger.restore(
+        state, settings(limits=HUB_LIMITS), records=lambda first: log[first - 1 :], **ledger_arguments(learner_epoch=2)
+    )
 
     (why,) = resumed.refused_on_resume
     assert f"group {long.group_id} member 0" in why and "learner.max_tokens_per_device" in why

@@ -96,10 +96,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 FLOORS = {
     "num_groups_trained": 500, "num_restarts": 50, "num_repeats": 100, "num_leases_reissued": 200,
-    "num_duplicates_dropped": 20, "num_rejected_version": 20, "num_rejected_stale": 5, "num_groups_stale": 20,
+    "num_duplicates_dropped": 20, "num_rejected_stale": 5, "num_groups_stale": 20,
     "num_groups_dropped": 50, "num_groups_filtered": 20, "num_groups_quarantined": 20, "num_groups_partial": 5,
     "num_evictions": 50, "num_leases_expired": 5, "num_members_aborted": 20, "num_durable": 100,
-    "num_lags_at_the_bound": 50, "lost_on_crash": 20,
+    "num_lags_at_the_bound": 50, "lost_on_crash": 20, "num_lost_records": 100, "num_trained_again": 2,
 }
 """How often each occasion must come up in 400 walks: a schedule that trains nothing proves nothing."""
 

@@ -5,9 +5,23 @@ from __future__ import annotations
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.tables.groups import GroupState
 from streamrl.errors import CheckpointError
 from streamrl.messages import Lineage, RejectReason, VersionRef
-from tests.unit.hub.factories import FakeActor, held_groups, ledger_arguments, make_ledger, restart, settings, train
+from streamrl.stream.records import GroupArrived
+from tests.unit.hub.factories import (
+    FakeActor,
+    cut,
+    end_batch,
+    held_groups,
+    ledger_arguments,
+    log_of,
+    make_ledger,
+    restart,
+    settings,
+    sync,
+    train,
+)
 
 
 def started(**changes: object) -> tuple:
@@ -17,29 +31,36 @@ def started(**changes: object) -> tuple:
     return ledger, actor, actor.ask()
 
 
-def test_durable_means_that_a_published_checkpoint_has_the_outcome():
-    ledger, actor, leases = started()
-    actor.finish(leases[0]), actor.finish(leases[1])
-    train(ledger)
-
-    assert actor.take_acks()[0].durable_upto == 0 and len(actor.outbox) == 2
-    ledger.freeze(1)
-    assert actor.take_acks() == []  # frozen, but not on disk yet
-    ledger.saved(1)
-
-    assert actor.take_acks()[0].durable_upto == 1
-    assert list(actor.outbox) == [2]  # the second group is still held, so its bytes may be needed again
-
-
-def test_what_ended_after_the_freeze_is_not_durable_by_it():
+def test_durable_means_that_the_record_is_on_the_disk_and_nothing_else_does():
     ledger, actor, leases = started()
     actor.finish(leases[0])
-    ledger.freeze(0)
+    on_disk = log_of(ledger)[-1][0]
+    actor.finish(leases[1])
     train(ledger)
+    ledger.freeze(1), ledger.saved(1)
 
-    ledger.saved(0)
+    assert actor.take_acks()[0].durable_upto == 0 and len(actor.outbox) == 2
+    ledger.logged(on_disk)
 
-    assert actor.take_acks()[-1].durable_upto == 0
+    assert actor.take_acks()[0].durable_upto == 1
+    assert list(actor.outbox) == [2]
+    sync(ledger)
+    assert actor.take_acks()[0].durable_upto == 2 and actor.outbox == {}
+
+
+def test_a_group_is_durable_with_its_own_record_and_not_with_the_one_before():
+    ledger, actor, leases = started()
+    before = log_of(ledger)[-1][0]
+    actor.finish(leases[0])
+    (arrival,) = [sequence for sequence, record in log_of(ledger) if isinstance(record, GroupArrived)]
+    actor.take_acks()
+
+    for sequence in range(before, arrival):
+        ledger.logged(sequence)
+        assert actor.take_acks() == []
+    ledger.logged(arrival)
+
+    assert actor.take_acks()[0].durable_upto == 1
 
 
 def test_a_checkpoint_that_failed_is_covered_by_the_next_one():
@@ -52,26 +73,68 @@ def test_a_checkpoint_that_failed_is_covered_by_the_next_one():
 
     ledger.freeze(2), ledger.saved(2)
 
-    assert actor.take_acks()[-1].durable_upto == 2
+    assert ledger.groups.done_below == 2 and ledger.groups.settled == {}
     with pytest.raises(ValueError, match="never frozen"):
         ledger.saved(1)
 
 
-def test_a_trained_group_is_never_trained_again_after_a_restart():
+@pytest.mark.parametrize("from_checkpoint", [True, False])
+def test_a_trained_group_is_never_trained_again_after_a_restart(from_checkpoint):
     ledger, actor, leases = started()
+    state = ledger.freeze(0)
     group = actor.group(leases[0])
     actor.send(group)
     train(ledger)
-    state = ledger.freeze(1)  # published, but the learner died before its DURABLE went out
+    end = log_of(ledger)[-1][0]  # on the disk, but the hub died before its DURABLE went out
 
-    actor.ledger = restart(ledger, state)
+    successor = actor.ledger = restart(ledger, ledger.freeze(1) if from_checkpoint else state, upto=end)
     result = actor.join()
 
+    assert successor.version == 1
     assert result.durable_upto == 1 and actor.outbox == {}
     assert actor.send(group).kind == "repeat"
 
 
-def test_accepted_but_unsaved_work_is_sent_again_and_trained():
+@pytest.mark.parametrize("with_snapshot", [True, False])
+def test_a_held_group_whose_record_is_on_the_disk_is_trained_after_a_crash_though_its_actor_forgot_it(with_snapshot):
+    ledger, actor, leases = started()
+    state = ledger.freeze(0) if with_snapshot else None
+    group = actor.group(leases[0], rewards=[0.25, 0.5])
+    actor.send(group)
+    before = held_groups(ledger)
+    sync(ledger)
+    actor.take_acks()
+    assert actor.outbox == {}
+
+    successor = restart(ledger, state, upto=log_of(ledger)[-1][0])
+
+    assert held_groups(successor) == before
+    assert train(successor) == [0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_steps_after_a_checkpoint_are_in_the_log_and_none_is_lost(equal):
+    ledger, actor, leases = started()
+    state = ledger.freeze(0)
+    actor.finish(leases[0])
+    train(ledger)
+    actor.install(1)
+    actor.finish(leases[1])
+    assert [group.group_id for group in cut(ledger)] == [1]  # its step never ended
+
+    successor = actor.ledger = restart(ledger, state, upto=log_of(ledger)[-1][0], equal=equal, publishes=False)
+
+    assert successor.version == 1 and successor.versions.learner_epoch == (1 if equal else 2)
+    assert successor.versions.known(1, 2), "it is trained again before anything else: these weights come back"
+    end_batch(successor, 2)
+    assert [(row.group_id, row.state) for row in successor.groups.settled.values()] == [
+        (0, GroupState.TRAINED), (1, GroupState.TRAINED)
+    ]
+    actor.join()
+    assert actor.ref == VersionRef(1, 1) and actor.ask() != []
+
+
+def test_what_was_accepted_and_is_not_in_the_log_is_sent_again_and_trained():
     ledger, actor, leases = started()
     state = ledger.freeze(0)
     groups = [actor.group(lease) for lease in leases]
@@ -89,7 +152,7 @@ def test_held_groups_and_their_bytes_survive():
     ledger, actor, leases = started()
     actor.finish(leases[0], rewards=[0.25, 0.5])
     before = held_groups(ledger)
-    ledger.cut_batch(0)  # a batch that is cut but not trained counts as held
+    ledger.cut_batch(0)  # a batch that is cut counts as held if the log does not have it
 
     successor = restart(ledger, ledger.freeze(0))
 
@@ -251,7 +314,8 @@ def test_a_lower_eta_after_a_restart_draws_nothing_until_the_lead_is_used_up():
 
 @pytest.mark.parametrize(
     "changes, words",
-    [(dict(run_id="other"), "belongs to run run"), (dict(learner_epoch=1), "must exceed 1")], ids=["run", "epoch"],
+    [(dict(run_id="other"), "belongs to run run"), (dict(learner_epoch=0), "learner_epoch 0 is below 1")],
+    ids=["run", "epoch"],
 )
 def test_a_foreign_ledger_is_refused(changes, words):
     ledger = make_ledger()

@@ -1,0 +1,234 @@
+"""streamrl replay RUN --rewards [--from N] [--to N] [key=value ...]
+
+Run the environment again on the recorded answers of the batches from version N on, and name every answer whose reward
+differs. Nothing is generated: an engine says what the model said, turn for turn. Where the environment says something
+else than it did, the reward is no function of record and answer, and the answer is named as one that cannot be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
+from actors.env_calls.group_step import GroupStep
+from actors.episode import EpisodeRunner
+from actors.local_policy import LocalModel
+from actors.render import load_tokenizer
+from actors.settings import episode_rules, make_renderer
+from actors.trajectory.rules import PromptTooLongError
+from envs.registry import task_of
+from streamrl.config.load import load_config
+from streamrl.environment import HasSetUp, Task
+from streamrl.errors import ControlError, EngineError, StreamrlError, one_sentence
+from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, VersionRef
+from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
+from streamrl.messages.printable import printable, start_log
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.groups import MAX_FRAME_BYTES
+from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.records import GroupArrived
+from streamrl.stream.segments import segments
+
+EQUAL, DIFFERS, ERROR, UNCHECKED = 0, 1, 2, 3
+"""Exit statuses."""
+
+
+class RecordedEngine:
+    """Says what a recorded member said. Raises EngineError where it is asked for something else."""
+
+    name, max_num_seqs = "recorded", 1
+    installed: VersionRef | None = None
+
+    def __init__(self, member: Member, prompt_ids: bytes) -> None:
+        self._member, self._num_turns = member, 0
+        self._tokens, self._logprobs = unpack_ids(member.token_ids).tolist(), unpack_logprobs(member.logprobs).tolist()
+        self._contexts = [(0, prompt_ids), *((one.start, one.prompt_ids) for one in member.sequences)]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        turns = self._member.turns
+        if self._num_turns == len(turns):
+            raise EngineError(f"it goes on after turn {len(turns)}, the last that was recorded")
+        turn = turns[self._num_turns]
+        self._num_turns += 1
+        start, prompt = next(one for one in reversed(self._contexts) if one[0] <= turn.start)
+        if list(request.prompt_ids) != [*unpack_ids(prompt).tolist(), *self._tokens[start : turn.start]]:
+            raise EngineError(f"the input of turn {self._num_turns} is another than was recorded")
+        last = self._num_turns == len(turns)
+        spans = [
+            VersionSpan(VersionRef(one.learner_epoch, one.version), one.start - turn.start, one.end - turn.start)
+            for one in self._member.versions if turn.start <= one.start < turn.end
+        ]
+        return Generation(
+            self._tokens[turn.start : turn.end], self._logprobs[turn.start : turn.end], spans,
+            "length" if last and self._member.finish == "length" else "stop",
+        )
+
+    async def install(self, tensors: Any, ref: VersionRef) -> InstallTimes:
+        raise EngineError("recorded answers have no weights")
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Checked:
+    """The outcome for the answers of a batch: lines that name those that differ, and those that cannot be checked."""
+
+    num_equal: int = 0
+    differing: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+class RewardCheck:
+    """Plays recorded groups again on a run's task."""
+
+    def __init__(self, task: Task, runner: EpisodeRunner) -> None:
+        self._task, self._runner = task, runner
+        self._decoder = Decoder(TO_HUB, MAX_FRAME_BYTES)
+
+    async def check(self, arrivals: Sequence[GroupArrived]) -> Checked:
+        """The members of these groups, those of a group side by side as they were generated."""
+        checked = Checked()
+        for arrived in arrivals:
+            group = self._decoder.decode(arrived.frame)
+            assert isinstance(group, Group)
+            members = [one for one in group.members if one.status != MemberStatus.ABORTED]
+            index = arrived.prompt_index % self._task.num_records("train")
+            record = json.dumps(dict(self._task.record("train", index)))  # as it was leased
+            together = GroupStep([one.index for one in members])
+            for member, found in zip(members, await asyncio.gather(*(
+                self._play(member, members[0].prompt_ids, record, group.sampling, together) for member in members
+            )), strict=True):
+                name = f"group {group.group_id} member {member.index} (prompt {arrived.prompt_index})"
+                if isinstance(found, str):
+                    checked.unchecked.append(f"{name}: {found}")
+                elif found != member.reward:
+                    checked.differing.append(f"{name}: reward {member.reward:.6g} then, {found:.6g} now")
+                else:
+                    checked.num_equal += 1
+        return checked
+
+    async def _play(
+        self, member: Member, prompt_ids: bytes, record: str, sampling: Sampling, together: GroupStep
+    ) -> float | str:
+        """The reward of now, or why there is none."""
+        if "env_error" in member.scores:
+            together.leave(member.index)
+            return "its environment had failed, the reward is env.reward_floor"
+        runner = copy.copy(self._runner)
+        runner.engine = RecordedEngine(member, member.prompt_ids or prompt_ids)
+        try:
+            played = await runner.play(json.loads(record), member.index, 0, sampling, group=together)
+        except (EngineError, PromptTooLongError) as error:
+            return str(error)
+        finally:
+            together.leave(member.index)
+        if played.status == MemberStatus.ABORTED:
+            return f"its environment fails: {runner.last_env_error or played.finish}"
+        if len(played.turns) != len(member.turns):
+            return f"it ends after {len(played.turns)} turns, {len(member.turns)} were recorded"
+        return played.reward
+
+
+def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, list[LoggedBatch]]:
+    """The log, and its trained batches for the versions from `first` up to `last`. Raises ControlError: none."""
+    files = segments(run_dir)
+    if not files:
+        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
+    history = History.read(run_dir, files[0].first)
+    found = [
+        one for one in history.batches
+        if one.trained and one.cut.version >= first and (last is None or one.cut.version < last)
+    ]
+    if not found:
+        there = [one.cut.version for one in history.batches]
+        raise ControlError(
+            f"no batch of {run_dir} is for a version from {first} on"
+            + (f" and before {last}" if last is not None else "")
+            + (f": its log has those for {min(there)} to {max(there)}" if there else ": its log has none")
+        )
+    return history, found
+
+
+async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None) -> int:
+    """Print each batch and what differs in it; the exit status."""
+    history, batches = batches_of(run_dir, first, last)
+    config = load_config([str(run_dir / "config.yaml"), *words])
+    task = task_of(config)
+    print(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on", flush=True)
+    if isinstance(task, HasSetUp):
+        await asyncio.to_thread(task.set_up)
+    try:
+        with LocalModel(run_dir, 0).files() as files:
+            renderer = make_renderer(config, load_tokenizer(files), task)
+        runner = EpisodeRunner(
+            task, RecordedEngine(_NO_MEMBER, b""), renderer, episode_rules(config, config.rollout.train.sampling, task),
+            num_threads=config.env.num_threads,
+        )
+        check, total = RewardCheck(task, runner), Checked()
+        for number, one in enumerate(batches, start=1):
+            found = await check.check(history.arrivals(one))
+            total.num_equal += found.num_equal
+            total.differing += found.differing
+            total.unchecked += found.unchecked
+            for line in _lines(f"batch {number} of {len(batches)}  version {one.cut.version}", found):
+                print(printable(line), flush=True)
+        runner.executor.close()
+    finally:
+        if isinstance(task, HasSetUp):
+            task.tear_down()
+    num = total.num_equal + len(total.differing)
+    print(f"{total.num_equal} of {num} rewards equal" + (
+        f"; {len(total.unchecked)} answers cannot be checked" if total.unchecked else ""
+    ))
+    return DIFFERS if total.differing else UNCHECKED if total.unchecked else EQUAL
+
+
+_NO_MEMBER = Member(0, MemberStatus.ABORTED, b"", b"", b"", (), (), (), 0.0, {}, "")
+
+
+def _lines(head: str, found: Checked) -> Iterator[str]:
+    yield f"  {head}  {found.num_equal} equal, {len(found.differing)} differ, {len(found.unchecked)} not checked"
+    yield from (f"    {line}" for line in found.differing)
+    yield from (f"    cannot be checked: {line}" for line in found.unchecked)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="streamrl replay", usage="streamrl replay RUN --rewards [--from N] [--to N] [key=value ...]",
+        description="Run the environment again on a run's recorded answers, and name the rewards that differ.",
+        epilog="Exit status: 0 all equal, 1 a reward differs, 2 an error, 3 some cannot be checked.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or its name in runs/")
+    parser.add_argument("--rewards", action="store_true", help="this")
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="begin with version N")
+    parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end before version N")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings in place of the run's, as of a reward")
+    given = parser.parse_intermixed_args()
+    start_log("replay", level="ERROR")
+    try:
+        return asyncio.run(check_rewards(find_run_dir(given.run), given.words, given.first, given.last))
+    except (StreamrlError, OSError) as error:
+        print(f"error: {one_sentence(error)}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # an environment's thread that hangs must not hold the process

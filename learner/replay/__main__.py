@@ -1,0 +1,88 @@
+"""streamrl replay RUN [--from N] [--to N] [key=value ...]: train the run's log again, and compare every version.
+
+With --rewards it trains nothing, and is `actors.recorded`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+from learner.replay.opened import OpenedRun, open_run
+from learner.replay.ranks import join_ranks
+from learner.replay.without import group_ids, require_groups
+from streamrl.errors import StreamrlError
+from streamrl.messages.printable import start_log
+
+EQUAL, DIFFERS, ERROR, NOT_COMPARABLE = 0, 1, 2, 3
+"""Exit statuses."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="streamrl replay",
+        usage="streamrl replay RUN [--from N] [--to N] [--without GROUPS | --rewards] [key=value ...]",
+        description="Train a run's log again, without hub and actors, and compare its versions with those of then.",
+        epilog="Exit status: 0 all equal, 1 a version differs, 2 an error, 3 not comparable (see what it prints).",
+    )
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="begin at or before version N")
+    parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end at version N")
+    parser.add_argument(
+        "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
+        help="leave these groups out of their batches; the versions after them differ",
+    )
+    parser.add_argument(
+        "--rewards", action="store_true", help="train nothing: run the reward function again on the recorded answers"
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
+    given = parser.parse_intermixed_args()
+    start_log("replay", level="WARNING")
+    try:
+        join_ranks(Path(given.run), "learner.replay")
+        run = open_run(Path(given.run), given.words, at_most=given.first)
+        return replay(run, last=given.last, without=given.without)
+    except StreamrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozenset()) -> int:
+    """Print, on rank 0, each version and how it compares; the exit status."""
+    say = partial(print, flush=True) if run.ranks.rank == 0 else lambda text: None
+    begin, batches = run.version, run.batches(upto=last)
+    require_groups(batches, without)
+    other = run.other_environment()
+    say(f"{run.run_dir}: {len(batches)} batches from version {begin} on")
+    for line in other:
+        say(f"  not as it was: {line}")
+    counts: Counter[str] = Counter()
+    first_difference = ""
+    for number, one in enumerate(run.train(upto=last, without=without), start=1):
+        counts["equal"] += sum(not text for text in one.versions.values())
+        counts["compared"] += len(one.versions)
+        texts = [text for text in one.versions.values() if text]
+        first_difference = first_difference or next(iter(texts), "")
+        said = texts[0] if texts else "equal" if one.versions else "was not published"
+        say(f"  batch {number} of {len(batches)}  version {one.version}  {said}")
+    say(f"{counts['equal']} of {counts['compared']} versions equal")
+    if not first_difference:
+        return EQUAL
+    if without:
+        say(f"{first_difference}, the first after a batch that lacks a group")
+        return EQUAL
+    if other:
+        say(f"not comparable: {first_difference}, and {'; '.join(other)}")
+        return NOT_COMPARABLE
+    say(f"differs: {first_difference}")
+    return DIFFERS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A run's log opened for training again: the trainer of the run at a version, and the batches from there on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from envs.registry import task_of
+from learner.checkpoint.checkpoint import Checkpoint, checkpoint_at, write_checkpoint
+from learner.checkpoint.resume import ResumeState
+from learner.control.staleness import StalenessControl
+from learner.data.trajectories import TrajectoryReader
+from learner.loop.retrain import Retrained, retrain
+from learner.loop.steering import Steering
+from learner.model.adapter.base import AdapterOf
+from learner.model.paths import model_directory, policy_vocab_size
+from learner.objective.plan import BatchPlan
+from learner.objective.statistics.step import StepStatistics
+from learner.publish.digests import WeightDigests
+from learner.ranks.mesh import Ranks
+from learner.setup.device import start_ranks
+from learner.setup.environment import environment
+from learner.setup.inputs import fit_to_records, prepare_inputs
+from learner.setup.publishing import published_parameters
+from learner.setup.trainer import load_trainer, make_staleness
+from learner.sources.log import LogSource
+from learner.trainer import Trainer
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config
+from streamrl.errors import ControlError, RunNotFoundError
+from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.segments import segments
+
+log = logging.getLogger("streamrl.replay")
+
+
+@dataclass
+class OpenedRun:
+    """A run without hub and actors: what its learner was at `version`, and the log after it.
+
+    Attributes:
+        version: of the trainer now; it moves as it trains.
+        history: all of the log that is there.
+    """
+
+    run_dir: Path
+    config: Config
+    model_dir: Path
+    vocab_size: int
+    history: History
+    trainer: Trainer
+    staleness: StalenessControl
+    adapter: AdapterOf | None = None
+
+    @property
+    def version(self) -> int:
+        return self.trainer.version
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.trainer.ranks
+
+    def batches(self, *, upto: int | None = None) -> list[LoggedBatch]:
+        """Batches that were trained from the present version on, up to the one that leads to `upto`."""
+        return [
+            one for one in self.history.batches
+            if one.cut.version >= self.version and one.trained and (upto is None or one.cut.version < upto)
+        ]
+
+    def train(
+        self, *, upto: int | None = None, compare: bool = True, without: frozenset[int] = frozenset(),
+        on_planned: Callable[[BatchPlan, StepStatistics], None] | None = None,
+    ) -> Iterator[Retrained]:
+        """Train on the log's batches; each is yielded once it is trained, compared with the run if asked.
+
+        Args:
+            on_planned: called with the plan of each batch before it is trained.
+        """
+        history = replace(self.history, batches=self.batches(upto=upto))
+        source = LogSource(
+            history, TrajectoryReader(vocab_size=self.vocab_size), self.ranks,
+            max_tokens=self.trainer.settings.max_tokens, check_rewards=self.trainer.objective.reward_rules.check,
+            without=without,
+        )
+        steering = Steering(self.staleness, self.ranks, self.trainer.clock)
+        with closing(self._digests()) as digests:
+            yield from retrain(
+                self.trainer, source, steering, published=self.history.published if compare else {}, digests=digests,
+                on_planned=on_planned,
+            )
+
+    def difference(self) -> str | None:
+        """How the weights differ from those that the run published as this version, "" if not; None: it did not."""
+        with closing(self._digests()) as digests:
+            manifest = self.history.published.get(self.version)
+            return None if manifest is None else digests.difference(self.version, manifest)
+
+    def save(self, folder: Path) -> Checkpoint:
+        """A checkpoint of now in a folder, for `open_run(begin=...)`; a collective call."""
+        trainer, adapter = self.trainer, self.adapter
+        moves = bool(trainer.settings.sync_reference_every)
+        write_checkpoint(
+            folder, self.version, trainer.networks.tensors(reference_moves=moves), self.ranks, blobs={}, num_keep=1,
+            extra={
+                "adapter": adapter.to_plain() if adapter is not None else None,
+                "controls": {**trainer.objective.to_plain(), "staleness": self.staleness.to_json()},
+            },
+        )
+        saved = checkpoint_at(folder, self.version)
+        assert saved is not None
+        return saved
+
+    def _digests(self) -> WeightDigests:
+        return WeightDigests(
+            published_parameters(self.trainer.networks.policy, self.config.policy.lora), self.ranks,
+            wire_dtype=self.trainer.settings.wire_dtype, bucket_bytes=self.config.publish.bucket_bytes,
+        )
+
+    def other_environment(self) -> list[str]:
+        """What is not as it was when the run began or went on: equality, bit by bit, cannot be expected then."""
+        now = environment(self.ranks)
+        return sorted({
+            f"{name} {then} then, {now.get(name, 'nothing')} now"
+            for start in self.history.starts for name, then in start.environment.items() if now.get(name) != then
+        })
+
+
+def open_run(
+    run_dir: Path, words: Sequence[str] = (), *, at_most: int = 0, ranks: Ranks | None = None,
+    config: Config | None = None, begin: Checkpoint | None = None,
+) -> OpenedRun:
+    """Open a run at its newest checkpoint up to version `at_most`, else at the model that it started from.
+
+    Args:
+        words: settings that replace the run's own.
+        config: all settings, in place of the run's own and `words`.
+        begin: the checkpoint to open it at.
+    Raises:
+        RunNotFoundError: there is no run.
+        ControlError: it has no log, or none that reaches back to a version that is there.
+        LogError: its log is damaged.
+    """
+    if not (run_dir / "config.yaml").exists():
+        raise RunNotFoundError(f"{run_dir} is no run directory: it has no config.yaml")
+    files = segments(run_dir)
+    if not files:
+        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
+    config = config or load_config([str(run_dir / "config.yaml"), *words])
+    ranks = ranks or start_ranks(config.run, config.learner)
+    torch.manual_seed(config.run.seed)
+    prepare_inputs(config, ranks.device)
+    task = task_of(config)
+    fit_to_records(config, task)
+    history = History.read(run_dir, files[0].first)
+    checkpoint = begin or _begin(run_dir, history, at_most, complete=files[0].first == 1)
+    model_dir = model_directory(
+        config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
+        max_positions=config.learner.max_tokens_per_device,
+    )
+    past = ResumeState(history.starts[-1].run_id) if checkpoint is None else ResumeState(
+        history.starts[-1].run_id, checkpoint.version, checkpoint=checkpoint
+    )
+    staleness = make_staleness(config, past.controls)
+    trainer, adapter = load_trainer(config, model_dir, past, staleness, ranks)
+    return OpenedRun(run_dir, config, model_dir, policy_vocab_size(model_dir), history, trainer, staleness, adapter)
+
+
+def _begin(run_dir: Path, history: History, at_most: int, *, complete: bool) -> Checkpoint | None:
+    """The checkpoint to begin from; None for the starting model."""
+    checkpoint = checkpoint_at(run_dir, at_most)
+    if checkpoint is None and not complete:
+        first = min((one.cut.version for one in history.batches), default=0)
+        raise ControlError(
+            f"the log of {run_dir} begins with the batch for version {first}, and no checkpoint up to version "
+            f"{at_most} is there to begin from: ask for a version from {first} on, or keep more (stream.max_gb, "
+            "checkpoint.num_keep)"
+        )
+    if not history.starts:
+        raise ControlError(f"the log of {run_dir} holds no start of the run: it cannot be trained again")
+    return checkpoint

@@ -1,0 +1,272 @@
+"""streamrl verify BUNDLE: whether a run was as its bundle says."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from envs.registry import task_of
+from learner.replay.consistency import compare_records
+from learner.replay.retraining import LISTED, Findings, Retraining
+from learner.replay.rewards import RewardAgain, count_reasons, rewards_again
+from streamrl.config.load import load_config
+from streamrl.environment import HasSetUp, Task
+from streamrl.errors import ControlError, StreamrlError, WireError, one_sentence
+from streamrl.messages.printable import printable_lines, start_log
+from streamrl.stream.archive import BundleError, sha256_of, unpack
+from streamrl.stream.history import History
+from streamrl.stream.records import LogError
+from streamrl.stream.segments import segments
+from streamrl.weights.assets import unpack_assets
+
+AGREES, DISAGREES, ERROR, NOT_COMPARABLE = 0, 1, 2, 3
+"""Exit statuses."""
+LEVELS = ("hash", "reward", "step", "loss", "draw")
+TELL_S = 5.0
+EPILOG = """levels:
+  hash    every byte against the manifest; log, versions, metrics, evaluations and summary against each other
+  reward  the task's reward of every recorded answer, computed again
+  step    random batches trained again, from the beginning or the nearest checkpoint on: every version on the way and
+          all that training measured, bit by bit
+  loss    tokens of random groups under the version that sampled them: recorded log-probs
+  draw    the same tokens drawn again from their seeds (actors.engine=native)
+
+exit status: 0 every level agrees, 1 one disagrees, 2 an error, 3 one could not be checked here"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a level: an exit status, and a sentence."""
+
+    status: int
+    text: str
+    listed: Sequence[str] = ()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="streamrl verify", description="Check that a run was as its bundle says (streamrl bundle RUN).",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--level", default="hash,reward", metavar="NAMES", help="hash,reward by default; or all")
+    parser.add_argument("--num", type=int, default=3, metavar="K", help="batches to train again (default: 3)")
+    parser.add_argument("--seed", type=int, default=None, metavar="S", help="of what is chosen; by default a new one")
+    parser.add_argument("--digest", default="", metavar="HEX", help="that `streamrl bundle` printed")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own, as "
+                        "env.path=task.py where the file is here")
+    given = parser.parse_args()
+    levels = LEVELS if given.level == "all" else tuple(given.level.split(","))
+    if unknown := [name for name in levels if name not in LEVELS]:
+        parser.error(f"--level {unknown[0]}: choose from {', '.join(LEVELS)}, all")
+    if given.num < 1:
+        parser.error(f"--num {given.num}: at least 1")
+    start_log("verify", level="WARNING")
+    try:
+        with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as folder:
+            seed = secrets.randbits(32) if given.seed is None else given.seed
+            return verify(given.bundle, Path(folder), levels, given.words, num=given.num, seed=seed,
+                          digest=given.digest)
+    except (StreamrlError, OSError) as error:
+        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def verify(
+    path: Path, folder: Path, levels: Sequence[str], words: Sequence[str], *, num: int, seed: int, digest: str = ""
+) -> int:
+    """Unpack a bundle into an empty folder, check it at each level, print what was found; the exit status."""
+    try:
+        manifest, found = unpack(path, folder)
+    except BundleError as error:
+        return _told("hash", Outcome(DISAGREES, str(error)))
+    print(f"{path}: run {manifest.get('run_id')}, sha256 of its manifest {found}", flush=True)
+    if digest and digest != found:
+        return _told("hash", Outcome(DISAGREES, f"its manifest has not the digest that was given, {digest}"))
+    statuses = [_told("hash", _hash(folder, manifest))] if "hash" in levels else []
+    if max(statuses, default=AGREES) == DISAGREES:
+        print("the other levels are not checked: they would be about records that contradict each other")
+        return DISAGREES
+    words = [*_words(folder, words, manifest), *words]
+    if "reward" in levels:
+        statuses.append(_told("reward", _or_damaged(lambda: _rewards(folder, words))))
+    if {"step", "loss", "draw"} & set(levels):
+        statuses += _trained_again(folder, levels, words, num=num, seed=seed)
+    return next((one for one in (DISAGREES, ERROR, NOT_COMPARABLE) if one in statuses), AGREES)
+
+
+def _told(level: str, outcome: Outcome) -> int:
+    said = {AGREES: "agrees", DISAGREES: "DISAGREES", NOT_COMPARABLE: "not checked"}[outcome.status]
+    print(f"{level:<8}{said}: {outcome.text}")
+    for line in outcome.listed[:LISTED]:
+        print(f"          {printable_lines(line)}")
+    if len(outcome.listed) > LISTED:
+        print(f"          and {len(outcome.listed) - LISTED} more")
+    sys.stdout.flush()
+    return outcome.status
+
+
+def _or_damaged(check: Callable[[], Outcome]) -> Outcome:
+    """The outcome; records that cannot be read as they should be are a disagreement."""
+    try:
+        return check()
+    except (LogError, WireError) as error:
+        return Outcome(DISAGREES, str(error))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # of edited files
+        return Outcome(DISAGREES, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
+
+
+def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
+    def check() -> Outcome:
+        found = compare_records(folder)
+        did = (
+            f"{len(manifest['files'])} files, {found.num_versions} versions, {found.num_rewards} trajectories, "
+            f"{found.num_rows} rows of metrics, {found.num_evaluations} evaluations"
+        )
+        if found.disagreements:
+            return Outcome(DISAGREES, f"records contradict each other ({did})", found.disagreements)
+        return Outcome(AGREES, f"{did}; what only training can tell is for step, the report's text is not read")
+
+    return _or_damaged(check)
+
+
+def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list[str]:
+    """Settings for what is elsewhere here. Raises ControlError: a file of the task is missing, or is another one."""
+    made = []
+    if (folder / "start_model").is_dir() and not any(word.startswith("policy.model_path=") for word in words):
+        made.append(f"policy.model_path={folder / 'start_model'}")
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    for setting, entry in manifest.get("inputs", {}).items():
+        path = Path(given.get(setting, entry["path"]))
+        if not path.is_file():
+            raise ControlError(
+                f"{path} is not here, of which the run read {setting}: a bundle holds no code and no data set. Get "
+                f"the file with sha256 {entry['sha256'] or 'unknown'}, and add {setting}=FILE"
+            )
+        if entry["sha256"] and sha256_of(path) != entry["sha256"]:
+            raise ControlError(
+                f"{path} is not the file that the run read ({setting}, sha256 {entry['sha256']}): add {setting}=FILE "
+                "with the right one"
+            )
+    return made
+
+
+def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
+    history = History.read(folder, segments(folder)[0].first)
+    config = load_config([str(folder / "config.yaml"), *words])
+    unpack_assets((folder / "assets.msgpack").read_bytes(), folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder / "tokenizer", local_files_only=True, trust_remote_code=False
+    )
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    task, tell = task_of(config), _Progress("rewards")
+    found: list[RewardAgain] = []
+    disagreements = []
+    with _set_up(task):
+        for batch in history.batches:
+            for one in history.arrivals(batch):
+                again = rewards_again(
+                    one.frame, task.record("train", one.prompt_index), task, text_of, max_turns=config.env.max_turns,
+                    limit_s=config.env.step_timeout_s,
+                )
+                found += again
+                disagreements += [
+                    f"group {one.group_id} member {row.index} of {one.actor_id}, prompt {one.prompt_index}: recorded "
+                    f"{row.recorded:g}, the task gives {row.again:g}" for row in again if not row.agrees
+                ]
+                tell(f"{len(found)}")
+    reasons = count_reasons(found)
+    num = len(found) - sum(reasons.values())
+    unknown = [f"{count} rewards: {reason}" for reason, count in reasons.items()]
+    if disagreements:
+        return Outcome(DISAGREES, f"{len(disagreements)} of {num} rewards are not the task's", disagreements)
+    if reasons:
+        return Outcome(NOT_COMPARABLE, f"{sum(reasons.values())} of {len(found)} rewards, the others agree", unknown)
+    return Outcome(AGREES, f"{num} rewards are those that {task.name} gives; who wrote the answers is for loss")
+
+
+@contextmanager
+def _set_up(task: Task) -> Iterator[None]:
+    if not isinstance(task, HasSetUp):
+        yield
+        return
+    task.set_up()
+    try:
+        yield
+    finally:
+        task.tear_down()
+
+
+def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num: int, seed: int) -> list[int]:
+    """The levels that need weights share one replay."""
+    again = Retraining(folder, words, _Progress("replay"))
+    try:
+        again.check(num, Random(seed), steps="step" in levels, answers=bool({"loss", "draw"} & set(levels)))
+    except (LogError, WireError) as error:
+        return [_told("step", Outcome(DISAGREES, f"the log cannot be trained again: {error}"))]
+    statuses = []
+    if "step" in levels:
+        statuses.append(_told("step", _step(again, seed)))
+    if "loss" in levels:
+        text = f"{again.loss.num} tokens, the largest mean difference of a group is {again.loss.largest:.2g} nats"
+        statuses.append(_told("loss", _outcome(again, again.loss, f"{text} (--seed {seed})")))
+    if "draw" in levels:
+        statuses.append(_told("draw", _draw(again, seed)))
+    return statuses
+
+
+def _step(again: Retraining, seed: int) -> Outcome:
+    which = f"the batches for versions {', '.join(map(str, again.batches))} (--seed {seed})"
+    if again.step.disagreements and again.other:
+        return Outcome(
+            NOT_COMPARABLE, f"weights differ, but so does this machine ({which})",
+            [*again.other, *again.step.disagreements],
+        )
+    return _outcome(again, again.step, f"{again.step.num} versions bit by bit, up to {which}")
+
+
+def _draw(again: Retraining, seed: int) -> Outcome:
+    if not again.draws_by_seed:
+        return Outcome(NOT_COMPARABLE, "this engine's draws do not follow from seeds: loss looks at the same tokens")
+    return _outcome(again, again.draw, f"{again.draw.num} tokens of first turns (--seed {seed})")
+
+
+def _outcome(again: Retraining, found: Findings, text: str) -> Outcome:
+    if found.disagreements:
+        return Outcome(DISAGREES, text, found.disagreements)
+    if not found.num:
+        return Outcome(NOT_COMPARABLE, f"nothing was found to check: {text}")
+    return Outcome(AGREES, text)
+
+
+class _Progress:
+    """A line on standard error now and then."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._at = what, time.monotonic() + TELL_S
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() >= self._at:
+            self._at = time.monotonic() + TELL_S
+            print(f"  {self._what}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

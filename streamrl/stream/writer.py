@@ -1,0 +1,219 @@
+"""Appending to a run's log: one thread writes and syncs what was appended meanwhile (group commit).
+
+`append` never waits. A record is durable once `durable` has reached its number: with fsync=interval every 50 ms or
+4 MiB, with always as soon as it is written; never leaves that to the operating system. What cannot be written, as on a
+full disk, is tried again every second, and nothing is lost; `failure` says why meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from streamrl.stream.records import LogError, Record, encode
+from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segment_path, segments, whole_end
+
+log = logging.getLogger(__name__)
+
+SYNC_S, SYNC_BYTES = 0.05, 4 << 20
+SEGMENT_BYTES = 64 << 20
+MAX_BUFFERS = 512
+"""Of one system call; no system takes fewer than 16, Linux 1,024."""
+RETRY_S = 1.0
+Fsync = Literal["interval", "always", "never"]
+
+
+class LogWriter:
+    """The one writer of a log.
+
+    It begins a new file, after the end of the last one (`close_log`).
+
+    Args:
+        run_dir: the log is in its folder `stream`.
+        next_sequence: of its first record, at least the one after the log's last; None is that one.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, *, next_sequence: int | None = None, fsync: Fsync = "interval",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._folder = Path(run_dir) / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._fsync, self._segment_bytes = fsync, segment_bytes
+        following, self._number = close_log(run_dir)
+        self.next_sequence = following if next_sequence is None else next_sequence
+        if self.next_sequence < following:
+            raise LogError(
+                f"the log of {run_dir} goes on to record {following - 1}, which cannot be read here: a later release "
+                "wrote it; continue with that one"
+            )
+        self.durable = self.next_sequence - 1
+        """The newest sequence number that survives a crash."""
+        self.failure = ""
+        """Why nothing can be written; "" while that goes well."""
+        self.num_bytes = 0
+        """Written by this writer."""
+        self._waiting: deque[tuple[int, bytearray]] = deque()
+        self._num_waiting = 0  # bytes
+        self._changed = threading.Condition()
+        self._closing = False
+        self._file: BinaryIO | None = None
+        self._end = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def append(self, body: Record) -> int:
+        """Queue a record; returns its sequence number."""
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        data = encode(sequence, body)
+        with self._changed:
+            self._waiting.append((sequence, data))
+            self._num_waiting += len(data)
+            if len(self._waiting) == 1 or self._num_waiting >= SYNC_BYTES:
+                self._changed.notify()
+        return sequence
+
+    def remove_before(self, sequence: int, *, to_bytes: int | None = None) -> int:
+        """Remove files whose records all lie before this one, the oldest first; returns how many.
+
+        Args:
+            to_bytes: only as many as it takes for the log to be no larger.
+        """
+        files = segments(self._folder.parent)
+        sizes = [one.path.stat().st_size for one in files]
+        total, num = sum(sizes), 0
+        for one, following, size in zip(files, files[1:], sizes, strict=False):
+            if following.first > sequence or (to_bytes is not None and total <= to_bytes):
+                break
+            with suppress(FileNotFoundError):
+                one.path.unlink()
+            total, num = total - size, num + 1
+        return num
+
+    def close(self) -> None:
+        """Write and sync what was appended, if that is possible now."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                last = self._closing  # an attempt that began before has another one
+            began = time.monotonic()
+            try:
+                self._commit()
+            except OSError as error:
+                if not self.failure:
+                    log.warning("the log cannot be written: %s", error)
+                self.failure = str(error)
+                self._drop_file()
+                with self._changed:
+                    if last:
+                        log.error("%d records of the log could not be written: %s", len(self._waiting), error)
+                        break
+                    self._changed.wait_for(lambda: self._closing, RETRY_S)
+                continue
+            self.failure = ""
+            if self._fsync == "interval" and not self._closing:  # more comes meanwhile, and shares the next fsync
+                left = SYNC_S - (time.monotonic() - began)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._num_waiting >= SYNC_BYTES, max(0.0, left))
+        if self._file is not None:
+            self._file.close()
+
+    def _commit(self) -> None:
+        """Write what waits now, and sync it. Raises OSError, with the file as it was before."""
+        with self._changed:
+            batch = list(self._waiting)
+        if self._file is None or self._end >= self._segment_bytes:
+            self._begin_segment(batch[0][0])
+        file = self._file
+        assert file is not None
+        num_bytes = 0
+        for start in range(0, len(batch), MAX_BUFFERS):
+            num_bytes += _write_all(file.fileno(), [data for _, data in batch[start : start + MAX_BUFFERS]])
+        if self._fsync != "never":
+            os.fdatasync(file.fileno())
+        self._end += num_bytes
+        self.num_bytes += num_bytes
+        with self._changed:
+            for _ in batch:
+                self._waiting.popleft()
+            self._num_waiting -= num_bytes
+        self.durable = batch[-1][0]
+
+    def _begin_segment(self, first: int) -> None:
+        """Begin a file; its name is durable before any record in it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        path = segment_path(self._folder, self._number)
+        file = open(path, "wb", buffering=0)
+        try:
+            file.write(SEGMENT_HEADER.pack(MAGIC, first))
+            handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError:
+            file.close()
+            with suppress(OSError):
+                path.unlink()
+            raise
+        self._file, self._end, self._number = file, SEGMENT_HEADER.size, self._number + 1
+
+    def _drop_file(self) -> None:
+        """Cut off what a failed write left, so that the next one continues at the end of a whole record."""
+        if self._file is None:
+            return
+        try:
+            os.ftruncate(self._file.fileno(), self._end)
+            self._file.seek(self._end)
+        except OSError:  # a file that cannot even be cut is left with its torn end; the next one begins here
+            self._file.close()
+            self._file = None
+
+
+def _write_all(file: int, buffers: Sequence[bytearray]) -> int:
+    """Write all of the buffers, however often the system takes only a part; returns their bytes. Raises OSError."""
+    left = [memoryview(one) for one in buffers]
+    total = sum(map(len, left))
+    while left:
+        num = os.writev(file, left)
+        while left and num >= len(left[0]):
+            num -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num:]
+    return total
+
+
+def close_log(run_dir: Path | str) -> tuple[int, int]:
+    """Cut off a torn record at the end, which no actor was told of; (next sequence number, number of the next file).
+
+    Raises LogError: the end is damaged in another way.
+    """
+    folder = Path(run_dir) / FOLDER
+    numbers = [int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit()]
+    files = segments(run_dir)
+    number = max(numbers, default=0) + 1
+    if not files:
+        return 1, number
+    end, following = whole_end(files[-1].path)
+    size = files[-1].path.stat().st_size
+    if end < size:
+        log.warning("the log ended in a torn record of %d bytes, which was never acknowledged: cut off", size - end)
+        os.truncate(files[-1].path, end)
+    return following, number

@@ -1,0 +1,187 @@
+"""`streamrl stream`: what a run's log holds, one line a record; or its answers in a file for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from streamrl.errors import ControlError
+from streamrl.messages.printable import printable
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.export import export, tokenizer_text
+from streamrl.stream.groups import OUTCOMES, LoggedGroup, Wanted, rows
+from streamrl.stream.records import (
+    BatchCut,
+    CheckpointSaved,
+    Evaluated,
+    GroupMoved,
+    Record,
+    RunStarted,
+    RunStopped,
+    StepTaken,
+    VersionPublished,
+)
+from streamrl.stream.segments import read_records, segments
+
+KINDS: dict[str, type] = {
+    "run": RunStarted, "group": LoggedGroup, "moved": GroupMoved, "batch": BatchCut, "step": StepTaken,
+    "version": VersionPublished, "evaluation": Evaluated, "checkpoint": CheckpointSaved, "stop": RunStopped,
+}
+STATES = {0: "ready", 1: "leased", 2: "held", 5: "dropped"}
+TELL_EVERY = 10_000
+
+
+def stream(words: list[str]) -> int:
+    """Print the records that are asked for, or export the answers of the groups."""
+    given = _parser().parse_args(words)
+    run_dir = find_run_dir(given.run)
+    files = segments(run_dir)
+    if not files:
+        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
+    wanted = Wanted(
+        versions=_range("--version", given.version, int), actor=given.actor, outcome=given.outcome,
+        rewards=_range("--reward", given.reward, float),
+    )
+    of_groups = bool(given.actor or given.outcome or given.reward)
+    kinds = tuple(KINDS[one] for one in given.kind) or tuple(
+        cls for name, cls in KINDS.items() if (name == "group" if of_groups else name != "moved")
+    )
+    if given.export:
+        return _export(run_dir, wanted, Path(given.export))
+    for sequence, record in rows(run_dir, wanted):
+        if isinstance(record, kinds) and _within(record, wanted.versions):
+            print(printable(f"{sequence:8d}  {line(record)}"))
+    return 0
+
+
+def line(record: Record | LoggedGroup) -> str:
+    """One record in a line."""
+    match record:
+        case LoggedGroup(arrived=one):
+            return f"group       {one.group_id} of {one.actor_id}, prompt {one.prompt_index}: {_fate(record)}"
+        case RunStarted(start=start, run_id=run_id, version=version, learner_epoch=epoch):
+            return f"run         {run_id}, start {start}, epoch {epoch}, from version {version} on"
+        case GroupMoved(group_id=group_id, state=state, reason=reason, actor_id=actor):
+            return f"moved       {group_id} {STATES.get(state, state)} {actor or reason}".rstrip()
+        case BatchCut(version=version, plan=plan):
+            groups = len({row.group_id for row in plan})
+            return f"batch       for version {version}: {groups} groups, {len(plan)} answers"
+        case StepTaken(skipped=True, reason=reason):
+            return f"step        skipped: {reason}"
+        case StepTaken(version=version, grad_norm=norm, seconds=seconds):
+            return f"step        to version {version}: gradient norm {norm:.4g}, {seconds:.2f} s"
+        case VersionPublished(manifest=manifest):
+            ref = manifest.ref
+            return f"version     {ref.version} of epoch {ref.learner_epoch}, root digest {manifest.root.hex()}"
+        case Evaluated(version=version, dataset=dataset, score=score, prompt_scores=scores):
+            named = f"{dataset} " if dataset else ""
+            return f"evaluation  {named}of version {version}: {score:.4g}, {len(scores)} prompts"
+        case CheckpointSaved(version=version):
+            return f"checkpoint  of version {version}"
+        case RunStopped(reason=reason):
+            return f"stop        {reason}"
+        case _:
+            return type(record).__name__
+
+
+def _fate(one: LoggedGroup) -> str:
+    outcome = one.outcome + (f" ({one.reason})" if one.reason else "")
+    if one.reward is None or one.versions is None:
+        return outcome if one.group is not None else f"{outcome}, not kept"
+    trained = f", trained at {one.trained_at}" if one.trained_at >= 0 else ""
+    first, last = one.versions
+    span = f"version {first}" if first == last else f"versions {first}..{last}"
+    return f"{outcome}, {len(one.members)} answers, mean reward {one.reward:.4g}, {span}{trained}"
+
+
+def _within(record: Record | LoggedGroup, versions: tuple[int, int] | None) -> bool:
+    """Whether a record is of one of these versions; of groups that is known already."""
+    if versions is None or isinstance(record, LoggedGroup):
+        return True
+    version = record.manifest.ref.version if isinstance(record, VersionPublished) else getattr(record, "version", None)
+    return version is not None and versions[0] <= version <= versions[1]
+
+
+def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
+    text = tokenizer_text(_tokenizers(run_dir))
+    if text is None:
+        print("no tokenizer is at hand: token ids only, without texts", file=sys.stderr)
+    start = next((one for _, one in read_records(run_dir) if isinstance(one, RunStarted)), None)
+    settings = json.loads(start.settings) if start is not None else {}
+    model = settings.get("policy", {}).get("model_path") or "tiny"
+    num = export(
+        _told(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
+        model=Path(model).name, text=text,
+    )
+    if not num:
+        print("no answer is what was asked for", file=sys.stderr)
+    print(f"{num} answers in {out}")
+    return 0
+
+
+def _told(run_dir: Path, wanted: Wanted) -> Iterator[LoggedGroup]:
+    """The wanted groups with an answer; tells now and then how far it is."""
+    num = 0
+    for sequence, one in rows(run_dir, wanted):
+        if sequence % TELL_EVERY == 0:
+            print(f"record {sequence}, {num} groups", file=sys.stderr, flush=True)
+        if isinstance(one, LoggedGroup) and one.members:
+            num += 1
+            yield one
+
+
+def _tokenizers(run_dir: Path) -> Iterator[bytes]:
+    """Every tokenizer.json that the run has."""
+    assets = run_dir / "assets.msgpack"
+    if assets.exists():
+        try:
+            found = msgspec.msgpack.decode(assets.read_bytes(), type=dict[str, bytes])
+        except msgspec.MsgspecError:
+            found = {}
+        yield from (data for name, data in found.items() if name == "tokenizer.json")
+    if (path := run_dir / "model" / "tokenizer.json").exists():
+        yield path.read_bytes()
+
+
+def _range(option: str, word: str | None, kind: type) -> tuple | None:
+    """A..B, A.., ..B or one number."""
+    if word is None:
+        return None
+    first, dots, last = word.partition("..")
+    try:
+        low = kind(first) if first else -math.inf
+        high = (kind(last) if last else math.inf) if dots else low
+        if (first or last) and low <= high:
+            return low, high
+    except ValueError:
+        pass
+    raise ControlError(f"{option} {word}: give two numbers, the smaller first, as 20..40, or one; 20.. has no end")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamrl stream", usage="streamrl stream RUN [option ...]",
+        description="Print what a run's log holds, one line a record, or export the answers of its groups.",
+        epilog="An option on groups (--actor, --outcome, --reward) leaves out all other records.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or its name in runs/")
+    parser.add_argument("--version", metavar="A..B", help="of these versions; of groups: that sampled a token")
+    parser.add_argument("--actor", metavar="ID", help="groups of this actor")
+    parser.add_argument("--outcome", choices=OUTCOMES, help="groups that ended so; stale ones were refused")
+    parser.add_argument("--reward", metavar="MIN..MAX", help="groups with a mean reward between these; --reward=-1..0")
+    parser.add_argument(
+        "--kind", action="append", default=[], choices=KINDS, metavar="KIND",
+        help=f"only this kind, may be given again: {', '.join(KINDS)}; all but moved if none is given",
+    )
+    parser.add_argument(
+        "--export", metavar="FILE", help="write the answers: FILE.parquet, FILE.json (a list of ATIF-v1.7 "
+        "trajectories), or a folder that gets a file for each trajectory",
+    )
+    return parser
+

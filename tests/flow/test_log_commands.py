@@ -1,0 +1,30 @@
+"""The commands that read and train a run's log, at a real run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.flow.processes import RunHarness
+from tests.flow.test_lora_commands import command
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("words", [(), ("policy.lora.rank=4",)], ids=["weights", "adapter"])
+def test_every_command_reads_the_log_of_a_run(harness: RunHarness, words):
+    launched = harness.launch(*words, "trainer.num_steps=4", "launch.num_actors=1")
+    assert harness.finish(launched, 400) == 0, harness.logs()
+    run, folder = str(harness.run_dir), harness.run_dir
+
+    assert "group  " in command(harness, "stream", run, "--outcome", "accepted")
+    assert "4 of 4 versions equal" in command(harness, "replay", run, "--from", "0", "--to", "4")
+    assert "cannot be checked" not in command(harness, "replay", run, "--rewards", "--from", "1", "--to", "3")
+    assert command(harness, "at", f"{run}@4").endswith("versions/4: equal\n")
+    rebuilt, exported = (load_file(one / "model.safetensors") for one in (folder / "versions/4", folder / "model"))
+    assert rebuilt.keys() == exported.keys() and all(torch.equal(rebuilt[name], exported[name]) for name in rebuilt)
+    assert f"{run}/versions/2" in command(harness, "eval", f"{run}@2", "eval.num_samples=3")
+    told = command(harness, "what-if", run, "--from", "2", "policy.optimizer.lr=1e-5")
+    assert "the run's own settings: 2 of 2 versions bit-equal to the run's" in told
+    assert (folder / "what_if.html").exists() and not (folder / ".what-if").exists()

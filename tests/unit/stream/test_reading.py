@@ -1,0 +1,107 @@
+"""`streamrl stream`: which records it prints, and what it exports, of a small log."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from streamrl.errors import ControlError
+from streamrl.messages import Group, Outcome, PlanRow, ReturnReason, Sampling
+from streamrl.messages.codec import encode
+from streamrl.stream.export import export
+from streamrl.stream.groups import LoggedGroup, Wanted, rows
+from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, RunStarted, StepTaken
+from streamrl.stream.writer import LogWriter
+from streamrl.verbs.stream import stream
+from tests.unit.hub.factories import member
+
+
+def arrived(group_id: int, actor: str, version: int, rewards: tuple[float, ...], refused: str = "") -> GroupArrived:
+    group = Group(
+        incarnation=1, seq=group_id, group_id=group_id, attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
+        detail="", sampling=Sampling(), stats={},
+        members=tuple(member(place, [(1, version)], reward=reward) for place, reward in enumerate(rewards)),
+    )
+    frame = b"" if refused else bytes(encode(group))
+    return GroupArrived(actor, 1, group_id, group_id, 10 + group_id, frame, refused)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Group 1 is trained, 2 dropped, 3 refused, 4 accepted and no more."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    writer = LogWriter(tmp_path)
+    for record in (
+        RunStarted("a-run", 1, 1, 0, json.dumps({"policy": {"model_path": "models/m"}}), {}),
+        arrived(1, "actor-1", 0, (0.0, 1.0)), arrived(2, "actor-2", 1, (1.0, 1.0)),
+        arrived(3, "actor-2", 0, (), "too old"), arrived(4, "actor-1", 2, (0.25,)), GroupMoved(2, 5, "equal rewards"),
+        BatchCut(0, (PlanRow(1, 0, 0, 4, 1, 0.0, 0), PlanRow(1, 1, 0, 4, 1, 1.0, 0)), (2,), (0,)),
+        StepTaken(1, False),
+    ):
+        writer.append(record)
+    writer.close()
+    return tmp_path
+
+
+def found(run_dir, **wanted) -> list[int]:
+    return [one.arrived.group_id for _, one in rows(run_dir, Wanted(**wanted)) if isinstance(one, LoggedGroup)]
+
+
+def test_groups_are_told_by_what_became_of_them(run_dir):
+    told = {one.arrived.group_id: one for _, one in rows(run_dir, Wanted()) if isinstance(one, LoggedGroup)}
+    assert {key: one.outcome for key, one in told.items()} == {1: "accepted", 2: "dropped", 3: "stale", 4: "accepted"}
+    assert (told[1].trained_at, told[1].reward, told[4].trained_at) == (0, 0.5, -1)
+    assert told[2].reason == "equal rewards" and told[3].reward is None
+
+
+@pytest.mark.parametrize(("wanted", "groups"), [
+    ({"actor": "actor-2"}, [2, 3]), ({"outcome": "stale"}, [3]), ({"versions": (1, 2)}, [2, 4]),
+    ({"rewards": (0.0, 0.5)}, [1, 4]), ({"actor": "actor-1", "versions": (2, 9)}, [4]),
+])
+def test_filters_select_groups(run_dir, wanted, groups):
+    assert found(run_dir, **wanted) == groups
+
+
+def test_the_command_prints_a_line_for_each_record(run_dir, capsys):
+    assert stream([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and "trained at 0" in lines[1] and "moved" not in "".join(lines)
+    stream([str(run_dir), "--kind", "batch"])
+    assert capsys.readouterr().out.split(maxsplit=1)[1] == "batch       for version 0: 1 groups, 2 answers\n"
+    stream([str(run_dir), "--reward", "0.2..0.3"])
+    assert capsys.readouterr().out.count("group  ") == 1
+
+
+def test_a_range_that_is_none_and_a_run_without_a_log_are_refused(run_dir, tmp_path):
+    with pytest.raises(ControlError, match=r"--version 5\.\.3: give two numbers"):
+        stream([str(run_dir), "--version", "5..3"])
+    for path in (run_dir / "stream").iterdir():
+        path.unlink()
+    with pytest.raises(Exception, match="has no log"):
+        stream([str(run_dir)])
+
+
+def test_answers_are_exported_as_trajectories_with_exact_tokens(run_dir):
+    out = run_dir / "out.json"
+    groups = [one for _, one in rows(run_dir, Wanted()) if isinstance(one, LoggedGroup)]
+    assert export(groups, out, run_id="a-run", model="m", text=lambda ids: " ".join(map(str, ids))) == 5
+    first = json.loads(out.read_text())[0]
+    assert first["schema_version"] == "ATIF-v1.7" and [step["step_id"] for step in first["steps"]] == [1, 2]
+    user, agent = first["steps"]
+    assert (user["source"], user["message"], agent["source"], agent["message"]) == ("user", "1 2 3", "agent", "4 5")
+    assert agent["metrics"]["prompt_token_ids"] == [1, 2, 3] and agent["metrics"]["logprobs"] == [-0.5, 0.0]
+    assert first["extra"]["trained_at"] == 0 and not list(run_dir.glob("out.json.tmp*"))
+    with pytest.raises(ControlError, match="give FILE.parquet, FILE.json"):
+        export(groups, run_dir / "out.csv", run_id="a-run", model="m", text=None)
+
+
+def test_parquet_has_a_row_for_each_answer(run_dir, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert stream([str(run_dir), "--outcome", "accepted", "--export", str(run_dir / "out.parquet")]) == 0
+    table = parquet.read_table(run_dir / "out.parquet").to_pylist()
+    answers = [(row["group_id"], row["member"], row["reward"]) for row in table]
+    assert answers == [(1, 0, 0.0), (1, 1, 1.0), (4, 0, 0.25)]
+    assert table[2]["versions"] == [2, -1] and table[0]["prompt"] is None
+    assert "no tokenizer is at hand" in capsys.readouterr().err
