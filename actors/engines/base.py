@@ -103,7 +103,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generated turn."""
+    """A turn as an engine generated it."""
 
     token_ids: list[int]
     logprobs: list[float]  # of the sampled tokens under the processed distribution, 0.0 for greedy

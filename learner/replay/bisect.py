@@ -24,7 +24,7 @@ from streamrl.stream.segments import segments
 FOUND, NOTHING_BROKE, ERROR = 0, 1, 2
 """Exit statuses."""
 MAX_BYTES = 20 << 30
-"""Of models on the disk at a time; where more versions are in question, some of them are looked at first."""
+"""Models that are on the disk at a time; with more versions in question, some of them are looked at first."""
 
 
 @dataclass

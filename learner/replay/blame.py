@@ -34,7 +34,7 @@ OK, ERROR = 0, 2
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """What one group did to the weights.
+    """The part of one group in a batch's gradient.
 
     Attributes:
         version: that its batch was trained at.

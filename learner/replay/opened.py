@@ -122,7 +122,7 @@ class OpenedRun:
         )
 
     def other_environment(self) -> list[str]:
-        """What is not as it was when the run began or went on: equality, bit by bit, cannot be expected then."""
+        """List differences from the environments of all starts: with any, weights need not be equal bit by bit."""
         now = environment(self.ranks)
         return sorted({
             f"{name} {then} then, {now.get(name, 'nothing')} now"

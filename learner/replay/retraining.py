@@ -53,7 +53,7 @@ class Retraining:
         self.batches: list[int] = []
         """Versions that the chosen batches were trained at."""
         self.other: list[str] = []
-        """What is not as it was: weights that differ prove nothing then."""
+        """List differences between the environments of then and now: with any, other weights prove nothing."""
         self.draws_by_seed = False
 
     def check(self, num: int, random: Random, *, steps: bool, answers: bool) -> None:
@@ -95,7 +95,7 @@ class Retraining:
             self.step.disagreements += [text] if text else []
 
     def _metrics(self, one: Retrained) -> None:
-        """What training measured, against the row of metrics of that step."""
+        """Compare measurements of a step that was trained again with its row of metrics."""
         assert one.trained is not None and self._run is not None
         row = row_of(self._rows, _batch(one), self._run.trainer.settings.steps_per_batch)
         if row is None:
