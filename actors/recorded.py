@@ -28,18 +28,16 @@ from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp, Task
-from streamrl.errors import ControlError, EngineError, StreamrlError, one_sentence
+from streamrl.errors import ControlError, EngineError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, VersionRef
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable, start_log
 from streamrl.run_dirs import find_run_dir
+from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
 from streamrl.stream.groups import MAX_FRAME_BYTES
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import GroupArrived
 from streamrl.stream.segments import segments
-
-EQUAL, DIFFERS, ERROR, UNCHECKED = 0, 1, 2, 3
-"""Exit statuses."""
 
 
 class RecordedEngine:
@@ -193,7 +191,7 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
     print(f"{total.num_equal} of {num} rewards equal" + (
         f"; {len(total.unchecked)} answers cannot be checked" if total.unchecked else ""
     ))
-    return DIFFERS if total.differing else UNCHECKED if total.unchecked else EQUAL
+    return DIFFERS if total.differing else NOT_COMPARABLE if total.unchecked else EQUAL
 
 
 _NO_MEMBER = Member(0, MemberStatus.ABORTED, b"", b"", b"", (), (), (), 0.0, {}, "")
@@ -218,17 +216,10 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings in place of the run's, as of a reward")
     given = parser.parse_intermixed_args()
     start_log("replay", level="ERROR")
-    try:
-        return asyncio.run(check_rewards(find_run_dir(given.run), given.words, given.first, given.last))
-    except (StreamrlError, OSError) as error:
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return asyncio.run(check_rewards(find_run_dir(given.run), given.words, given.first, given.last))
 
 
 if __name__ == "__main__":
-    code = main()
+    code = status_of(main)
     sys.stdout.flush()
     os._exit(code)  # an environment's thread that hangs must not hold the process

@@ -14,11 +14,8 @@ from pathlib import Path
 from learner.replay.opened import OpenedRun, open_run
 from learner.replay.ranks import join_ranks
 from learner.replay.without import group_ids, require_groups
-from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
-
-EQUAL, DIFFERS, ERROR, NOT_COMPARABLE = 0, 1, 2, 3
-"""Exit statuses."""
+from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
 
 
 def main() -> int:
@@ -41,16 +38,9 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
     given = parser.parse_intermixed_args()
     start_log("replay", level="WARNING")
-    try:
-        join_ranks(Path(given.run), "learner.replay")
-        run = open_run(Path(given.run), given.words, at_most=given.first)
-        return replay(run, last=given.last, without=given.without)
-    except StreamrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    join_ranks(Path(given.run), "learner.replay")
+    run = open_run(Path(given.run), given.words, at_most=given.first)
+    return replay(run, last=given.last, without=given.without)
 
 
 def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozenset()) -> int:
@@ -85,4 +75,4 @@ def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozen
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -18,8 +18,9 @@ from learner.replay.opened import OpenedRun, open_run
 from learner.replay.ranks import join_ranks
 from learner.replay.without import group_ids, require_groups
 from learner.setup.trainer import save_policy
-from streamrl.errors import ControlError, StreamrlError, one_sentence
+from streamrl.errors import ControlError
 from streamrl.messages.printable import start_log
+from streamrl.stream.command import status_of
 from streamrl.stream.rebuilt import FOLDER, NOTE, cached, named_version, starts_of
 
 
@@ -38,14 +39,7 @@ def main() -> int:
     given = parser.parse_args()
     start_log("at", level="WARNING")
     disable_progress_bar()
-    try:
-        return at(given.version, given.out, given.without)
-    except (StreamrlError, OSError) as error:
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return at(given.version, given.out, given.without)
 
 
 def at(name: str, out: Path | None = None, without: frozenset[int] = frozenset()) -> int:
@@ -120,4 +114,4 @@ def _compared(run: OpenedRun) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

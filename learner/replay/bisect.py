@@ -15,13 +15,14 @@ from pathlib import Path
 from learner.replay.opened import OpenedRun, open_run
 from learner.setup.trainer import save_policy
 from streamrl.config.load import load_config
-from streamrl.errors import ControlError, StreamrlError, one_sentence
-from streamrl.messages.printable import printable_lines, start_log
+from streamrl.errors import ControlError
+from streamrl.messages.printable import start_log
 from streamrl.parent_watch import program
+from streamrl.stream.command import status_of
 from streamrl.stream.history import History
 from streamrl.stream.segments import segments
 
-FOUND, NOTHING_BROKE, ERROR = 0, 1, 2
+FOUND, NOTHING_BROKE = 0, 1
 """Exit statuses."""
 MAX_BYTES = 20 << 30
 """Models that are on the disk at a time; with more versions in question, some of them are looked at first."""
@@ -122,15 +123,8 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
     given = parser.parse_args()
     start_log("bisect", level="WARNING")
-    try:
-        with tempfile.TemporaryDirectory(prefix="streamrl-bisect-") as folder:
-            return bisect(given, Path(folder))
-    except (StreamrlError, OSError) as error:
-        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    with tempfile.TemporaryDirectory(prefix="streamrl-bisect-") as folder:
+        return bisect(given, Path(folder))
 
 
 def bisect(given: argparse.Namespace, folder: Path) -> int:
@@ -189,4 +183,4 @@ def evaluated(model: Path, words: Sequence[str], dataset: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

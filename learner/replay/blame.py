@@ -26,10 +26,11 @@ from learner.objective.scoring_pass import score_batch
 from learner.objective.statistics.step import StepStatistics
 from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
-from streamrl.errors import ControlError, StreamrlError, one_sentence
-from streamrl.messages.printable import printable_lines, start_log
+from streamrl.errors import ControlError
+from streamrl.messages.printable import start_log
+from streamrl.stream.command import status_of
 
-OK, ERROR = 0, 2
+OK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,8 @@ def main() -> int:
     if between is None or int(between[1]) >= int(between[2]):
         parser.error(f"{given.versions}: expected two versions, the smaller one first, as 137..141")
     start_log("blame", level="WARNING")
-    try:
-        first, last = int(between[1]), int(between[2])
-        found = blame(given.run, first, last, given.words, lambda text: print(text, file=sys.stderr, flush=True))
-    except (StreamrlError, OSError) as error:
-        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    first, last = int(between[1]), int(between[2])
+    found = blame(given.run, first, last, given.words, lambda text: print(text, file=sys.stderr, flush=True))
     print("\n".join(tables(found, given.top)))
     return OK
 
@@ -185,4 +179,4 @@ def tables(found: Sequence[Blamed], top: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -22,9 +22,10 @@ from learner.replay.retraining import LISTED, Findings, Retraining
 from learner.replay.rewards import RewardAgain, count_reasons, rewards_again
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp, Task
-from streamrl.errors import ControlError, StreamrlError, WireError, one_sentence
+from streamrl.errors import ControlError, WireError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.stream.archive import BundleError, sha256_of, unpack
+from streamrl.stream.command import status_of
 from streamrl.stream.history import History
 from streamrl.stream.records import LogError
 from streamrl.stream.segments import segments
@@ -73,17 +74,10 @@ def main() -> int:
     if given.num < 1:
         parser.error(f"--num {given.num}: at least 1")
     start_log("verify", level="WARNING")
-    try:
-        with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as folder:
-            seed = secrets.randbits(32) if given.seed is None else given.seed
-            return verify(given.bundle, Path(folder), levels, given.words, num=given.num, seed=seed,
-                          digest=given.digest)
-    except (StreamrlError, OSError) as error:
-        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as folder:
+        seed = secrets.randbits(32) if given.seed is None else given.seed
+        return verify(given.bundle, Path(folder), levels, given.words, num=given.num, seed=seed,
+                      digest=given.digest)
 
 
 def verify(
@@ -269,4 +263,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

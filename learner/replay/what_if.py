@@ -20,12 +20,13 @@ from streamrl.algorithms import SURROGATES
 from streamrl.config.load import CONFIGS, load_config
 from streamrl.config.schema import Config
 from streamrl.config.settings_file import as_words
-from streamrl.errors import ConfigError, RunNotFoundError, StreamrlError, one_sentence
+from streamrl.errors import ConfigError, RunNotFoundError
 from streamrl.extension import did_you_mean
 from streamrl.messages.printable import start_log
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.text import compact
 from streamrl.report.what_if import ESS_FLOOR, PATIENCE, Fork, Point, text_table, what_if_page
+from streamrl.stream.command import status_of
 
 OF_STREAM = ("staleness.", "filter.", "rollout.", "env.", "data.", "reward.", "learner.num_minibatches",
              "learner.num_epochs", "actors.", "hub.")
@@ -47,16 +48,9 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings of every fork but the reference")
     given = parser.parse_intermixed_args()
     start_log("what-if", level="WARNING")
-    try:
-        configs = arms(given.run, given.words)
-        join_ranks(given.run, "learner.replay.what_if")
-        return what_if(given.run, configs, given.first, given.last)
-    except (StreamrlError, OSError) as error:
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    configs = arms(given.run, given.words)
+    join_ranks(given.run, "learner.replay.what_if")
+    return what_if(given.run, configs, given.first, given.last)
 
 
 def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
@@ -171,4 +165,4 @@ def _point(one: Retrained) -> Point:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))
