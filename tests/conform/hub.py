@@ -241,11 +241,15 @@ class ExaminedHub(HubServer):
         """A checkpoint of the ledger, published."""
         version = self.ledger.version
         state = self.ledger.freeze(version)
+        self.context.log.flush(time.monotonic())
         self.ledger.saved(version)
         return state
 
     def succeeded_by(self, state: bytes) -> ExaminedHub:
-        """The hub of a learner that restarts from this checkpoint, at the same address; this one is gone."""
+        """The hub of a learner that restarts from this checkpoint, at the same address; this one is gone.
+
+        So is what its log was not handed yet, as when a machine loses its power: nothing of that was durable.
+        """
         settings, epoch = self.context.settings, self.context.settings.learner_epoch + 1
         started = msgspec.structs.replace(
             settings.started, start=epoch, learner_epoch=epoch, version=self.ledger.version
@@ -253,10 +257,10 @@ class ExaminedHub(HubServer):
         path = Path(settings.run_dir) / "ledger.bin"
         path.write_bytes(state)
         address, watch = self.endpoint, self.watch
+        self.ledger.journal.take()
         self.close()
         hub = ExaminedHub(msgspec.structs.replace(
-            settings, learner_epoch=epoch, started=started, restore_path=str(path), bind=address,
-            lineage=self.ledger.versions.lineage,
+            settings, started=started, restore_path=str(path), bind=address, lineage=self.ledger.versions.lineage,
         ), self.model, self.pulls, watch)
         hub._former = self._former
         return hub
