@@ -1,20 +1,22 @@
-"""streamrl replay RUN --rewards [--from N] [--to N] [key=value ...]
+"""streamrl replay RUN --rewards [--from N] [--to N] [--json] [key=value ...]
 
 Run the environment again on the recorded answers of the batches from version N on, and name every answer whose reward
 differs. Nothing is generated: an engine says what the model said, turn for turn. Where the environment says something
 else than it did, the reward is no function of record and answer, and the answer is named as one that cannot be checked.
+`streamrl verify` reads the lines of --json.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import copy
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,15 @@ from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp, Task
-from streamrl.errors import ControlError, EngineError
+from streamrl.errors import ControlError, EngineError, WireError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, VersionRef
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
-from streamrl.messages.printable import printable, start_log
+from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
+from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
 from streamrl.stream.groups import MAX_FRAME_BYTES
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import GroupArrived
-from streamrl.stream.segments import segments
 
 
 class RecordedEngine:
@@ -88,6 +89,12 @@ class Checked:
     differing: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
+    def add(self, more: Checked) -> None:
+        """Count the answers of another batch too."""
+        self.num_equal += more.num_equal
+        self.differing += more.differing
+        self.unchecked += more.unchecked
+
 
 class RewardCheck:
     """Plays recorded groups again on a run's task."""
@@ -100,16 +107,21 @@ class RewardCheck:
         """The members of these groups, those of a group side by side as they were generated."""
         checked = Checked()
         for arrived in arrivals:
-            group = self._decoder.decode(arrived.frame)
+            try:
+                group = self._decoder.decode(arrived.frame)
+            except WireError as error:
+                checked.differing.append(f"group {arrived.group_id} of {arrived.actor_id} cannot be read: {error}")
+                continue
             assert isinstance(group, Group)
             members = [one for one in group.members if one.status != MemberStatus.ABORTED]
+            whose = f"of {arrived.actor_id}, prompt {arrived.prompt_index}"
             index = arrived.prompt_index % self._task.num_records("train")
             record = json.dumps(dict(self._task.record("train", index)))  # as it was leased
             together = GroupStep([one.index for one in members])
             for member, found in zip(members, await asyncio.gather(*(
                 self._play(member, members[0].prompt_ids, record, group.sampling, together) for member in members
             )), strict=True):
-                name = f"group {group.group_id} member {member.index} (prompt {arrived.prompt_index})"
+                name = f"group {group.group_id} member {member.index} {whose}"
                 if isinstance(found, str):
                     checked.unchecked.append(f"{name}: {found}")
                 elif found != member.reward:
@@ -142,10 +154,7 @@ class RewardCheck:
 
 def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, list[LoggedBatch]]:
     """The log, and its trained batches for the versions from `first` up to `last`. Raises ControlError: none."""
-    files = segments(run_dir)
-    if not files:
-        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
-    history = History.read(run_dir, files[0].first)
+    history = History.read(run_dir)
     found = [
         one for one in history.batches
         if one.trained and one.cut.version >= first and (last is None or one.cut.version < last)
@@ -160,12 +169,13 @@ def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, li
     return history, found
 
 
-async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None) -> int:
+async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None, *, as_json: bool) -> int:
     """Print each batch and what differs in it; the exit status."""
     history, batches = batches_of(run_dir, first, last)
     config = load_config([str(run_dir / "config.yaml"), *words])
-    task = task_of(config)
-    print(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on", flush=True)
+    task, total = task_of(config), Checked()
+    out, say = sys.__stdout__, (lambda text: None) if as_json else partial(print, flush=True)
+    say(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
     if isinstance(task, HasSetUp):
         await asyncio.to_thread(task.set_up)
     try:
@@ -175,20 +185,19 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
             task, RecordedEngine(_NO_MEMBER, b""), renderer, episode_rules(config, config.rollout.train.sampling, task),
             num_threads=config.env.num_threads,
         )
-        check, total = RewardCheck(task, runner), Checked()
+        check = RewardCheck(task, runner)
         for number, one in enumerate(batches, start=1):
             found = await check.check(history.arrivals(one))
-            total.num_equal += found.num_equal
-            total.differing += found.differing
-            total.unchecked += found.unchecked
+            total.add(found)
             for line in _lines(f"batch {number} of {len(batches)}  version {one.cut.version}", found):
-                print(printable(line), flush=True)
+                say(printable(line))
+            if as_json:
+                print(json.dumps(asdict(found)), file=out, flush=True)
         runner.executor.close()
     finally:
         if isinstance(task, HasSetUp):
             task.tear_down()
-    num = total.num_equal + len(total.differing)
-    print(f"{total.num_equal} of {num} rewards equal" + (
+    say(f"{total.num_equal} of {total.num_equal + len(total.differing)} rewards equal" + (
         f"; {len(total.unchecked)} answers cannot be checked" if total.unchecked else ""
     ))
     return DIFFERS if total.differing else NOT_COMPARABLE if total.unchecked else EQUAL
@@ -204,19 +213,19 @@ def _lines(head: str, found: Checked) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl replay", usage="streamrl replay RUN --rewards [--from N] [--to N] [key=value ...]",
-        description="Run the environment again on a run's recorded answers, and name the rewards that differ.",
+    parser = parser_of(
+        "replay", "Run the environment again on a run's recorded answers, and name the rewards that differ.",
+        find=find_run_dir, between=True,
+        usage="streamrl replay RUN --rewards [--from N] [--to N] [--json] [key=value ...]",
         epilog="Exit status: 0 all equal, 1 a reward differs, 2 an error, 3 some cannot be checked.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, or its name in runs/")
     parser.add_argument("--rewards", action="store_true", help="this")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="begin with version N")
-    parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end before version N")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings in place of the run's, as of a reward")
-    given = parser.parse_intermixed_args()
-    start_log("replay", level="ERROR")
-    return asyncio.run(check_rewards(find_run_dir(given.run), given.words, given.first, given.last))
+    parser.add_argument("--json", action="store_true", help="print an object for each batch, in place of the text")
+    given = parsed(parser, words="settings in place of the run's, as of a reward", level="ERROR")
+    with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):  # of a task that prints
+        return asyncio.run(
+            check_rewards(given.run, given.words, given.first, given.last, as_json=given.json)
+        )
 
 
 if __name__ == "__main__":

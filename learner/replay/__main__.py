@@ -5,29 +5,24 @@ With --rewards it trains nothing, and is `actors.recorded`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 from learner.replay.opened import OpenedRun, open_run
 from learner.replay.ranks import join_ranks
 from learner.replay.without import group_ids, require_groups
-from streamrl.messages.printable import start_log
-from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl replay",
+    parser = parser_of(
+        "replay", "Train a run's log again, without hub and actors, and compare its versions with those of then.",
+        find=find_run_dir, between=True,
         usage="streamrl replay RUN [--from N] [--to N] [--without GROUPS | --rewards] [key=value ...]",
-        description="Train a run's log again, without hub and actors, and compare its versions with those of then.",
         epilog="Exit status: 0 all equal, 1 a version differs, 2 an error, 3 not comparable (see what it prints).",
     )
-    parser.add_argument("run", help="a run directory")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="begin at or before version N")
-    parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end at version N")
     parser.add_argument(
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
         help="leave these groups out of their batches; the versions after them differ",
@@ -35,11 +30,9 @@ def main() -> int:
     parser.add_argument(
         "--rewards", action="store_true", help="train nothing: run the reward function again on the recorded answers"
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
-    given = parser.parse_intermixed_args()
-    start_log("replay", level="WARNING")
-    join_ranks(Path(given.run), "learner.replay")
-    run = open_run(Path(given.run), given.words, at_most=given.first)
+    given = parsed(parser)
+    join_ranks(given.run, "learner.replay")
+    run = open_run(given.run, given.words, at_most=given.first)
     return replay(run, last=given.last, without=given.without)
 
 

@@ -16,11 +16,10 @@ from learner.replay.opened import OpenedRun, open_run
 from learner.setup.trainer import save_policy
 from streamrl.config.load import load_config
 from streamrl.errors import ControlError
-from streamrl.messages.printable import start_log
 from streamrl.parent_watch import program
-from streamrl.stream.command import status_of
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.command import parsed, parser_of, status_of
 from streamrl.stream.history import History
-from streamrl.stream.segments import segments
 
 FOUND, NOTHING_BROKE = 0, 1
 """Exit statuses."""
@@ -107,12 +106,11 @@ class Search:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl bisect", description="Find the version at which a score broke: the run's log is trained again, "
-        "and its versions are scored in a binary search.",
+    parser = parser_of(
+        "bisect", "Find the version at which a score broke: the run's log is trained again, and its versions are "
+        "scored in a binary search.", find=find_run_dir,
         epilog="Exit status: 0 found, 1 the last version is not bad, 2 an error. Then: streamrl blame RUN A..B",
     )
-    parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--eval", default="", metavar="NAME", help="a task, or one of the run's eval.datasets; by "
                         "default the run's own held-out prompts")
     parser.add_argument("--good", type=int, default=0, metavar="N", help="a version known to be good (default: 0)")
@@ -120,17 +118,13 @@ def main() -> int:
     parser.add_argument("--drop", type=float, default=0.1, metavar="X", help="bad is a score lower by more than this "
                         "than that of the good version (default: 0.1)")
     parser.add_argument("--num-prompts", type=int, default=None, metavar="N", help="default: as the run's settings say")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
-    given = parser.parse_args()
-    start_log("bisect", level="WARNING")
+    given = parsed(parser)
     with tempfile.TemporaryDirectory(prefix="streamrl-bisect-") as folder:
         return bisect(given, Path(folder))
 
 
 def bisect(given: argparse.Namespace, folder: Path) -> int:
     """Search and print what was found; the exit status."""
-    if not (given.run / "config.yaml").exists():
-        raise ControlError(f"{given.run} is no run directory: it has no config.yaml")
     words = [*given.words]
     if given.num_prompts is not None:
         words.append(f"eval.num_samples={given.num_prompts}")
@@ -160,9 +154,7 @@ def bisect(given: argparse.Namespace, folder: Path) -> int:
 
 def last_version(run_dir: Path) -> int:
     """The last version that the log leads to. Raises ControlError: there is none."""
-    files = segments(run_dir)
-    batches = History.read(run_dir, files[0].first).batches if files else []
-    ended = [one.step.version for one in batches if one.step is not None]
+    ended = [one.step.version for one in History.read(run_dir).batches if one.step is not None]
     if not ended:
         raise ControlError(f"the log of {run_dir} holds no trained batch, there is nothing to search: give another run")
     return ended[-1]

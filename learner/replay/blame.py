@@ -8,7 +8,6 @@ each batch, before the gradient is clipped and before the optimizer scales it.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import defaultdict
@@ -27,8 +26,8 @@ from learner.objective.statistics.step import StepStatistics
 from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
 from streamrl.errors import ControlError
-from streamrl.messages.printable import start_log
-from streamrl.stream.command import status_of
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.command import parsed, parser_of, status_of
 
 OK = 0
 
@@ -60,19 +59,16 @@ class Blamed:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl blame", description="Rank groups, prompts, ages and actors by their share of the gradients "
-        "between two versions of a run.", epilog="Then: streamrl replay RUN --without GROUP trains without a group.",
+    parser = parser_of(
+        "blame", "Rank groups, prompts, ages and actors by their share of the gradients between two versions of a run.",
+        find=find_run_dir, epilog="Then: streamrl replay RUN --without GROUP trains without a group.",
     )
-    parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("versions", metavar="A..B", help="the batches that led from version A to version B")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each table (default: 10)")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own")
-    given = parser.parse_args()
+    given = parsed(parser)
     between = re.fullmatch(r"(\d+)\.\.(\d+)", given.versions)
     if between is None or int(between[1]) >= int(between[2]):
         parser.error(f"{given.versions}: expected two versions, the smaller one first, as 137..141")
-    start_log("blame", level="WARNING")
     first, last = int(between[1]), int(between[2])
     found = blame(given.run, first, last, given.words, lambda text: print(text, file=sys.stderr, flush=True))
     print("\n".join(tables(found, given.top)))

@@ -22,7 +22,7 @@ from streamrl.messages import GroupOrigin
 from streamrl.metrics.files import read_lines, read_object
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import Evaluated
-from streamrl.stream.segments import read_records, segments
+from streamrl.stream.segments import read_records
 from streamrl.weights.manifest import root_of
 
 OF_THE_START = {"run.dir", "checkpoint.resume"}
@@ -51,7 +51,7 @@ class Compared:
 def compare_records(run_dir: Path) -> Compared:
     """Compare all parts with each other. Raises LogError: the log is damaged."""
     found = Compared([])
-    history = History.read(run_dir, segments(run_dir)[0].first)
+    history = History.read(run_dir)
     config = load_config([str(run_dir / "config.yaml")])
     _settings(found, run_dir, history, to_plain(config))
     for version, manifest in history.published.items():

@@ -32,9 +32,8 @@ from learner.sources.log import LogSource
 from learner.trainer import Trainer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
-from streamrl.errors import ControlError, RunNotFoundError
+from streamrl.errors import ControlError
 from streamrl.stream.history import History, LoggedBatch
-from streamrl.stream.segments import segments
 
 log = logging.getLogger("streamrl.replay")
 
@@ -141,23 +140,17 @@ def open_run(
         config: all settings, in place of the run's own and `words`.
         begin: the checkpoint to open it at.
     Raises:
-        RunNotFoundError: there is no run.
         ControlError: it has no log, or none that reaches back to a version that is there.
         LogError: its log is damaged.
     """
-    if not (run_dir / "config.yaml").exists():
-        raise RunNotFoundError(f"{run_dir} is no run directory: it has no config.yaml")
-    files = segments(run_dir)
-    if not files:
-        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
+    history = History.read(run_dir)
     config = config or load_config([str(run_dir / "config.yaml"), *words])
     ranks = ranks or start_ranks(config.run, config.learner)
     torch.manual_seed(config.run.seed)
     prepare_inputs(config, ranks.device)
     task = task_of(config)
     fit_to_records(config, task)
-    history = History.read(run_dir, files[0].first)
-    checkpoint = begin or _begin(run_dir, history, at_most, complete=files[0].first == 1)
+    checkpoint = begin or _begin(run_dir, history, at_most)
     model_dir = model_directory(
         config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
         max_positions=config.learner.max_tokens_per_device,
@@ -170,10 +163,10 @@ def open_run(
     return OpenedRun(run_dir, config, model_dir, policy_vocab_size(model_dir), history, trainer, staleness, adapter)
 
 
-def _begin(run_dir: Path, history: History, at_most: int, *, complete: bool) -> Checkpoint | None:
+def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
     """The checkpoint to begin from; None for the starting model."""
     checkpoint = checkpoint_at(run_dir, at_most)
-    if checkpoint is None and not complete:
+    if checkpoint is None and history.first > 1:
         first = min((one.cut.version for one in history.batches), default=0)
         raise ControlError(
             f"the log of {run_dir} begins with the batch for version {first}, and no checkpoint up to version "

@@ -21,7 +21,6 @@ from learner.replay.opened import OpenedRun, open_run
 from streamrl.environment import DrivesGeneration
 from streamrl.messages import GroupOrigin
 from streamrl.stream.history import History, LoggedBatch
-from streamrl.stream.segments import segments
 
 GROUPS_PER_BATCH = 8
 """So many groups are scored for each batch that is trained again."""
@@ -46,7 +45,7 @@ class Retraining:
 
     def __init__(self, run_dir: Path, words: list[str], tell: Callable[[str], None]) -> None:
         self._dir, self._words, self._tell = run_dir, words, tell
-        self._history = History.read(run_dir, segments(run_dir)[0].first)
+        self._history = History.read(run_dir)
         self._rows = metrics_rows(run_dir)
         self._run: OpenedRun | None = None
         self.step, self.loss, self.draw = Findings(), Findings(), Findings()

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from envs.registry import task_of
 from learner.replay.consistency import compare_records
 from learner.replay.retraining import LISTED, Findings, Retraining
-from learner.replay.rewards import RewardAgain, count_reasons, rewards_again
-from streamrl.config.load import load_config
-from streamrl.environment import HasSetUp, Task
 from streamrl.errors import ControlError, WireError
 from streamrl.messages.printable import printable_lines, start_log
+from streamrl.parent_watch import program
 from streamrl.stream.archive import BundleError, sha256_of, unpack
-from streamrl.stream.command import status_of
-from streamrl.stream.history import History
+from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
 from streamrl.stream.records import LogError
-from streamrl.stream.segments import segments
-from streamrl.weights.assets import unpack_assets
 
-AGREES, DISAGREES, ERROR, NOT_COMPARABLE = 0, 1, 2, 3
-"""Exit statuses."""
 LEVELS = ("hash", "reward", "step", "loss", "draw")
 TELL_S = 5.0
 EPILOG = """levels:
@@ -87,24 +78,24 @@ def verify(
     try:
         manifest, found = unpack(path, folder)
     except BundleError as error:
-        return _told("hash", Outcome(DISAGREES, str(error)))
+        return _told("hash", Outcome(DIFFERS, str(error)))
     print(f"{path}: run {manifest.get('run_id')}, sha256 of its manifest {found}", flush=True)
     if digest and digest != found:
-        return _told("hash", Outcome(DISAGREES, f"its manifest has not the digest that was given, {digest}"))
+        return _told("hash", Outcome(DIFFERS, f"its manifest has not the digest that was given, {digest}"))
     statuses = [_told("hash", _hash(folder, manifest))] if "hash" in levels else []
-    if max(statuses, default=AGREES) == DISAGREES:
+    if max(statuses, default=EQUAL) == DIFFERS:
         print("the other levels are not checked: they would be about records that contradict each other")
-        return DISAGREES
+        return DIFFERS
     words = [*_words(folder, words, manifest), *words]
     if "reward" in levels:
-        statuses.append(_told("reward", _or_damaged(lambda: _rewards(folder, words))))
+        statuses.append(_told("reward", _rewards(folder, words)))
     if {"step", "loss", "draw"} & set(levels):
         statuses += _trained_again(folder, levels, words, num=num, seed=seed)
-    return next((one for one in (DISAGREES, ERROR, NOT_COMPARABLE) if one in statuses), AGREES)
+    return next((one for one in (DIFFERS, NOT_COMPARABLE) if one in statuses), EQUAL)
 
 
 def _told(level: str, outcome: Outcome) -> int:
-    said = {AGREES: "agrees", DISAGREES: "DISAGREES", NOT_COMPARABLE: "not checked"}[outcome.status]
+    said = {EQUAL: "agrees", DIFFERS: "DISAGREES", NOT_COMPARABLE: "not checked"}[outcome.status]
     print(f"{level:<8}{said}: {outcome.text}")
     for line in outcome.listed[:LISTED]:
         print(f"          {printable_lines(line)}")
@@ -119,9 +110,9 @@ def _or_damaged(check: Callable[[], Outcome]) -> Outcome:
     try:
         return check()
     except (LogError, WireError) as error:
-        return Outcome(DISAGREES, str(error))
+        return Outcome(DIFFERS, str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # of edited files
-        return Outcome(DISAGREES, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
+        return Outcome(DIFFERS, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
 
 
 def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
@@ -132,8 +123,8 @@ def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
             f"{found.num_rows} rows of metrics, {found.num_evaluations} evaluations"
         )
         if found.disagreements:
-            return Outcome(DISAGREES, f"records contradict each other ({did})", found.disagreements)
-        return Outcome(AGREES, f"{did}; what only training can tell is for step, the report's text is not read")
+            return Outcome(DIFFERS, f"records contradict each other ({did})", found.disagreements)
+        return Outcome(EQUAL, f"{did}; what only training can tell is for step, the report's text is not read")
 
     return _or_damaged(check)
 
@@ -160,52 +151,28 @@ def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list
 
 
 def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
-    history = History.read(folder, segments(folder)[0].first)
-    config = load_config([str(folder / "config.yaml"), *words])
-    unpack_assets((folder / "assets.msgpack").read_bytes(), folder / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder / "tokenizer", local_files_only=True, trust_remote_code=False
-    )
-
-    def text_of(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    task, tell = task_of(config), _Progress("rewards")
-    found: list[RewardAgain] = []
-    disagreements = []
-    with _set_up(task):
-        for batch in history.batches:
-            for one in history.arrivals(batch):
-                again = rewards_again(
-                    one.frame, task.record("train", one.prompt_index), task, text_of, max_turns=config.env.max_turns,
-                    limit_s=config.env.step_timeout_s,
-                )
-                found += again
-                disagreements += [
-                    f"group {one.group_id} member {row.index} of {one.actor_id}, prompt {one.prompt_index}: recorded "
-                    f"{row.recorded:g}, the task gives {row.again:g}" for row in again if not row.agrees
-                ]
-                tell(f"{len(found)}")
-    reasons = count_reasons(found)
-    num = len(found) - sum(reasons.values())
-    unknown = [f"{count} rewards: {reason}" for reason, count in reasons.items()]
-    if disagreements:
-        return Outcome(DISAGREES, f"{len(disagreements)} of {num} rewards are not the task's", disagreements)
-    if reasons:
-        return Outcome(NOT_COMPARABLE, f"{sum(reasons.values())} of {len(found)} rewards, the others agree", unknown)
-    return Outcome(AGREES, f"{num} rewards are those that {task.name} gives; who wrote the answers is for loss")
-
-
-@contextmanager
-def _set_up(task: Task) -> Iterator[None]:
-    if not isinstance(task, HasSetUp):
-        yield
-        return
-    task.set_up()
-    try:
-        yield
-    finally:
-        task.tear_down()
+    """The environment, played again on the recorded answers by `streamrl replay --rewards`, a process of its own."""
+    tell, equal = _Progress("rewards"), 0
+    differing: list[str] = []
+    unchecked: list[str] = []
+    command = [*program("actors.recorded"), str(folder), "--rewards", "--json", *words]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as playing:
+        assert playing.stdout is not None
+        for line in playing.stdout:
+            batch = json.loads(line)
+            equal += batch["num_equal"]
+            differing += batch["differing"]
+            unchecked += batch["unchecked"]
+            tell(f"{equal + len(differing) + len(unchecked)}")
+    num, status = equal + len(differing), DIFFERS if differing else NOT_COMPARABLE if unchecked else EQUAL
+    if playing.returncode != status:
+        raise ControlError(f"the rewards could not be computed again (exit status {playing.returncode}): see above")
+    text = {
+        EQUAL: f"{num} rewards are those that the task gives; who wrote the answers is for loss",
+        DIFFERS: f"{len(differing)} of {num} rewards are not the task's",
+        NOT_COMPARABLE: f"{len(unchecked)} of {num + len(unchecked)} rewards, the others agree",
+    }
+    return Outcome(status, text[status], differing or unchecked)
 
 
 def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num: int, seed: int) -> list[int]:
@@ -214,7 +181,7 @@ def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num
     try:
         again.check(num, Random(seed), steps="step" in levels, answers=bool({"loss", "draw"} & set(levels)))
     except (LogError, WireError) as error:
-        return [_told("step", Outcome(DISAGREES, f"the log cannot be trained again: {error}"))]
+        return [_told("step", Outcome(DIFFERS, f"the log cannot be trained again: {error}"))]
     statuses = []
     if "step" in levels:
         statuses.append(_told("step", _step(again, seed)))
@@ -244,10 +211,10 @@ def _draw(again: Retraining, seed: int) -> Outcome:
 
 def _outcome(again: Retraining, found: Findings, text: str) -> Outcome:
     if found.disagreements:
-        return Outcome(DISAGREES, text, found.disagreements)
+        return Outcome(DIFFERS, text, found.disagreements)
     if not found.num:
         return Outcome(NOT_COMPARABLE, f"nothing was found to check: {text}")
-    return Outcome(AGREES, text)
+    return Outcome(EQUAL, text)
 
 
 class _Progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shutil
 import sys
@@ -20,13 +19,13 @@ from streamrl.algorithms import SURROGATES
 from streamrl.config.load import CONFIGS, load_config
 from streamrl.config.schema import Config
 from streamrl.config.settings_file import as_words
-from streamrl.errors import ConfigError, RunNotFoundError
+from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
-from streamrl.messages.printable import start_log
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.text import compact
 from streamrl.report.what_if import ESS_FLOOR, PATIENCE, Fork, Point, text_table, what_if_page
-from streamrl.stream.command import status_of
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.command import parsed, parser_of, status_of
 
 OF_STREAM = ("staleness.", "filter.", "rollout.", "env.", "data.", "reward.", "learner.num_minibatches",
              "learner.num_epochs", "actors.", "hub.")
@@ -35,19 +34,14 @@ OWN = "the run's own settings"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl what-if",
+    parser = parser_of(
+        "what-if", "Train a run's recorded batches again under other settings, beside its own as the reference.",
+        find=find_run_dir, between=True,
         usage="streamrl what-if RUN [--from N] [--to N] [algorithm=NAME,NAME] [key=value ...]",
-        description="Train a run's recorded batches again under other settings, beside its own as the reference.",
         epilog=f"A fork stops where its evidence ends: ESS below {ESS_FLOOR} for {PATIENCE} batches in a row against "
         "the recorded log-probs. Table on the terminal, charts in RUN/what_if.html.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="fork at version N")
-    parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end at version N")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings of every fork but the reference")
-    given = parser.parse_intermixed_args()
-    start_log("what-if", level="WARNING")
+    given = parsed(parser, words="settings of every fork but the reference")
     configs = arms(given.run, given.words)
     join_ranks(given.run, "learner.replay.what_if")
     return what_if(given.run, configs, given.first, given.last)
@@ -58,8 +52,6 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
 
     Raises ConfigError: nothing is changed, or something that the recorded stream depends on.
     """
-    if not (run_dir / "config.yaml").exists():
-        raise RunNotFoundError(f"{run_dir} is no run directory: it has no config.yaml")
     for word in words:
         if word.lstrip("+~").startswith(OF_STREAM):
             raise ConfigError(

@@ -1,16 +1,46 @@
-"""The end of every command that reads a log: its exit status, and its error in a sentence."""
+"""What commands that read a log have in common: the arguments, the exit status, the error in a sentence."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from streamrl.errors import StreamrlError, one_sentence
-from streamrl.messages.printable import printable_lines
+from streamrl.messages.printable import printable_lines, start_log
 
 EQUAL, DIFFERS, ERROR, NOT_COMPARABLE = 0, 1, 2, 3
 """Exit statuses of commands that compare."""
 INTERRUPTED = 130
+
+
+def parser_of(
+    command: str, description: str, *, find: Callable[[str], Path], between: bool = False, **more: Any
+) -> argparse.ArgumentParser:
+    """A parser of a run and, if asked for, the versions between which its batches are meant.
+
+    Args:
+        find: the directory of the run that is named.
+        more: of the parser, as `epilog`.
+    """
+    parser = argparse.ArgumentParser(prog=f"streamrl {command}", description=description, **more)
+    parser.add_argument("run", metavar="RUN", type=find, help="a run directory, or its name in runs/")
+    if between:
+        parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="begin with version N")
+        parser.add_argument("--to", dest="last", type=int, default=None, metavar="N", help="end at version N")
+    return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, *, words: str = "settings that replace the run's own", level: str = "WARNING"
+) -> argparse.Namespace:
+    """The arguments, and `words` that are settings; warnings of this process go to standard error."""
+    parser.add_argument("words", nargs="*", metavar="key=value", help=words)
+    given = parser.parse_intermixed_args()
+    start_log(parser.prog.split()[1], level=level)
+    return given
 
 
 def status_of(command: Callable[[], int]) -> int:

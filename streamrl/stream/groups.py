@@ -9,12 +9,10 @@ from pathlib import Path
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus
 from streamrl.messages.codec import Decoder
 from streamrl.stream.history import History
-from streamrl.stream.records import GroupArrived, GroupMoved, Record
-from streamrl.stream.segments import read_records, segments
+from streamrl.stream.records import GroupArrived, Record
+from streamrl.stream.segments import read_records
 
 OUTCOMES = ("accepted", "stale", "dropped")
-DROPPED = 5
-"""State of a group that the ledger has dropped."""
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -83,39 +81,28 @@ class Wanted:
         return True
 
 
-class Fates:
-    """What became of the groups of a log, which later records tell. Raises LogError: it is damaged."""
-
-    def __init__(self, run_dir: Path | str) -> None:
-        first = segments(run_dir)[0].first
-        history = History.read(run_dir, first)
-        self._trained = {
-            sequence: batch.cut.version for batch in history.batches if batch.trained for sequence in batch.cut.frames
-        }
-        self._dropped = {
-            one.group_id: one.reason for _, one in read_records(run_dir, first)
-            if isinstance(one, GroupMoved) and one.state == DROPPED
-        }
-        self._decoder = Decoder(TO_HUB, MAX_FRAME_BYTES)
-
-    def of(self, sequence: int, arrived: GroupArrived) -> LoggedGroup:
-        """Raises WireError: the frame cannot be read."""
-        group = self._decoder.decode(arrived.frame) if arrived.frame else None
-        assert group is None or isinstance(group, Group)
-        trained_at = self._trained.get(sequence, -1)
-        outcome, reason = "accepted", ""
-        if arrived.refused:
-            outcome, reason = "stale", arrived.refused
-        elif trained_at < 0 and arrived.group_id in self._dropped:
-            outcome, reason = "dropped", self._dropped[arrived.group_id]
-        return LoggedGroup(sequence, arrived, group, outcome, reason, trained_at)
-
-
 def rows(run_dir: Path | str, wanted: Wanted) -> Iterator[tuple[int, Record | LoggedGroup]]:
-    """(sequence, record) of a log in order; a group as what became of it, if it is wanted."""
-    fates = Fates(run_dir)
-    for sequence, record in read_records(run_dir, segments(run_dir)[0].first):
+    """(sequence, record) of a log in order; a group as what became of it, which later records tell, if it is wanted.
+
+    Raises:
+        LogError: the log is damaged.
+        WireError: the frame of a group cannot be read.
+    """
+    history = History.read(run_dir)
+    trained = {
+        sequence: batch.cut.version for batch in history.batches if batch.trained for sequence in batch.cut.frames
+    }
+    decoder = Decoder(TO_HUB, MAX_FRAME_BYTES)
+    for sequence, record in read_records(run_dir, history.first):
         if not isinstance(record, GroupArrived):
             yield sequence, record
-        elif wanted.takes(found := fates.of(sequence, record)):
+            continue
+        group = decoder.decode(record.frame) if record.frame else None
+        assert group is None or isinstance(group, Group)
+        trained_at, outcome, reason = trained.get(sequence, -1), "accepted", ""
+        if record.refused:
+            outcome, reason = "stale", record.refused
+        elif trained_at < 0 and record.group_id in history.dropped:
+            outcome, reason = "dropped", history.dropped[record.group_id]
+        if wanted.takes(found := LoggedGroup(sequence, record, group, outcome, reason, trained_at)):
             yield sequence, found

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.errors import ControlError
 from streamrl.messages import Manifest
 from streamrl.stream.records import (
     BatchCut,
     Evaluated,
     GroupArrived,
+    GroupMoved,
     LogError,
     RunStarted,
     StepTaken,
     VersionPublished,
     decode,
 )
-from streamrl.stream.segments import Place, read_at, scan
+from streamrl.stream.segments import FOLDER, Place, read_at, scan, segments
+
+DROPPED = 5
+"""State of a group that the ledger has dropped."""
 
 
 @dataclass(slots=True)
@@ -40,6 +45,7 @@ class History:
 
     Attributes:
         published: manifests by version, of the last that was published under each.
+        dropped: groups that were, with the reason.
         evaluated: (version, evaluation set) of evaluations that ended.
         first: the number of the first record that was read.
     """
@@ -49,12 +55,22 @@ class History:
     starts: list[RunStarted] = field(default_factory=list)
     batches: list[LoggedBatch] = field(default_factory=list)
     published: dict[int, Manifest] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
     evaluated: set[tuple[int, str]] = field(default_factory=set)
     _places: dict[int, Place] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, run_dir: Path | str, first: int = 1) -> History:
-        """Read a log from a record on; frames stay in the files. Raises LogError: it is damaged."""
+    def read(cls, run_dir: Path | str, first: int | None = None) -> History:
+        """Read a log from a record on, by default all that is there; frames stay in the files.
+
+        Raises:
+            ControlError: the run has no log.
+            LogError: it is damaged.
+        """
+        if first is None:
+            if not (files := segments(run_dir)):
+                raise ControlError(f"{run_dir} has no log (its folder {FOLDER}/): it was made by an earlier release")
+            first = files[0].first
         history = cls(run_dir, first)
         for place, view in scan(run_dir, first):
             if place.kind == GroupArrived.KIND:
@@ -67,6 +83,8 @@ class History:
                     history.batches.append(LoggedBatch(place.sequence, cut))
                 case StepTaken() as step:
                     history._ended(place, step)
+                case GroupMoved(group_id=group_id, state=state, reason=reason) if state == DROPPED:
+                    history.dropped[group_id] = reason
                 case VersionPublished(manifest=manifest):
                     history.published[manifest.ref.version] = manifest
                 case Evaluated(version=version, dataset=dataset):

@@ -63,16 +63,13 @@ def bundle(words: list[str]) -> int:
 
 def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tuple[dict[str, Path], dict[str, Any]]:
     """The files of a run's bundle, and what its manifest says of the run. Raises ControlError, LogError."""
-    found = segments(run_dir)
-    if not found or not (run_dir / "config.yaml").exists():
-        raise ControlError(f"{run_dir} has no log (its folder {FOLDER}/), an earlier release made it: use another run")
-    history = History.read(run_dir, found[0].first)
+    history = History.read(run_dir)
     if not history.batches or not history.starts:
         raise ControlError(f"the log of {run_dir} holds no batch, there is nothing to verify: let it train first")
     files = {name: run_dir / name for name in FILES if (run_dir / name).exists()}
-    files |= {f"{FOLDER}/{one.path.name}": one.path for one in found}
+    files |= {f"{FOLDER}/{one.path.name}": one.path for one in segments(run_dir)}
     files |= {f"evals/{path.name}": path for path in sorted((run_dir / "evals").glob("*.json*"))}
-    for folder in _checkpoints(run_dir, history, complete=found[0].first == 1, every=with_checkpoints):
+    for folder in _checkpoints(run_dir, history, complete=history.first == 1, every=with_checkpoints):
         files |= {f"{folder.name}/{path.name}": path for path in sorted(folder.iterdir())}
     config = load_config([str(run_dir / "config.yaml")])
     model = _start_model(config)

@@ -27,7 +27,7 @@ from streamrl.stream.records import (
     StepTaken,
     VersionPublished,
 )
-from streamrl.stream.segments import read_records, segments
+from streamrl.stream.segments import read_records
 
 KINDS: dict[str, type] = {
     "run": RunStarted, "group": LoggedGroup, "moved": GroupMoved, "batch": BatchCut, "step": StepTaken,
@@ -41,9 +41,6 @@ def stream(words: list[str]) -> int:
     """Print the records that are asked for, or export the answers of the groups."""
     given = _parser().parse_args(words)
     run_dir = find_run_dir(given.run)
-    files = segments(run_dir)
-    if not files:
-        raise ControlError(f"{run_dir} has no log (its folder stream/): it was made by an earlier release")
     wanted = Wanted(
         versions=_range("--version", given.version, int), actor=given.actor, outcome=given.outcome,
         rewards=_range("--reward", given.reward, float),

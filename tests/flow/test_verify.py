@@ -20,13 +20,14 @@ from envs.registry import task_of
 from learner.replay.bisect import Search, evaluated
 from learner.replay.blame import blame, tables
 from learner.replay.opened import open_run
-from learner.replay.verify import AGREES, DISAGREES, LEVELS, verify
+from learner.replay.verify import LEVELS, verify
 from learner.setup.trainer import save_policy
 from streamrl.config.load import load_config
 from streamrl.messages import TO_HUB
 from streamrl.messages.codec import Decoder, encode
 from streamrl.stream import records
 from streamrl.stream.archive import DIGEST, MANIFEST, pack, unpack
+from streamrl.stream.command import DIFFERS, EQUAL
 from streamrl.stream.history import History
 from streamrl.stream.records import BatchCut, GroupArrived, Record, StepTaken, VersionPublished
 from streamrl.stream.segments import MAGIC, SEGMENT_HEADER, read_records
@@ -123,7 +124,7 @@ def edit_row(folder: Path, step: int, **values: float) -> None:
 
 def test_an_honest_bundle_agrees_at_every_level(honest, tmp_path, capsys):
     code, said = checked(honest, tmp_path, capsys, *LEVELS)
-    assert code == AGREES, said
+    assert code == EQUAL, said
     assert [line.split()[1] for line in said.splitlines()[1:]] == ["agrees:"] * len(LEVELS)
 
 
@@ -143,7 +144,7 @@ def test_a_flipped_byte_in_any_part_is_found(honest, tmp_path, capsys):
         flipped = folder / "flipped.tar"
         flipped.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         code, said = checked(flipped, folder, capsys, "hash")
-        assert code == DISAGREES and "DISAGREES" in said, place
+        assert code == DIFFERS and "DISAGREES" in said, place
 
 
 def test_a_wrong_reward_in_a_frame_contradicts_its_batch(honest, tmp_path, capsys):
@@ -159,7 +160,7 @@ def test_a_wrong_reward_in_a_frame_contradicts_its_batch(honest, tmp_path, capsy
 
     path = edited(honest, tmp_path, lambda folder: rewrite(folder, change))
     code, said = checked(path, tmp_path, capsys, "hash")
-    assert code == DISAGREES and f"group {first} member" in said
+    assert code == DIFFERS and f"group {first} member" in said
 
 
 def test_a_wrong_reward_that_all_records_repeat_is_not_the_tasks(honest, tmp_path, capsys):
@@ -173,7 +174,7 @@ def test_a_wrong_reward_that_all_records_repeat_is_not_the_tasks(honest, tmp_pat
 
     path = edited(honest, tmp_path, edit)
     code, said = checked(path, tmp_path, capsys, "hash", "reward")
-    assert code == DISAGREES and "hash    agrees" in said, said
+    assert code == DIFFERS and "hash    agrees" in said, said
     assert "reward  DISAGREES: 4 of" in said and f"group {group} member 0 of" in said
 
 
@@ -200,7 +201,7 @@ def test_swapped_versions_are_found_by_their_roots_and_by_training(honest, tmp_p
         folder.mkdir()
         path = edited(honest, folder, swapped(new_roots=new_roots))
         code, said = checked(path, folder, capsys, *levels)
-        assert code == DISAGREES, said
+        assert code == DIFFERS, said
         assert ("version 1: its root digest" if not new_roots else "version 1 differs in") in said, said
 
 
@@ -212,7 +213,7 @@ def test_an_edited_metric_is_found(honest, tmp_path, capsys, values, level):
     path = edited(honest, tmp_path, lambda folder: edit_row(folder, 1, **values))
     code, said = checked(path, tmp_path, capsys, *dict.fromkeys(["hash", level]))
     name = next(iter(values)).replace("__", "/")
-    assert code == DISAGREES and f"step 1: {name} is" in said, said
+    assert code == DIFFERS and f"step 1: {name} is" in said, said
 
 
 def test_an_edited_norm_of_the_log_is_found_by_training(honest, tmp_path, capsys):
@@ -222,7 +223,7 @@ def test_an_edited_norm_of_the_log_is_found_by_training(honest, tmp_path, capsys
             edit_row(folder, step, policy__grad_norm=0.5)
 
     code, said = checked(edited(honest, tmp_path, edit), tmp_path, capsys, "hash", "step")
-    assert code == DISAGREES and "hash    agrees" in said and "policy/grad_norm is 0.5, training again gives" in said
+    assert code == DIFFERS and "hash    agrees" in said and "policy/grad_norm is 0.5, training again gives" in said
 
 
 def test_the_digest_that_was_published_tells_another_bundle(honest, tmp_path, capsys):
@@ -230,7 +231,7 @@ def test_the_digest_that_was_published_tells_another_bundle(honest, tmp_path, ca
     _, digest = unpack(honest, tmp_path / "first")
     assert digest == hashlib.sha256((tmp_path / "first" / MANIFEST).read_bytes()).hexdigest()
     folder.mkdir()
-    assert verify(honest, folder, ["hash"], [], num=1, seed=0, digest="0" * 64) == DISAGREES
+    assert verify(honest, folder, ["hash"], [], num=1, seed=0, digest="0" * 64) == DIFFERS
 
 
 def test_blame_and_bisect_find_what_was_poisoned_and_without_it_the_score_stands(run_dir, tmp_path):

@@ -51,7 +51,7 @@ def test_each_answer_is_equal_or_named(prompt, paid, outcome):
     found = check(task, group)
     assert (found.num_equal, len(found.differing), len(found.unchecked)) == outcome
     if found.differing:
-        assert "member 2 (prompt 0): reward 0 then, 1 now" in found.differing[0]
+        assert "member 2 of a, prompt 0: reward 0 then, 1 now" in found.differing[0]
     if found.unchecked:
         assert "the input of turn 1 is another than was recorded" in found.unchecked[0]
 
