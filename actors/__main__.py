@@ -17,6 +17,7 @@ import zmq
 
 from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
+from streamrl.commands import exit_at_once
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
 from streamrl.process_memory import uncollected
@@ -102,8 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a running forward pass or reward thread must not delay the exit
+    exit_at_once(main())

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import sys
 from collections.abc import Sequence
 
 from actors.engines.base import GenerateRequest
 from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
+from streamrl.commands import exit_at_once, status_of
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import SamplingConfig
 from streamrl.environment import ChatMessage
-from streamrl.errors import ConfigError, StreamrlError, one_sentence
+from streamrl.errors import ConfigError, StreamrlError
 
 
 async def answer(
@@ -91,17 +91,13 @@ def main(words: Sequence[str]) -> int:
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     logging.disable(logging.WARNING)
-    try:
+
+    def talk() -> int:
         source, *rest = with_version(words)
         return asyncio.run(run(source, rest))
-    except (StreamrlError, OSError) as error:  # as a run directory that is read-only
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+    return status_of(talk, interrupted="")
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # the thread that waits for a line must not hold the process
+    exit_at_once(main(sys.argv[1:]))

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,9 +34,10 @@ from actors.render import Renderer
 from actors.settings import episode_rules, make_renderer
 from envs.registry import task_of
 from envs.rewards.extract import stated_answer
+from streamrl.commands import exit_at_once, status_of
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.environment import HasSetUp, Record, Task
-from streamrl.errors import ConfigError, StreamrlError, TaskError, one_sentence
+from streamrl.errors import ConfigError, TaskError
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids
 from streamrl.metrics.eval_scores import average, estimates
@@ -237,17 +237,10 @@ def main(words: Sequence[str]) -> int:
     if not words or {"-h", "--help"} & set(words) or "=" in words[0]:
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
-    try:
-        return asyncio.run(run(words[0], words[1:]))
-    except (StreamrlError, OSError) as error:  # as a run directory that is read-only
-        print(f"error: {one_sentence(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the answers so far are in evals/", file=sys.stderr)
-        return 130
+    return status_of(
+        lambda: asyncio.run(run(words[0], words[1:])), interrupted="\nstopped; the answers so far are in evals/"
+    )
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # an environment's thread that hangs must not hold the process
+    exit_at_once(main(sys.argv[1:]))

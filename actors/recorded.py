@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import copy
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from actors.render import load_tokenizer
 from actors.settings import episode_rules, make_renderer
 from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, status_of
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp, Task
 from streamrl.errors import ControlError, EngineError, WireError
@@ -35,7 +35,6 @@ from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Ver
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
 from streamrl.stream.groups import MAX_FRAME_BYTES
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import GroupArrived
@@ -229,6 +228,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = status_of(main)
-    sys.stdout.flush()
-    os._exit(code)  # an environment's thread that hangs must not hold the process
+    exit_at_once(status_of(main))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 
 from envs.registry import REGISTERED
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, config_class, dataset_names
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.commands import status_of
+from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 
 
@@ -53,11 +55,7 @@ def lines(words: list[str]) -> list[str]:
 
 def main(words: list[str]) -> int:
     """Print them; returns the exit status."""
-    try:
-        print("\n".join(lines([word.lower() for word in words])))
-    except StreamrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print("\n".join(lines([word.lower() for word in words])))
     return 0
 
 
@@ -86,4 +84,4 @@ def _dataset(name: str) -> Entry:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(partial(main, sys.argv[1:])))

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.commands import exit_at_once
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
@@ -142,8 +143,4 @@ def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # idle library threads must not hold a finished process up
+    exit_at_once(main())

@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from streamrl.errors import ConfigError, StreamrlError, one_sentence
-from streamrl.messages.printable import printable_lines, start_log
+from streamrl.commands import status_of
+from streamrl.errors import ConfigError
+from streamrl.messages.printable import start_log
 from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
@@ -35,24 +36,16 @@ While a run goes on, and after it:
   streamrl scale RUN N                            let its launcher keep N actors alive
   streamrl drain RUN ACTOR                        let an actor finish its leases and leave
   streamrl resume RUN [key=value ...]             go on from its newest checkpoint
-  streamrl bundle RUN                             one file with which others can verify the run
-  streamrl verify BUNDLE                          check that a run was as its bundle says
-  streamrl bisect RUN [--drop X]                  the version where a score broke
-  streamrl blame RUN A..B                         the groups that moved the weights between two versions
 
-What it did, from its log (docs/log.md):
-  streamrl stream RUN                             its groups, batches and versions; --export FILE.parquet
-  streamrl replay RUN                             train it again, and compare every version
-  streamrl what-if RUN --from N algorithm=A,B     other algorithms on the same stream
-  streamrl at RUN@N                               the model of any version, for eval, chat and others
-  streamrl bisect RUN, streamrl blame RUN A..B    where a score broke, and which groups did it
-  streamrl bundle RUN, streamrl verify FILE       one archive of a run, and what can be proven of it
-
-From its log (docs/log.md), each with --help:
+From its log (docs/log.md, docs/verify.md), each with --help:
   streamrl stream RUN [--export FILE]             print, filter and export what happened
   streamrl replay RUN [--rewards]                 train it again, or score it again, and compare
   streamrl at RUN@137                             the model of any version; also: streamrl eval RUN@137
   streamrl what-if RUN algorithm=vespo,m2po       other settings on the identical stream
+  streamrl bisect RUN [--drop X]                  the version where a score broke
+  streamrl blame RUN A..B                         the groups that moved the weights between two versions
+  streamrl bundle RUN                             one file with which others can verify the run
+  streamrl verify BUNDLE                          check that a run was as its bundle says
 
 By hand, in terminals of their own or on other machines:
   streamrl learner experiment=quickstart hub.bind=tcp://127.0.0.1:5601
@@ -93,7 +86,7 @@ PROGRAMS = {
 }
 """Command -> the module that this process becomes."""
 MODULES = {
-    "keys": "streamrl.transport.keys_command", "slurm": "streamrl.slurm", "relay": "streamrl.weights.pull.relay",
+    "keys": "streamrl.transport.keys_command", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
     "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle",
 }
 """Command -> the module with a function of that name, which gets the words."""
@@ -130,18 +123,8 @@ def main() -> int:
     if command in HELP and {"-h", "--help"} & set(words):
         print(HELP[command])
         return 0
-    try:
-        code = commands[command](words)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader has all it wants, as in `streamrl settings | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (StreamrlError, OSError) as error:  # as a directory that is read-only, or a full disk
-        print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # while settings are checked; a run that has started handles it by itself
-        return 130
+    # Ctrl-C arrives here while settings are checked; a run that has started handles it by itself.
+    return status_of(partial(commands[command], words), interrupted="")
 
 
 def launch(overrides: list[str]) -> int:

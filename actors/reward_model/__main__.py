@@ -16,13 +16,16 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
+from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any
 
 from envs.json_handler import JsonHandler
 from envs.rewards.local_model import READY
 from streamrl import parent_watch
-from streamrl.errors import StreamrlError
+from streamrl.commands import status_of
+from streamrl.errors import ConfigError
 
 MAX_BODY = 16 << 20
 
@@ -80,20 +83,15 @@ def main(words: list[str]) -> int:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        print(f"error: the device {device} cannot be used: {error!s:.200}", file=sys.stderr)
-        return 2
-    try:
-        server = Server(args.port, BatchingScorer(RewardScorer(args.path, device)).score)
-    except (StreamrlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError(
+            f"the device {device} cannot be used, choose another with --device: {error!s:.200}"
+        ) from error
+    server = Server(args.port, BatchingScorer(RewardScorer(args.path, device)).score)
     print(f"{READY}http://127.0.0.1:{server.server_address[1]}/score", flush=True)
-    try:
+    with suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        print("stopped")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(partial(main, sys.argv[1:])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import zmq
 from learner.broadcaster.service import BroadcasterService
 from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY
 from learner.hub.shared.settings import HubSettings, read_settings
+from streamrl.commands import exit_at_once
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
@@ -66,6 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    os._exit(code)  # a thread that hangs in a library call must not keep the process alive
+    exit_at_once(main())

@@ -18,9 +18,9 @@ from learner.replay.opened import OpenedRun, open_run
 from learner.replay.ranks import join_ranks
 from learner.replay.without import group_ids, require_groups
 from learner.setup.trainer import save_policy
+from streamrl.commands import status_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import start_log
-from streamrl.stream.command import status_of
 from streamrl.stream.rebuilt import FOLDER, NOTE, cached, named_version, starts_of
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from learner.replay.opened import OpenedRun, open_run
 from learner.setup.trainer import save_policy
+from streamrl.commands import parsed, parser_of, status_of
 from streamrl.config.load import load_config
 from streamrl.errors import ControlError
 from streamrl.parent_watch import program
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.command import parsed, parser_of, status_of
 from streamrl.stream.history import History
 
 FOUND, NOTHING_BROKE = 0, 1

@@ -25,9 +25,9 @@ from learner.objective.scoring_pass import score_batch
 from learner.objective.statistics.step import StepStatistics
 from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
+from streamrl.commands import parsed, parser_of, status_of
 from streamrl.errors import ControlError
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.command import parsed, parser_of, status_of
 
 OK = 0
 

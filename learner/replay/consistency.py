@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,10 +18,10 @@ from learner.data.trajectories import TrajectoryReader
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import steps_per_batch
 from streamrl.errors import WireError
-from streamrl.messages import GroupOrigin
+from streamrl.messages import GroupOrigin, PlanRow
 from streamrl.metrics.files import read_lines, read_object
 from streamrl.stream.history import History, LoggedBatch
-from streamrl.stream.records import Evaluated
+from streamrl.stream.records import Evaluated, StepTaken
 from streamrl.stream.segments import read_records
 from streamrl.weights.manifest import root_of
 
@@ -40,12 +40,19 @@ class Compared:
     num_evaluations: int = 0
 
     def expect(self, where: str, name: str, recorded: Any, found: Any) -> None:
-        """Note it unless both are the same, numbers up to the rounding of sums."""
-        same = recorded == found
-        if isinstance(recorded, int | float) and isinstance(found, int | float):
-            same = math.isclose(recorded, found, rel_tol=1e-9, abs_tol=1e-12)
-        if not same:
+        """Note it unless both are the same."""
+        if not same(recorded, found):
             self.disagreements.append(f"{where}: {name} is {recorded}, {found} follows from the log")
+
+
+def same(recorded: Any, found: Any) -> bool:
+    """Whether a recorded value is the one that was found; numbers up to the rounding of sums."""
+    if isinstance(recorded, int | float) and isinstance(found, int | float):
+        return math.isclose(recorded, found, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(recorded, Mapping) and isinstance(found, Mapping):
+        found = {str(key): value for key, value in found.items()}
+        return recorded.keys() == found.keys() and all(same(recorded[key], found[key]) for key in recorded)
+    return recorded == found
 
 
 def compare_records(run_dir: Path) -> Compared:
@@ -63,11 +70,8 @@ def compare_records(run_dir: Path) -> Compared:
         if batch.trained:
             _batch(found, history, batch, reader)
     _versions(found, history, steps)
-    for batch in history.batches:
-        if (row := row_of(rows, batch, steps)) is not None:
-            _row(found, batch, row)
-    _every_row(found, rows, history, steps)
-    _evaluations(found, run_dir, rows)
+    _rows(found, rows, history, steps)
+    _evaluations(found, run_dir)
     return found
 
 
@@ -75,12 +79,6 @@ def metrics_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     """The row of metrics of each trained step."""
     lines = read_lines(run_dir / "metrics.jsonl", json.loads)
     return {int(row["step"]): row for _, row in lines if row.get("policy/num_skipped_steps") == 0}
-
-
-def row_of(rows: Mapping[int, dict[str, Any]], batch: LoggedBatch, steps: int) -> dict[str, Any] | None:
-    """The row of metrics of a batch; None if it has none, as a batch that was skipped."""
-    step = batch.step
-    return None if step is None or step.skipped else rows.get(step.version // steps)
 
 
 def _settings(found: Compared, run_dir: Path, history: History, settings: Mapping[str, Any]) -> None:
@@ -141,9 +139,19 @@ def _versions(found: Compared, history: History, steps: int) -> None:
             found.disagreements.append(f"version {version} was published, the last batch leads to {last}")
 
 
-def _row(found: Compared, batch: LoggedBatch, row: Mapping[str, Any]) -> None:
-    step, plan = batch.step, batch.cut.plan
-    assert step is not None
+def _rows(found: Compared, rows: Mapping[int, Any], history: History, steps: int) -> None:
+    """No row is missing, and none is of a step that was not trained; those before the log's beginning are not seen."""
+    known = {one.step.version // steps: one for one in history.batches if one.step is not None and not one.step.skipped}
+    for step in sorted(one for one in rows if one not in known and one >= min(known, default=0)):
+        found.disagreements.append(f"metrics.jsonl, step {step}: the log has no such step")
+    for step, batch in known.items():
+        if step in rows:
+            _row(found, batch.step, batch.cut.plan, rows[step])
+        else:
+            found.disagreements.append(f"metrics.jsonl lacks step {step}, which the log has")
+
+
+def _row(found: Compared, step: StepTaken, plan: Sequence[PlanRow], row: Mapping[str, Any]) -> None:
     where = f"metrics.jsonl, step {row['step']}"
     num_tokens = sum(one.num_action_tokens for one in plan)
     for name, value in {
@@ -156,18 +164,7 @@ def _row(found: Compared, batch: LoggedBatch, row: Mapping[str, Any]) -> None:
     found.num_rows += 1
 
 
-def _every_row(found: Compared, rows: Mapping[int, Any], history: History, steps: int) -> None:
-    """No row is missing, and none is of a step that was not trained; those before the log's beginning are not seen."""
-    known = {one.step.version // steps for one in history.batches if one.step is not None and not one.step.skipped}
-    first = min(known, default=0)
-    extra = [step for step in rows if step not in known and step >= first]
-    for step in extra:
-        found.disagreements.append(f"metrics.jsonl, step {step}: the log has no such step")
-    for step in sorted(known - rows.keys()):
-        found.disagreements.append(f"metrics.jsonl lacks step {step}, which the log has")
-
-
-def _evaluations(found: Compared, run_dir: Path, rows: Mapping[int, Any]) -> None:
+def _evaluations(found: Compared, run_dir: Path) -> None:
     logged = {
         (one.dataset, one.version): one for _, one in read_records(run_dir) if isinstance(one, Evaluated)
     }

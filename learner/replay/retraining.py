@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,11 @@ from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub.trust.actor_trust import DRAWS_BY_SEED, MAX_OTHER_DRAWS
 from learner.loop.retrain import Retrained
 from learner.objective.statistics.agreements import Agreements
-from learner.replay.consistency import metrics_rows, row_of
+from learner.replay.consistency import metrics_rows, same
 from learner.replay.opened import OpenedRun, open_run
 from streamrl.environment import DrivesGeneration
 from streamrl.messages import GroupOrigin
-from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.history import History
 
 GROUPS_PER_BATCH = 8
 """So many groups are scored for each batch that is trained again."""
@@ -96,7 +95,7 @@ class Retraining:
     def _metrics(self, one: Retrained) -> None:
         """Compare measurements of a step that was trained again with its row of metrics."""
         assert one.trained is not None and self._run is not None
-        row = row_of(self._rows, _batch(one), self._run.trainer.settings.steps_per_batch)
+        row = self._rows.get(one.version // self._run.trainer.settings.steps_per_batch)
         if row is None:
             return
         result = one.trained.result
@@ -104,7 +103,7 @@ class Retraining:
             "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
         }
         for name, value in measured.items():
-            if name in row and not name.startswith("time/") and not _same(row[name], value):
+            if name in row and not name.startswith("time/") and value is not None and not same(row[name], value):
                 self.step.disagreements.append(
                     f"metrics.jsonl, step {row['step']}: {name} is {row[name]}, training again gives {value}"
                 )
@@ -158,17 +157,3 @@ class Retraining:
                 self.draw.disagreements.append(
                     f"{name}: {one.num_other} of {one.num_drawn} tokens are not what their seeds draw"
                 )
-
-
-def _batch(one: Retrained) -> LoggedBatch:
-    return LoggedBatch(one.logged.sequence, one.logged.cut, one.logged.step)
-
-
-def _same(recorded: Any, found: Any) -> bool:
-    if isinstance(recorded, int | float) and isinstance(found, int | float):
-        return math.isclose(recorded, found, rel_tol=1e-9, abs_tol=1e-12)
-    if isinstance(recorded, Mapping) and isinstance(found, Mapping):
-        return recorded.keys() == {str(key) for key in found} and all(
-            _same(recorded[str(key)], value) for key, value in found.items()
-        )
-    return recorded == found or found is None

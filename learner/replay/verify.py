@@ -17,11 +17,11 @@ from typing import Any
 
 from learner.replay.consistency import compare_records
 from learner.replay.retraining import LISTED, Findings, Retraining
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
 from streamrl.errors import ControlError, WireError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.parent_watch import program
 from streamrl.stream.archive import BundleError, sha256_of, unpack
-from streamrl.stream.command import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
 from streamrl.stream.records import LogError
 
 LEVELS = ("hash", "reward", "step", "loss", "draw")

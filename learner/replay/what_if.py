@@ -16,6 +16,7 @@ from learner.loop.retrain import Retrained
 from learner.replay.opened import OpenedRun, open_run
 from learner.replay.ranks import join_ranks
 from streamrl.algorithms import SURROGATES
+from streamrl.commands import parsed, parser_of, status_of
 from streamrl.config.load import CONFIGS, load_config
 from streamrl.config.schema import Config
 from streamrl.config.settings_file import as_words
@@ -25,7 +26,6 @@ from streamrl.metrics.files import write_atomic
 from streamrl.metrics.text import compact
 from streamrl.report.what_if import ESS_FLOOR, PATIENCE, Fork, Point, text_table, what_if_page
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.command import parsed, parser_of, status_of
 
 OF_STREAM = ("staleness.", "filter.", "rollout.", "env.", "data.", "reward.", "learner.num_minibatches",
              "learner.num_epochs", "actors.", "hub.")

@@ -119,15 +119,19 @@ def scan_segment(path: Path) -> Iterator[tuple[Place, memoryview]]:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = SEGMENT_HEADER.size
             while at < len(data):
-                size = size_of(data[at : at + HEADER.size]) if at + HEADER.size <= len(data) else 0
-                if size == 0 or (size is not None and at + size > len(data)):
-                    return  # torn
+                size = size_of(data[at : at + HEADER.size]) if at + HEADER.size <= len(data) else len(data)
                 if size is None:
+                    if not any(data[at:]):
+                        return  # torn: the file grew, and the bytes never came
                     raise LogError(f"{path}, byte {at}: no record begins here")
+                if at + size > len(data):
+                    return  # torn
                 with memoryview(data)[at : at + size] as view:
                     try:
                         sequence, kind = check(view)
                     except LogError as error:
+                        if at + size == len(data):
+                            return  # torn
                         raise LogError(f"{path}, byte {at}: {error}") from error
                     yield Place(sequence, kind, path, at, size), view
                 at += size
@@ -136,22 +140,8 @@ def scan_segment(path: Path) -> Iterator[tuple[Place, memoryview]]:
 def whole_end(path: Path) -> tuple[int, int]:
     """(bytes up to the end of the last whole record, sequence number after it); of the last file of a log."""
     with path.open("rb") as file:
-        _, sequence = SEGMENT_HEADER.unpack(file.read(SEGMENT_HEADER.size))
-    at = SEGMENT_HEADER.size
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        while at + HEADER.size <= size:
-            file.seek(at)
-            header = file.read(HEADER.size)
-            length = size_of(header)
-            if length is None or at + length > size:
-                break
-            file.seek(at)
-            try:
-                found, _ = check(file.read(length))
-            except LogError:
-                if at + length < size:
-                    raise LogError(f"{path}, byte {at}: a damaged record with others after it") from None
-                break
-            at, sequence = at + length, found + 1
-    return at, sequence
+        _, following = SEGMENT_HEADER.unpack(file.read(SEGMENT_HEADER.size))
+    end = SEGMENT_HEADER.size
+    for place, _ in scan_segment(path):
+        end, following = place.at + place.size, place.sequence + 1
+    return end, following

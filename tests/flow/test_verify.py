@@ -22,12 +22,12 @@ from learner.replay.blame import blame, tables
 from learner.replay.opened import open_run
 from learner.replay.verify import LEVELS, verify
 from learner.setup.trainer import save_policy
+from streamrl.commands import DIFFERS, EQUAL
 from streamrl.config.load import load_config
 from streamrl.messages import TO_HUB
 from streamrl.messages.codec import Decoder, encode
 from streamrl.stream import records
 from streamrl.stream.archive import DIGEST, MANIFEST, pack, unpack
-from streamrl.stream.command import DIFFERS, EQUAL
 from streamrl.stream.history import History
 from streamrl.stream.records import BatchCut, GroupArrived, Record, StepTaken, VersionPublished
 from streamrl.stream.segments import MAGIC, SEGMENT_HEADER, read_records

@@ -14,9 +14,9 @@ import pytest
 
 from learner.setup.hub import same_address
 from streamrl.errors import ConfigError
-from streamrl.slurm import slurm
 from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.keys_command import join_words
+from streamrl.verbs.slurm import slurm
 from tests.flow.processes import SMALL, wait_until
 
 FAKE = Path(__file__).parent / "fake_sbatch.py"

@@ -66,6 +66,18 @@ def test_a_record_that_is_torn_at_any_byte_is_cut_off_and_its_number_used_again(
     assert list(read_records(tmp_path))[-1] == (3, RunStopped("again", False))
 
 
+@pytest.mark.parametrize("tail", [bytes(3), bytes(200), bytes(encode(3, arrived(2)))[:-1] + b"x"])
+def test_an_end_whose_bytes_never_came_is_cut_off_too(tmp_path, tail):
+    path = written(tmp_path, START, arrived(1))
+    with path.open("ab") as file:
+        file.write(tail)
+    assert [sequence for sequence, _ in read_records(tmp_path)] == [1, 2]
+
+    written(tmp_path, RunStopped("again", False))
+
+    assert [sequence for sequence, _ in read_records(tmp_path)] == [1, 2, 3]
+
+
 def test_damage_before_the_end_is_named_with_file_and_byte(tmp_path):
     path = written(tmp_path, START, arrived(1), arrived(2))
     data = bytearray(path.read_bytes())
@@ -73,8 +85,11 @@ def test_damage_before_the_end_is_named_with_file_and_byte(tmp_path):
     data[at] ^= 1
     path.write_bytes(data)
 
-    with pytest.raises(LogError, match=rf"{path.name}, byte {SEGMENT_HEADER.size + len(encode(1, START))}: record 2"):
+    named = rf"{path.name}, byte {SEGMENT_HEADER.size + len(encode(1, START))}: record 2"
+    with pytest.raises(LogError, match=named):
         list(read_records(tmp_path))
+    with pytest.raises(LogError, match=named):
+        LogWriter(tmp_path)
 
 
 def test_files_that_are_missing_in_between_are_named(tmp_path):

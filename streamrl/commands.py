@@ -1,12 +1,14 @@
-"""What commands that read a log have in common: the arguments, the exit status, the error in a sentence."""
+"""What commands have in common: the exit status, the error in a sentence, the arguments of those that read a log."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import printable_lines, start_log
@@ -43,13 +45,27 @@ def parsed(
     return given
 
 
-def status_of(command: Callable[[], int]) -> int:
+def status_of(command: Callable[[], int], *, interrupted: str = "stopped") -> int:
     """The exit status of a command; what it refuses is printed, and Ctrl-C ends it without a traceback."""
     try:
-        return command()
-    except (StreamrlError, OSError) as error:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has all it wants, as in `streamrl settings | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (StreamrlError, OSError) as error:  # as a directory that is read-only, or a full disk
         print(f"error: {printable_lines(one_sentence(error))}", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        if interrupted:
+            print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process now: a thread that waits or hangs in somebody's code must not hold it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
