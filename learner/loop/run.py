@@ -28,7 +28,7 @@ from learner.record.process_use import ProcessUse
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.sources.batch import Batch, BatchSource
-from learner.sources.quarantine import Quarantine
+from learner.sources.skipped import SkippedSteps
 from learner.trainer import Callbacks, Trainer
 from streamrl.config.schema import Config, PublishWhen
 from streamrl.messages import Lineage
@@ -58,7 +58,7 @@ class Run(Callbacks):
     stop: StopFlag
     staleness: StalenessControl
     samples: StepSamples
-    quarantine: Quarantine
+    skipped: SkippedSteps
     audit: Audit
     source: BatchSource
     versions: Versions
@@ -148,8 +148,7 @@ class Run(Callbacks):
 
         Raises StreamrlError: too many optimizer steps were skipped.
         """
-        if self._batch is not None and self._batch.share is not None:
-            self.quarantine.stepped(self._batch.share, result)
+        self.skipped.stepped(result)
         return self.steering.trained(measured, result)
 
     # --- checkpoints and records --------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from learner.setup.publishing import background_of, make_prober, make_publishing
 from learner.setup.recover import Recovered, history_after, recover
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.hub import HubSource
-from learner.sources.quarantine import NOT_FINITE, Quarantine
+from learner.sources.skipped import SkippedSteps, why_skipped
 from learner.trainer import Trainer
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag
@@ -101,15 +101,15 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
         redraws=not isinstance(given.task.env(), DrivesGeneration),
     )
     versions = _make_versions(config, given, trainer, staleness, link, audit, shm)
-    quarantine = Quarantine(run_dir, ranks.rank, limit=config.learner.num_max_skipped_steps)
+    skipped = SkippedSteps(run_dir, limit=config.learner.num_max_skipped_steps)
     recorder = _open_recorder(config, run_dir, given, recovered, trainer, link, versions) if ranks.rank == 0 else None
     run = Run(
         config=config, run_dir=run_dir, run_id=given.past.run_id, learner_epoch=given.learner_epoch,
         lineage=given.lineage, model_dir=given.model_dir, adapter=adapter, trainer=trainer, hub=link,
         hub_process=started.process, beats=started.beats, stop=stop, staleness=staleness, samples=samples,
-        quarantine=quarantine, audit=audit, versions=versions, recorder=recorder, resources=ExitStack(),
+        skipped=skipped, audit=audit, versions=versions, recorder=recorder, resources=ExitStack(),
         source=HubSource(
-            link, reader, ranks, trainer.clock, quarantine, learner_epoch=given.learner_epoch,
+            link, reader, ranks, trainer.clock, skipped, learner_epoch=given.learner_epoch,
             max_tokens=trainer.settings.max_tokens, rules=trainer.objective.reward_rules,
             bounds=lambda: staleness.bounds, seconds=lambda: run.steering.seconds,
         ),
@@ -132,11 +132,11 @@ def _tell_recovered(run: Run, recovered: Recovered) -> None:
         run.config.eval.every_steps, step=run.step, steps_per_batch=run.trainer.settings.steps_per_batch
     )
     for one in recovered.unended if run.ranks.rank == 0 else ():
-        skipped = one.trained is None or one.trained.result.skipped
+        result = one.trained.result if one.trained is not None else None
         run.hub.trained(
-            one.version, skipped=skipped, reason=(one.cause or NOT_FINITE)[:512] if skipped else "",
-            bounds=run.staleness.bounds, trained=one.trained is not None,
-            grad_norm=one.trained.result.grad_norm if one.trained is not None else 0.0,
+            one.version, skipped=result is None or result.skipped, bounds=run.staleness.bounds,
+            reason=why_skipped(result) if result is not None else one.cause[:512], trained=result is not None,
+            grad_norm=result.grad_norm if result is not None else 0.0,
         )
     for step, trained in recovered.unrecorded:
         run.record(step, trained)

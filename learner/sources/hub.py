@@ -12,15 +12,14 @@ from learner.objective.statistics.trained import TrainedBatch
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch
-from learner.sources.quarantine import NOT_FINITE, Quarantine
-from streamrl.messages import BatchShare
+from learner.sources.skipped import SkippedSteps, why_skipped
 
 
 class HubSource:
     """One rank's source of batches.
 
     Args:
-        quarantine: takes batches that cannot be trained on, and ends the run after too many.
+        skipped: counts batches that cannot be trained on, and ends the run after too many.
         rules: of rewards; a batch whose scores they cannot use is set aside.
         max_tokens: of one micro-batch.
         bounds: (eta, max_lag) that hold from now on, for the hub; None if nothing moves them.
@@ -28,13 +27,13 @@ class HubSource:
     """
 
     def __init__(
-        self, hub: HubLink, reader: TrajectoryReader, ranks: Ranks, clock: StepClock, quarantine: Quarantine, *,
+        self, hub: HubLink, reader: TrajectoryReader, ranks: Ranks, clock: StepClock, skipped: SkippedSteps, *,
         learner_epoch: int, max_tokens: int, rules: RewardRules | None = None,
         bounds: Callable[[], tuple[int, int] | None] = lambda: None, seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._hub, self._reader, self._ranks, self._clock = hub, reader, ranks, clock
         self._learner_epoch, self._max_tokens, self._rules, self._bounds = learner_epoch, max_tokens, rules, bounds
-        self._quarantine, self._seconds = quarantine, seconds
+        self._skipped, self._seconds = skipped, seconds
 
     def next_batch(self, version: int) -> Batch | None:
         """This rank's share of the next batch; None when the run is to stop.
@@ -53,7 +52,7 @@ class HubSource:
                 )
                 if not self._ranks.maximum(float(bool(cause))):
                     return Batch(rows, share.plan, share)
-            self._set_aside(share, version, cause or "another rank cannot train on its part")
+            self._set_aside(version, cause or "another rank cannot train on its part")
 
     def trained(self, version: int, trained: TrainedBatch) -> None:
         """Rank 0 tells the ledger: capacity for the next batch is free; and what its actors are worth."""
@@ -61,12 +60,11 @@ class HubSource:
         if self._ranks.rank == 0:
             skipped = trained.result.skipped
             self._hub.trained(
-                version, skipped=skipped, reason=NOT_FINITE if skipped else "", bounds=self._bounds(),
+                version, skipped=skipped, reason=why_skipped(trained.result), bounds=self._bounds(),
                 agreements=agreements, seconds=self._seconds(), grad_norm=trained.result.grad_norm,
             )
 
-    def _set_aside(self, share: BatchShare, version: int, cause: str) -> None:
-        self._quarantine.keep(share, cause)
+    def _set_aside(self, version: int, cause: str) -> None:
         if self._ranks.rank == 0:
             self._hub.trained(version, skipped=True, reason=cause[:512], trained=False)
-        self._quarantine.count(1, 0, cause)
+        self._skipped.count(1, 0, cause)

@@ -71,8 +71,9 @@ def line(record: Record | LoggedGroup) -> str:
             return f"batch       for version {version}: {groups} groups, {len(plan)} answers"
         case StepTaken(skipped=True, reason=reason):
             return f"step        skipped: {reason}"
-        case StepTaken(version=version, grad_norm=norm, seconds=seconds):
-            return f"step        to version {version}: gradient norm {norm:.4g}, {seconds:.2f} s"
+        case StepTaken(version=version, grad_norm=norm, seconds=seconds, reason=reason):
+            partly = f", {reason}" if reason else ""
+            return f"step        to version {version}: gradient norm {norm:.4g}, {seconds:.2f} s{partly}"
         case VersionPublished(manifest=manifest):
             ref = manifest.ref
             return f"version     {ref.version} of epoch {ref.learner_epoch}, root digest {manifest.root.hex()}"

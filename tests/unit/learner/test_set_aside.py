@@ -1,8 +1,7 @@
-"""Batches that cannot be trained on, and checkpoints that cannot be written: told, kept, and tried again."""
+"""Batches that cannot be trained on, and checkpoints that cannot be written: told, counted, and tried again."""
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.sources.hub import HubSource
-from learner.sources.quarantine import CAUSES, Quarantine
+from learner.sources.skipped import SkippedSteps, why_skipped
 from streamrl.config.schema import ObjectivesConfig, OptimizerConfig, OverlongConfig
 from streamrl.errors import CheckpointError, StreamrlError
 from streamrl.messages import BatchShare, Group, Outcome, PlanRow, ReturnReason, Sampling, Turn
@@ -72,14 +71,9 @@ def source_of(tmp_path, hub: FakeHub, *words: str) -> HubSource:
     )
     return HubSource(
         hub, TrajectoryReader(vocab_size=100), Ranks(), StepClock(Activity()),
-        Quarantine(tmp_path, 0, limit=learner.num_max_skipped_steps), learner_epoch=1,
+        SkippedSteps(tmp_path, limit=learner.num_max_skipped_steps), learner_epoch=1,
         max_tokens=learner.max_tokens_per_device, rules=rules,
     )
-
-
-def kept(tmp_path) -> dict[str, str]:
-    lines = [json.loads(line) for line in (tmp_path / "quarantine" / CAUSES).read_text().splitlines()]
-    return {line["file"]: line["cause"] for line in lines}
 
 
 def test_a_batch_that_cannot_be_trained_is_set_aside_with_its_cause_and_the_next_one_is_taken(tmp_path):
@@ -93,13 +87,11 @@ def test_a_batch_that_cannot_be_trained_is_set_aside_with_its_cause_and_the_next
 
     assert [row.group_id for row in taken.rows] == [5] == [row.group_id for row in taken.plan]
     assert [(version, skipped) for version, skipped, _ in hub.told] == [(0, True)] * 4
-    causes = kept(tmp_path)
-    for (name, cause), one, words in zip(
-        causes.items(), bad, ("1104 tokens, more than learner.max_tokens_per_device=1088", "no score ['score']",
-                              "shorter than the 16-byte preamble", "not in the plan"), strict=True,
+    for (_, _, cause), words in zip(
+        hub.told, ("1104 tokens, more than learner.max_tokens_per_device=1088", "no score ['score']",
+                   "shorter than the 16-byte preamble", "not in the plan"), strict=True,
     ):
         assert words in cause
-        assert msgspec.msgpack.decode((tmp_path / "quarantine" / name).read_bytes(), type=BatchShare) == one
 
 
 @pytest.mark.shows("learner.num_max_skipped_steps")
@@ -117,28 +109,17 @@ def test_batches_that_go_on_failing_end_the_run_with_the_cause(tmp_path):
     assert [num_taken(limit) for limit in (3, 12, 0)] == [3, 12, 20]
 
 
-def test_skipped_steps_end_the_run_if_too_many_are_among_good_ones_and_each_keeps_its_file(tmp_path):
-    quarantine = Quarantine(tmp_path, 0, limit=4)
+def test_skipped_steps_end_the_run_if_too_many_are_among_good_ones(tmp_path):
+    skipped = SkippedSteps(tmp_path, limit=4)
     for _ in range(10):  # now and then one, as mixed precision has them
-        quarantine.stepped(share(0), BatchResult((BAD,)))
-        quarantine.stepped(share(0), BatchResult((GOOD,)))
-    first = kept(tmp_path)
+        skipped.stepped(BatchResult((BAD,)))
+        skipped.stepped(BatchResult((GOOD,)))
 
-    with pytest.raises(StreamrlError, match="gradients are not finite"):
+    with pytest.raises(StreamrlError, match="in 2 of its 3 steps. Look at .* streamrl stream .*, then resume"):
         for _ in range(8):  # 2 of 3, as rewards beyond reason bring them
-            quarantine.stepped(share(0), BatchResult((BAD, BAD, GOOD)))
+            skipped.stepped(BatchResult((BAD, BAD, GOOD)))
 
-    assert len(first) == 10 and len(kept(tmp_path)) == 14, "the version stays where a step is skipped, the files do not"
-    assert Quarantine(tmp_path, 0, limit=4)._write(share(0)).name not in kept(tmp_path), "nor does a resumed run"
-
-
-def test_a_full_disk_costs_the_file_of_a_batch_and_not_the_run(tmp_path, caplog):
-    (tmp_path / "quarantine").mkdir()
-    (tmp_path / "quarantine" / CAUSES).symlink_to("/dev/full")
-
-    Quarantine(tmp_path, 0, limit=4).keep(share(0), "not finite")
-
-    assert "not finite; it could not be kept" in caplog.text and "No space left" in caplog.text
+    assert (why_skipped(BatchResult((GOOD,))), why_skipped(BatchResult((BAD,)))) == ("", "gradients are not finite")
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
