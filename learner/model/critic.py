@@ -7,6 +7,10 @@ holds an advantage for every token of the vocabulary (a dueling head).
     look(batch, ...)   values before the update, for the estimator; remembers what fitting needs
     fit(batches, ...)  some optimizer steps toward the estimator's targets
 
+The network learns targets of mean 0 and variance 1 (PopArt, arXiv:1602.07714): a value is `mean + scale * output`, with
+the running moments of the targets. When they move, the last layer is rescaled so that no value does. Before the first
+batch every output is 0, so its mean is simply where values start.
+
 Legend: S trajectories of a micro-batch, A most action tokens of one, M scored tokens, E states after a truncation.
 """
 
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors
+from learner.checkpoint.shards import ShardReader, read_training_tensors, reshard, training_tensors
 from learner.data.packing import MicroBatch
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule
@@ -30,12 +34,22 @@ if TYPE_CHECKING:
     from learner.model.policy import Inspected  # loads transformers, which the dry run does without
 
 
+_MOMENT_DECAY = 0.99
+"""Of the running moments of targets, a batch: they must follow a policy that learns, and outlast a batch."""
+_SMALLEST_SCALE = 1e-2
+"""Of targets that are all but equal, as those of a solved task: noise between them must not become a signal."""
+
+
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """The result of fitting the critic to one batch."""
+    """The result of fitting the critic to one batch.
+
+    Explained variance is `1 - Var(G - V) / Var(G)`, with the values V that the advantages were made from.
+    """
 
     loss: float  # mean value loss of the first pass, reward units squared
-    explained_variance: float  # 1 - Var(G - V) / Var(G) of the values that the advantages were made from
+    explained_variance: float  # G the targets
+    return_explained_variance: float  # G the recorded returns: what V-trace cuts off does not flatter the critic
     grad_norm: float  # of the last step, before clipping
 
 
@@ -46,6 +60,7 @@ class Targets:
     targets: Tensor
     trained: Tensor  # bool
     old: Tensor  # values when the targets were made
+    returns: Tensor  # discounted sums of the recorded rewards
 
 
 class Critic:
@@ -53,6 +68,7 @@ class Critic:
 
     Args:
         module: maps hidden states or packed tokens to [K, 1], or [K, 1 + vocabulary] for action values.
+        last: its last layer.
         reads_policy: it reads the policy's hidden states.
         of_actions: it gives action advantages too.
         clip: bound on how far a value may move from its old one within the loss; None is off.
@@ -60,10 +76,11 @@ class Critic:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, *, ranks: Ranks,
+        self, module: nn.Module, last: nn.Linear, optimizer: torch.optim.Optimizer, schedule: Schedule, *, ranks: Ranks,
         reads_policy: bool, of_actions: bool, clip: float | None, num_steps: int, max_grad_norm: float,
     ) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.module, self.optimizer, self._last = module, optimizer, last
+        self._moments = torch.zeros(3, dtype=torch.float64)  # decayed sums of 1, targets and their squares
         self.reads_policy, self.of_actions = reads_policy, of_actions
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
@@ -88,10 +105,11 @@ class Critic:
         The schedule is that of `step`, the batches trained before.
         """
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
-        count, explained = self._before(batches, targets_of)
+        count, moments, explained = self._before(batches, targets_of)
+        start = self._normalize(moments)
         first_loss = norm = 0.0
         for turn in range(self._num_steps):
-            total = sum(self._backward(batch, targets_of, count) for batch in batches)
+            total = sum(self._backward(batch, targets_of, count, start) for batch in batches)
             if turn == 0:
                 first_loss = self._ranks.all_reduce([float(total)])[0]
             result = optimizer_step(
@@ -100,11 +118,12 @@ class Critic:
             )
             norm = result.grad_norm
         self._seen.clear()
-        return CriticResult(first_loss, explained, norm)
+        return CriticResult(first_loss, *explained, norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded tensor) of weights and moments, for a checkpoint."""
-        return ((f"critic/{key}", tensor) for key, tensor in training_tensors(self.module, self.optimizer))
+        also = [("targets", self._moments)]
+        return ((f"critic/{key}", tensor) for key, tensor in training_tensors(self.module, self.optimizer, also))
 
     def restore(self, shards: ShardReader) -> bool:
         """Take weights and moments out of a checkpoint; False if it holds no critic.
@@ -114,9 +133,44 @@ class Critic:
         if not shards.has("critic/"):
             return False
         read_training_tensors(shards, self.module, self.optimizer, "critic/")
+        if shards.has("critic/targets"):
+            self._moments = shards.read_whole("critic/targets")
+        else:  # of an older version, whose outputs were the values
+            self._moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
         return True
 
-    def _backward(self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float) -> float:
+    @property
+    def _normal(self) -> tuple[float, float]:
+        """Mean and scale of the targets so far."""
+        weight, total, squares = self._moments.tolist()
+        if weight == 0.0:
+            return 0.0, 1.0
+        mean = total / weight
+        return mean, max(squares / weight - mean**2, _SMALLEST_SCALE**2) ** 0.5
+
+    @torch.no_grad()
+    def _normalize(self, moments: Tensor) -> float:
+        """Take a batch's moments in and leave every value where it is; before the first batch they all become its mean.
+
+        Returns:
+            how far values moved.
+        """
+        if not moments.isfinite().all():
+            return 0.0
+        (mean, scale), first = self._normal, not self._moments.any()
+        self._moments = _MOMENT_DECAY * self._moments + (1.0 - _MOMENT_DECAY) * moments
+        new_mean, new_scale = self._normal
+        if first:
+            return new_mean
+        reshard(self.module)
+        self._last.weight.mul_(scale / new_scale)
+        # All outputs alike: a constant on every action's advantage cancels in the dueling head.
+        self._last.bias.mul_(scale / new_scale).add_((mean - new_mean) / new_scale)
+        return 0.0
+
+    def _backward(
+        self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float, start: float
+    ) -> float:
         out = self._outputs(batch)
         if not batch.trajectory_ids:
             loss = out.sum() * 0.0  # connected to every parameter: the backward collectives must run
@@ -125,19 +179,23 @@ class Critic:
             goal = targets_of(batch)
             losses = value_loss(
                 batch.padded(actions if self.of_actions else values), goal.targets, goal.trained,
-                old_values=None if self._clip is None else goal.old, clip=self._clip,
+                old_values=None if self._clip is None else goal.old + start, clip=self._clip,
             )
             loss = losses.sum() / count
-        (loss * self._ranks.mesh.dp_size).backward()
+        # In units of the normalized targets: rate, epsilon and gradient clip then mean the same for all rewards.
+        (loss * (self._ranks.mesh.dp_size / self._normal[1] ** 2)).backward()
         return float(loss.detach())
 
     def _outputs(self, batch: MicroBatch) -> Tensor:
-        """[M + E, 1 or 1 + V] in float32."""
+        """[M + E, 1 or 1 + V] in float32, in units of the rewards."""
         if self.reads_policy:
             seen = self._seen[batch.trajectory_ids]
             assert seen is not None, "a value head needs the policy's hidden states"
-            return self.module(seen.states).float()
-        return self.module(batch.tokens, batch.positions, batch.packing, batch.state_index).float()
+            out = self.module(seen.states)
+        else:
+            out = self.module(batch.tokens, batch.positions, batch.packing, batch.state_index)
+        mean, scale = self._normal
+        return mean + scale * out.float()
 
     def _values(self, batch: MicroBatch, out: Tensor) -> tuple[Tensor, Tensor]:
         """State values and values of the actions taken, [M] each; the same if there are no action values."""
@@ -152,19 +210,22 @@ class Critic:
 
     def _before(
         self, batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets]
-    ) -> tuple[float, float]:
-        """Trained tokens of all ranks (at least 1), and the explained variance of the old values."""
-        sums = torch.zeros(5, dtype=torch.float64)
+    ) -> tuple[float, Tensor, tuple[float, float]]:
+        """Trained tokens of all ranks (at least 1); 1, mean and mean square of the targets; two explained variances."""
+        own_count, sums = 0, torch.zeros(4, 2, dtype=torch.float64)
         for batch in batches:
             if batch.trajectory_ids:
-                targets = targets_of(batch)
-                goal = targets.targets[targets.trained].double()
-                error = goal - targets.old[targets.trained].double()
-                size = goal.new_tensor(goal.numel())
-                sums += torch.stack([size, goal.sum(), goal.square().sum(), error.sum(), error.square().sum()]).cpu()
-        count, goal, goal_squares, error, error_squares = self._ranks.all_reduce(sums.tolist())
-        count = max(count, 1.0)
-        spread = goal_squares / count - (goal / count) ** 2
-        missed = error_squares / count - (error / count) ** 2
-        return count, 1.0 - missed / spread if spread > 1e-12 else 0.0
+                goal = targets_of(batch)
+                targets, returns, old = (x[goal.trained].double() for x in (goal.targets, goal.returns, goal.old))
+                own_count += old.numel()
+                each = torch.stack([targets, targets - old, returns, returns - old])
+                sums += torch.stack([each.sum(1), each.square().sum(1)], dim=1).cpu()
+        count, *totals = self._ranks.all_reduce([float(own_count), *sums.flatten().tolist()])
+        means = (torch.tensor(totals, dtype=torch.float64) / max(count, 1.0)).reshape(4, 2)
+        spread, missed, return_spread, return_missed = (square - mean**2 for mean, square in means.tolist())
+        moments = torch.tensor([min(count, 1.0), *means[0]], dtype=torch.float64)
+        return max(count, 1.0), moments, (_explained(missed, spread), _explained(return_missed, return_spread))
 
+
+def _explained(missed: float, spread: float) -> float:
+    return 1.0 - missed / spread if spread > 1e-12 else 0.0

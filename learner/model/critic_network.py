@@ -25,7 +25,7 @@ _LARGEST_ACTION_HEAD = 4096
 
 
 class ValueHead(nn.Module):
-    """Two layers on normalized hidden states; the last one starts at 0, so that values begin there and not at noise."""
+    """Two layers on normalized hidden states; the last one starts at 0, so that all values begin alike."""
 
     shares_prompts = True  # it reads the policy's states
 
@@ -87,7 +87,8 @@ def build_critic(
         raise ConfigError(f"advantage.estimator={estimator!r} reads the policy's distribution: set critic.kind=head.")
     outputs = 1 + vocabulary if of_actions else 1
     if config.kind is CriticKind.head:
-        module: nn.Module = shard(ValueHead(policy.hidden_size, outputs), [], ranks, torch.float32)
+        head = ValueHead(policy.hidden_size, outputs)
+        module: nn.Module = shard(head, [], ranks, torch.float32)
     else:
         start = load_policy(
             config.model_path or model_dir, max_tokens=max_tokens, share_prompts=policy.shares_prompts
@@ -97,7 +98,7 @@ def build_critic(
         network = CriticModel(decoder_of(start.model), head, shares_prompts=start.shares_prompts)
         module = shard(network, decoder_layers(start.model), ranks, dtype)
     return Critic(
-        module, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
+        module, head.outer, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
         Schedule("constant", config.optimizer.lr, num_steps),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm,

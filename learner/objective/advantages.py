@@ -12,7 +12,7 @@ Legend: S trajectories of a micro-batch, A most action tokens of one, R trajecto
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from learner.data.packing import MicroBatch
 from learner.objective.options import ESTIMATOR_SETTINGS
 from learner.objective.token_batch import TokenBatch
-from streamrl.algorithms import Estimator, broadcast_rows, place_terminal, whiten
+from streamrl.algorithms import Estimator, broadcast_rows, n_step, place_terminal, whiten
 from streamrl.algorithms.types import Moments, Returns, SegmentReturns
 from streamrl.config.schema import AdvantageConfig, Discount, Segment
 
@@ -46,11 +46,12 @@ class RowAdvantages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advantages:
-    """Advantages [S, A]; targets [S, A] of the critic and the tokens it is trained on, if the estimator has any."""
+    """Advantages [S, A]; with a critic also its targets [S, A], the tokens it is trained on, and the returns."""
 
     advantages: Tensor
     targets: Tensor | None = None
     trained: Tensor | None = None  # bool [S, A]
+    returns: Tensor | None = None  # [S, A] discounted sums of the rewards, as they were recorded
 
 
 @torch.no_grad()
@@ -87,13 +88,27 @@ def token_advantages(
     assert outputs.values is not None, f"advantage.estimator={settings.estimator} needs the critic's values"
     # V predicts centered returns: where a cut trajectory is continued by V, the baseline is in there already.
     charged = rows.baseline.to(rewards.dtype).index_fill(0, micro.bootstrap_rows, 0.0)
+    rewards = rewards - place_terminal(charged, mask)
     given |= {
-        "rewards": rewards - place_terminal(charged, mask), "values": outputs.values,
+        "rewards": rewards, "values": outputs.values,
         "bootstrap_values": outputs.bootstrap, "q_values": outputs.action_values, "expected_q": outputs.values,
     }
     # A recursion over time is thousands of tiny kernels on an accelerator, and one quick loop on the host.
-    found = _result(estimator(_moved(given, "cpu"), **_moved(knobs, "cpu")), mask.cpu())
+    given, knobs = _moved(given, "cpu"), _moved(knobs, "cpu")
+    found = _result(estimator(given, **knobs), given["mask"])
+    found = replace(found, returns=_returns(settings, given, knobs.get("gamma", 1.0)))
     return Advantages(**_moved({name: getattr(found, name) for name in Advantages.__slots__}, mask.device))
+
+
+def _returns(settings: AdvantageConfig, given: Mapping[str, Any], gamma: float | Tensor) -> Tensor:
+    """Discounted sums of the rewards to the end [S, A]; segments are discounted where they end."""
+    mask = given["mask"]
+    if "segment_ids" in given:
+        gamma = torch.where(_ends(given["segment_ids"], mask), settings.gamma, 1.0)
+    return n_step(
+        given["rewards"], given["values"], mask, bootstrap_values=given["bootstrap_values"], gamma=gamma,
+        n=max(1, mask.shape[1]),
+    ).targets
 
 
 def _moved(values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
@@ -131,7 +146,11 @@ def discounts(settings: AdvantageConfig, estimator: Estimator, micro: MicroBatch
     # Segments are discounted once each, by the estimator itself.
     if settings.discount is Discount.token or settings.gamma == 1.0 or estimator.of_segments:
         return settings.gamma
-    turns, mask = micro.turns, micro.mask
+    return torch.where(_ends(micro.turns, micro.mask), settings.gamma, 1.0)
+
+
+def _ends(ids: Tensor, mask: Tensor) -> Tensor:
+    """bool [S, A], the last action token of every turn or segment."""
     ends = mask.clone()
-    ends[:, :-1] &= (turns[:, 1:] != turns[:, :-1]) | ~mask[:, 1:]
-    return torch.where(ends, settings.gamma, 1.0)
+    ends[:, :-1] &= (ids[:, 1:] != ids[:, :-1]) | ~mask[:, 1:]
+    return ends

@@ -132,7 +132,7 @@ class BatchPlan:
         """The critic's targets in this micro-batch."""
         found, outputs = self.advantages[batch.trajectory_ids], self.outputs_of(batch)
         old = outputs.values if outputs.action_values is None else outputs.action_values
-        return Targets(found.targets, found.trained, old)
+        return Targets(found.targets, found.trained, old, found.returns)
 
     def of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
         """The values of a micro-batch's trajectories among those [R] of this rank, on the micro-batch's device."""

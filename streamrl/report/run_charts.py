@@ -127,7 +127,8 @@ def optimization(record: RunRecord) -> list[Chart]:
         _line(record, "KL to the reference model", "nats", {"kl/value": "k3"}, unless_zero=True),
         _line(record, "Weights of the loss", "coefficient", {"kl/coef": "KL", "entropy/coef": "entropy"},
               smoothed=False, unless_zero=True),
-        _line(record, "Explained variance of the critic", "fraction", {"critic/explained_variance": "critic"}),
+        _line(record, "Explained variance of the critic", "fraction", {
+            "critic/explained_variance": "of its targets", "critic/return_explained_variance": "of the returns"}),
         _line(record, "Policy loss", "loss", {"policy/loss": "loss"}),
         _line(record, "Shadow algorithms: cosine to the gradient in use", "cosine", _shadows(record, "cosine")),
         _line(record, "Shadow algorithms: norm of the gradient by log-probs", "norm, log scale",
