@@ -1,6 +1,7 @@
 """Which correction keeps learning alive on stale data, in the real system? See docs/staleness.md.
 
 Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
+     python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER
 
 Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
 The lag of a cell does not depend on the machine's speed: several processes can run at once, each with seeds and a
@@ -18,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, NUM_STEPS, Cell, all_cells, ordered
+
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "results" / "staleness-real"
 NUM_TRIES = 2
@@ -29,6 +32,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few short cells: checks that it runs")
     parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness-real/full (or quick)")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only the cells of these seeds")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CRITIC_ARMS], help="only these, of both tables")
+    parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only the cells of these lags")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only the cells of these rates")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
@@ -36,14 +43,18 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.out or ROOT / "runs" / "staleness-real" / ("quick" if arguments.quick else "full")
     folder = folder.resolve()
     if not (arguments.table or arguments.publish):
-        run_all(folder, quick=arguments.quick, max_cells=arguments.max_cells, seeds=arguments.seeds)
+        cells = [
+            one for one in all_cells(quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps)
+            if all(chosen is None or value in chosen for value, chosen in (
+                (one.seed, arguments.seeds), (one.lag, arguments.lags), (one.rate, arguments.rates)))
+        ]
+        run_all(folder, cells, max_cells=arguments.max_cells)
     return write_table(folder, publish=arguments.publish)
 
 
-def run_all(folder: Path, *, quick: bool, max_cells: int | None, seeds: Sequence[int] | None = None) -> None:
-    """Every cell, or every one of these seeds, that has no valid line yet."""
+def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None) -> None:
+    """Every one of these cells that has no valid line yet."""
     from bench.environment import environment_stamp
-    from bench.staleness_real.cells import Cell, all_cells, ordered
     from bench.staleness_real.run_cell import append, finished, run_cell
 
     # One thread for each process.
@@ -56,7 +67,6 @@ def run_all(folder: Path, *, quick: bool, max_cells: int | None, seeds: Sequence
         for one in results:
             cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"])
             tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
-        cells = (one for one in all_cells(quick=quick) if seeds is None or one.seed in seeds)
         waiting = ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES),
                           [one for one in results if one["valid"]])
         if not waiting:

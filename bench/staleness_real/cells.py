@@ -42,6 +42,17 @@ ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 """Overrides of each arm. All but the last two share the leave-one-out baseline and the token mean; nothing is tuned
 but the rate."""
 
+_CONTROL = ("algorithm=vtrace", "loss.opsm_delta=null")
+CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "impala": ARMS["vtrace_critic"],
+    "vtrace": ("algorithm=vtrace",),
+    "retrace": ("algorithm=retrace",),
+    "vtrace_unmasked": _CONTROL,
+    "vtrace_random_mask": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:random_mask"),
+    "vtrace_positive_only": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:positive_only"),
+})
+"""Arms that only run if they are asked for by name."""
+
 MEANING: Mapping[str, str] = MappingProxyType({
     "uncorrected": "REINFORCE, no importance ratio (negative control)",
     "tis": "token ratio, truncated at 2",
@@ -72,8 +83,8 @@ class Cell:
     def overrides(self) -> list[str]:
         """The run's settings, beside where it stands."""
         return [
-            "experiment=quickstart", *ARMS[self.arm], f"run.seed={self.seed}", f"staleness.force={self.lag}",
-            f"policy.optimizer.lr={self.rate}",
+            "experiment=quickstart", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
+            f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
             f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
             "checkpoint.export_hf=false", "filter.zero_std=false",
@@ -84,8 +95,14 @@ class Cell:
         return result["settled_lag"] == self.lag
 
 
-def all_cells(*, quick: bool = False) -> list[Cell]:
-    """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning."""
+def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_steps: int = NUM_STEPS) -> list[Cell]:
+    """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning.
+
+    Args:
+        arms: of both tables, these only.
+    """
+    if arms is not None:
+        return [Cell(*values, num_steps) for values in product(arms, LAGS, RATES, SEEDS)]
     if quick:
         return [Cell(arm, lag, RATES[0], SEEDS[0], 6) for arm in ("uncorrected", "stream_default") for lag in (2, 0)]
     return [
@@ -100,13 +117,13 @@ def fresh_arm(arm: str) -> str:
     There every ratio is 1: no cap, clip or veto acts, and all arms without a critic do the same update. They are run
     once; that the others give the same scores is checked at one rate and seed.
     """
-    return arm if arm == "vtrace_critic" else "stream_default"
+    return arm if arm == "vtrace_critic" or arm in CRITIC_ARMS else "stream_default"
 
 
 def ordered(cells: Iterable[Cell], results: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """The cells in the order in which they are to be run, given what is known now."""
     rank = _rank_of_rates(results)
-    arms, first = list(ARMS), SEEDS[0]
+    arms, first = [*ARMS, *CRITIC_ARMS], SEEDS[0]
 
     def key(cell: Cell) -> tuple[float, ...]:
         place = (LAGS.index(cell.lag) if cell.lag in LAGS else 0, arms.index(cell.arm))

@@ -20,7 +20,8 @@ from streamrl.metrics.run_record import RunRecord, read_run
 
 KEPT = (
     "ess/token", "ess/sequence_clipped", "drift/m2", "policy/clip_fraction", "keep/veto", "ess/kept_fraction",
-    "policy/grad_norm", "entropy/mean", "lr/scale", "ratio/max",
+    "policy/grad_norm", "entropy/mean", "lr/scale", "ratio/max", "keep/opsm", "trace/fraction",
+    "critic/explained_variance", "critic/return_explained_variance",
 )
 """Metrics of which the mean over the steps with a full lead is kept."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bench.staleness_real.__main__ import run_all, write_table
-from bench.staleness_real.cells import ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
+from bench.staleness_real.controls import positive_only, random_mask
 from bench.staleness_real.run_cell import append, area, finished
 from bench.staleness_real.tables import best_rate, tables
+from learner.objective.options import check_settings
 from streamrl.config.load import load_config
 from streamrl.config.rules import steps_per_batch
 
@@ -26,6 +29,25 @@ def test_each_arm_is_a_run_of_its_own_at_the_forced_lag():
         assert sum((one.loss, one.advantage) == (other.loss, other.advantage) for other in arms) == 1
     fresh = load_config(Cell("clip", 0, 1e-3, 3).overrides())
     assert fresh.staleness.force == 0 and LAGS == (ETA, 0)
+
+
+def test_arms_with_a_critic_are_asked_for_by_name():
+    for arm in CRITIC_ARMS:
+        config = load_config(Cell(arm, ETA, 1e-3, 3).overrides())
+        check_settings(config.advantage, config.loss, max_lag=ETA)
+    assert {cell.arm for cell in all_cells(arms=["retrace"])} == {"retrace"}
+    assert not {cell.arm for cell in all_cells()} & set(CRITIC_ARMS)
+
+
+def test_the_control_arms_drop_at_random_or_keep_what_is_positive():
+    mask, advantages = torch.ones(8, 50, dtype=torch.bool), torch.randn(8, 50)
+    policy = torch.full((8, 50), -2.0, requires_grad=True)
+    given = {"policy_logprobs": policy, "behavior_logprobs": torch.full((8, 50), -1.0), "advantages": advantages,
+             "mask": mask}
+    kept = random_mask(given).losses != 0
+    assert int((~kept).sum()) == int((advantages < 0).sum())  # every trajectory has drifted by 1 nat
+    assert bool((~kept & (advantages > 0)).any())
+    assert torch.equal(positive_only(given).losses != 0, advantages > 0)
 
 
 def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
@@ -49,7 +71,7 @@ def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
 
     monkeypatch.setattr("bench.staleness_real.run_cell.run_cell", run)
     append(result(seed=2, rate=RATES[0]), tmp_path / "results.jsonl")
-    run_all(tmp_path, quick=False, max_cells=None, seeds=[2, 5])
+    run_all(tmp_path, [cell for cell in all_cells() if cell.seed in (2, 5)])
     assert {cell.seed for cell in ran} == {2, 5}
     assert len(ran) == sum(cell.seed in (2, 5) for cell in all_cells()) - 1
 
