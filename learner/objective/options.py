@@ -22,6 +22,8 @@ WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 BASELINES = ("leave_one_out", "group_mean", "none", *WEIGHTED_BASELINES)
 WHITENS = ("none", "batch")
 SCALES = ("none", "std", "batch_std")
+_SAFE_ETA = 4
+"""The largest lead at which no arm of docs/staleness.md differed from another."""
 ESTIMATOR_SETTINGS = ("gamma", "lam", "rho_bar", "c_bar", "rho_bar_pg")
 """Settings that are an estimator's knob of the same name."""
 
@@ -98,6 +100,19 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     _check_correction(loss, surrogate)
     _check_masks(loss)
     _check_surrogate(loss, surrogate)
+
+
+def unguarded(advantage: AdvantageConfig, loss: LossConfig, *, eta: int) -> str:
+    """A warning about a policy gradient on a critic that nothing keeps near its old data; empty if all is well."""
+    guards = (loss.opsm_delta, loss.zscore_bound, loss.veto_low, loss.veto_high, loss.behavior_penalty or None)
+    guarded = not brings_no_ratio(loss) or loss.correction != "disabled" or any(one is not None for one in guards)
+    if guarded or eta <= _SAFE_ETA or not find_estimator(advantage.estimator).needs_critic:
+        return ""
+    return (
+        f"advantage.estimator={advantage.estimator} with loss.surrogate={loss.surrogate} has nothing that keeps the "
+        f"policy near data that are up to {eta} batches old: such runs collapse (docs/staleness.md). Set "
+        f"loss.opsm_delta=0.05 or take algorithm=vtrace, or set staleness.eta to {_SAFE_ETA} or less."
+    )
 
 
 def _check_estimator(advantage: AdvantageConfig, estimator: Estimator) -> None:

@@ -18,6 +18,7 @@ from learner.loop.run import Run
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
+from learner.setup.preflight import unguarded_settings
 from streamrl.config.addresses import is_wildcard
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag, lead, lookahead
@@ -88,6 +89,8 @@ def announce(run: Run) -> None:
         f", {steps} optimizer steps a batch" if steps > 1 else "", lead(run.config),
         how, lookahead(run.config), largest_max_lag(run.config),
     )
+    if warning := unguarded_settings(run.config):
+        log.warning("%s", warning)
 
 
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:

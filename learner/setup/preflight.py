@@ -24,7 +24,7 @@ from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
-from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_max_lag, steps_per_batch, tracker_names
+from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import Config, CriticConfig, LoraBase, PolicyConfig, ReferenceConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
@@ -74,6 +74,8 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     device = _device(config)
     _check_memory(config, device, notify)
     check_settings(config, device)
+    if warning := unguarded_settings(config):
+        notify(f"warning: {warning}")
 
 
 def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> list[EvalSet]:
@@ -136,6 +138,13 @@ def check_losses(config: Config) -> None:
         config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
         steps_per_batch=steps_per_batch(config),
     ))
+
+
+def unguarded_settings(config: Config) -> str:
+    """The warning of `learner.objective.options.unguarded` at the run's largest lead, or nothing."""
+    from learner.objective.options import unguarded
+
+    return unguarded(config.advantage, config.loss, eta=largest_eta(config))
 
 
 def check_settings(config: Config, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class Summary:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Problems of a run that went on in spite of them: an evaluation that fell, rewards that teach nothing."""
+    """Problems of a run that went on in spite of them: an evaluation that fell, rewards or values that teach nothing."""
     found = []
     _, scores, errors = score_errors(rows)
     if len(scores) > 1 and scores[0] - scores[-1] > 2 * math.hypot(errors[0], errors[-1]):
@@ -154,6 +155,11 @@ def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     spreads, means = series(rows, "reward/std")[1], series(rows, "reward/mean")[1]
     if len(spreads) >= ENOUGH_STEPS and not any(spreads) and min(means) == max(means):
         found.append(f"every reward was {compact(means[0])}: equal rewards teach nothing; see streamrl samples")
+    signs = groupby(series(rows, "critic/explained_variance")[1], key=lambda value: value < 0)
+    longest = max((len(list(values)) for negative, values in signs if negative), default=0)
+    if longest >= STEPS_OF_A_BAD_CRITIC:
+        found.append(f"the critic predicted worse than a constant for {longest} steps in a row: its advantages were "
+                     "noise; raise critic.num_steps, or take an estimator without a critic")
     if last(rows, "hub/sandbox_level", 0.0) == 1.0:
         found.append(WEAK_SANDBOX)
     return found
@@ -168,6 +174,8 @@ WEAK_SANDBOX = (
     "programs of the model ran at sandbox level 1, which limits but does not isolate: they could read the files of the "
     "actor's user and use the network; install bubblewrap, and allow user namespaces"
 )
+STEPS_OF_A_BAD_CRITIC = 20
+"""In a row, with an explained variance below 0; fewer are a critic that is still learning."""
 ENOUGH_STEPS = 3
 """With a reward; fewer may be equal by chance."""
 REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")

@@ -95,7 +95,7 @@ def test_all_values_begin_at_the_mean_target_of_the_first_batch(checkpoints):
 
 
 @pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])
-def test_values_stay_where_they_are_when_the_returns_are_scaled_anew(checkpoints, kind, estimator):
+def test_values_stay_where_they_are_when_the_returns_change_their_scale(checkpoints, kind, estimator):
     """PopArt: targets of another mean and size move the normalization, and only the optimizer moves values."""
     scene = Scene(checkpoints["qwen3-tied"], replace(FAST, kind=CriticKind(kind)), estimator)
     for step in range(3):

@@ -153,3 +153,14 @@ def test_rewards_that_were_always_equal_are_told(stds, means, warned):
     told = warnings_of(rows)
 
     assert bool(told) is warned and all("equal rewards teach nothing" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("explained", "warned"),
+    [([-0.1] * 20, True), ([0.5] * 5 + [-0.1] * 25 + [0.3], True), ([-0.1] * 19 + [0.0] + [-0.1] * 19, False),
+     ([], False)],
+)
+def test_a_critic_that_predicts_worse_than_a_constant_is_told(explained, warned):
+    told = warnings_of([{"step": step, "critic/explained_variance": one} for step, one in enumerate(explained)])
+
+    assert bool(told) is warned and all("the critic predicted worse than a constant" in text for text in told)
