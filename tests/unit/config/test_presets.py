@@ -11,6 +11,7 @@ import pytest
 
 import configs
 from learner.objective.options import check_settings
+from learner.setup.preflight import unguarded_settings
 from streamrl.config.load import load_config
 from streamrl.config.rules import max_lag
 from streamrl.errors import ConfigError
@@ -19,47 +20,49 @@ LOCAL = ("policy.model_path=somewhere",)  # composing reads no model
 
 RECIPES = [
     "stream_default", "impala", "areal", "prime", "scalerl", "low_bias", "extreme_lag", "dr_grpo", "grpo", "dapo",
-    "ppo", "rloo", "reinforce_pp",
+    "ppo", "rloo", "reinforce_pp", "vtrace", "retrace",
 ]
 
 # Each column of the specification's two tables, in the order of the recipes above; "-" is unset.
 COLUMNS = {
-    "advantage.estimator": "group vtrace group group group group group group group group gae group reinforce_pp",
+    "advantage.estimator": "group vtrace group group group group group group group group gae group reinforce_pp "
+    "vtrace retrace_v",
     "advantage.baseline": "leave_one_out none group_mean group_mean group_mean opob leave_one_out group_mean "
-    "group_mean group_mean none leave_one_out none",
-    "advantage.scale": "none none std none batch_std none none none std std none none none",
-    "advantage.whiten": "none none none none none none none none none none batch none none",
-    "advantage.gamma": " ".join(["1.0"] * 13),
-    "advantage.lam": "1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 0.95 1.0 1.0",
-    "advantage.rho_bar": " ".join(["1.0"] * 13),
-    "advantage.c_bar": " ".join(["1.0"] * 13),
-    "advantage.rho_bar_pg": "- 1.0 - - - - - - - - - - -",
-    "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1",
-    "critic.clip": "- - - - - - - - - - 0.5 - -",
+    "group_mean group_mean none leave_one_out none none none",
+    "advantage.scale": "none none std none batch_std none none none std std none none none none none",
+    "advantage.whiten": "none none none none none none none none none none batch none none none none",
+    "advantage.gamma": " ".join(["1.0"] * 15),
+    "advantage.lam": "1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 0.95 1.0 1.0 1.0 1.0",
+    "advantage.rho_bar": " ".join(["1.0"] * 15),
+    "advantage.c_bar": " ".join(["1.0"] * 15),
+    "advantage.rho_bar_pg": "- 1.0 - - - - - - - - - - - 1.0 -",
+    "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1 8 8",
+    "critic.clip": "- - - - - - - - - - 0.5 - - - -",
     "loss.surrogate": "ppo_clip reinforce decoupled_ppo dppo_tv cispo seq_tis m2po ppo_clip ppo_clip ppo_clip ppo_clip "
-    "tis ppo_clip",
-    "loss.anchor": "- - recomputed - - - - - - - - - -",
-    "loss.dual_clip": "3.0 - - - - - - - - - - - -",
-    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 -",
-    "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
-    "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - -",
-    "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - -",
-    "loss.opsm_delta": "0.5 - - - - - - - - - - - -",
+    "tis ppo_clip reinforce tis",
+    "loss.anchor": "- - recomputed - - - - - - - - - - - -",
+    "loss.dual_clip": "3.0 - - - - - - - - - - - - - -",
+    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 - - 1.0",
+    "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
+    "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - - - -",
+    "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - - - -",
+    "loss.opsm_delta": "0.5 - - - - - - - - - - - - 0.05 0.05",
     "loss.avg_level": "token-mean token-mean token-mean token-mean prompt-mean seq-mean-token-sum-norm token-mean "
-    "seq-mean-token-sum-norm seq-mean-token-mean token-mean token-mean seq-mean-token-sum token-mean",
-    "loss.correction": " ".join(["disabled"] * 13),
-    "loss.entropy_coef": " ".join(["0.0"] * 13),
-    "kl.mode": "off off off off off off off off k3_is off reward_k1 reward_k1 reward_k1",
-    "kl.coef": "- - - - - - - - 0.01 - 0.001 0.001 0.001",
-    "filter.zero_std": "True False False True True True True True False True False False False",
-    "filter.truncated": "False False False False False False False False False True False False False",
-    "overlong.cache_ratio": "0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.2 0.0 0.0 0.0",
-    "policy.scheduler.ess_rule": "sqrt none none none none sqrt none none none none none none none",
-    "policy.scheduler.ess_floor": " ".join(["0.1"] * 13),
-    "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1",
-    "learner.num_minibatches": "1 1 4 1 1 1 1 1 1 1 1 1 1",
-    "learner.num_epochs": " ".join(["1"] * 13),
-    "staleness.num_lookahead_groups": "- - - - - - - - - - - - -",
+    "seq-mean-token-sum-norm seq-mean-token-mean token-mean token-mean seq-mean-token-sum token-mean token-mean "
+    "token-mean",
+    "loss.correction": " ".join(["disabled"] * 15),
+    "loss.entropy_coef": " ".join(["0.0"] * 15),
+    "kl.mode": "off off off off off off off off k3_is off reward_k1 reward_k1 reward_k1 off off",
+    "kl.coef": "- - - - - - - - 0.01 - 0.001 0.001 0.001 - -",
+    "filter.zero_std": "True False False True True True True True False True False False False False False",
+    "filter.truncated": "False False False False False False False False False True False False False False False",
+    "overlong.cache_ratio": "0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.2 0.0 0.0 0.0 0.0 0.0",
+    "policy.scheduler.ess_rule": "sqrt none none none none sqrt none none none none none none none sqrt sqrt",
+    "policy.scheduler.ess_floor": " ".join(["0.1"] * 15),
+    "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1 4 4",
+    "learner.num_minibatches": "1 1 4 1 1 1 1 1 1 1 1 1 1 1 1",
+    "learner.num_epochs": " ".join(["1"] * 15),
+    "staleness.num_lookahead_groups": "- - - - - - - - - - - - - - -",
 }
 CLIPS = {  # of the recipes whose surrogate reads them
     "stream_default": (0.2, 0.28), "areal": (0.2, 0.2), "prime": (0.2, 0.2), "extreme_lag": (0.3, 0.5),
@@ -87,6 +90,7 @@ def test_the_remaining_cells_of_the_preset_tables(recipes):
     assert recipes["stream_default"].loss.opsm_when.value == "over_budget"
     assert dict(recipes["extreme_lag"].loss.options) == {"budget": 0.04}
     assert recipes["dapo"].filter.accuracy_range == [0.01, 0.99]
+    assert {recipes[name].critic.optimizer.lr for name in ("vtrace", "retrace")} == {3e-3}
     assert math.isinf(recipes["prime"].loss.cap)  # its DPPO ratio is explicitly uncapped
 
 
@@ -107,3 +111,17 @@ def test_the_config_group_holds_the_recipes_and_the_negative_control():
 def test_a_misspelt_recipe_is_refused_with_the_names_that_exist():
     with pytest.raises(ConfigError, match="(?s)algorithm.*stream_default"):
         load_config(["algorithm=stream_defalt", *LOCAL])
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["algorithm=impala", "staleness.force=24"], True), (["algorithm=impala", "staleness.eta=24"], True),
+        (["algorithm=impala", "staleness.eta=4"], False), (["algorithm=vtrace", "staleness.eta=24"], False),
+        (["algorithm=retrace", "staleness.eta=24"], False), (["algorithm=ppo", "staleness.eta=24"], False),
+        (["algorithm=uncorrected", "staleness.eta=24"], False),
+        (["algorithm=impala", "staleness.eta=24", "loss.veto_low=1e-4"], False),
+    ],
+)
+def test_a_critic_without_a_guard_is_warned_of_on_old_data(words, warned):
+    assert bool(unguarded_settings(load_config([*words, *LOCAL]))) is warned
