@@ -146,7 +146,7 @@ class Summary:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Problems of a run that went on in spite of them: an evaluation that fell, rewards or values that teach nothing."""
+    """Problems of a run that went on in spite of them: an evaluation that fell, noise for rewards or values."""
     found = []
     _, scores, errors = score_errors(rows)
     if len(scores) > 1 and scores[0] - scores[-1] > 2 * math.hypot(errors[0], errors[-1]):
