@@ -22,6 +22,7 @@ from streamrl.errors import ControlError, WireError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.parent_watch import program
 from streamrl.stream.archive import BundleError, sha256_of, unpack
+from streamrl.stream.history import History
 from streamrl.stream.records import LogError
 
 LEVELS = ("hash", "reward", "step", "loss", "draw")
@@ -152,6 +153,10 @@ def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list
 
 def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
     """The environment, played again on the recorded answers by `streamrl replay --rewards`, a process of its own."""
+    try:
+        History.read(folder)
+    except LogError as error:
+        return Outcome(DIFFERS, str(error))
     tell, equal = _Progress("rewards"), 0
     differing: list[str] = []
     unchecked: list[str] = []
@@ -187,7 +192,7 @@ def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num
         statuses.append(_told("step", _step(again, seed)))
     if "loss" in levels:
         text = f"{again.loss.num} tokens, the largest mean difference of a group is {again.loss.largest:.2g} nats"
-        statuses.append(_told("loss", _outcome(again, again.loss, f"{text} (--seed {seed})")))
+        statuses.append(_told("loss", _outcome(again.loss, f"{text} (--seed {seed})")))
     if "draw" in levels:
         statuses.append(_told("draw", _draw(again, seed)))
     return statuses
@@ -200,16 +205,16 @@ def _step(again: Retraining, seed: int) -> Outcome:
             NOT_COMPARABLE, f"weights differ, but so does this machine ({which})",
             [*again.other, *again.step.disagreements],
         )
-    return _outcome(again, again.step, f"{again.step.num} versions bit by bit, up to {which}")
+    return _outcome(again.step, f"{again.step.num} versions bit by bit, up to {which}")
 
 
 def _draw(again: Retraining, seed: int) -> Outcome:
     if not again.draws_by_seed:
         return Outcome(NOT_COMPARABLE, "this engine's draws do not follow from seeds: loss looks at the same tokens")
-    return _outcome(again, again.draw, f"{again.draw.num} tokens of first turns (--seed {seed})")
+    return _outcome(again.draw, f"{again.draw.num} tokens of first turns (--seed {seed})")
 
 
-def _outcome(again: Retraining, found: Findings, text: str) -> Outcome:
+def _outcome(found: Findings, text: str) -> Outcome:
     if found.disagreements:
         return Outcome(DIFFERS, text, found.disagreements)
     if not found.num:
