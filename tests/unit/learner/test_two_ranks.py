@@ -69,9 +69,9 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     tiny_checkpoint(folder / "model", "qwen3", tied=True)
     (folder / "model" / "tokenizer_config.json").write_text("{}")
-    folders = ("one", "one/lora", "one/muon", "one/minibatches", "one/measured", "two", "two/lora",
-               "two/lora-resumed", "two/muon", "two/minibatches", "two/measured", "two/once", "two/resumed",
-               "one-resumed")
+    folders = ("one", "one/lora", "one/muon", "one/minibatches", "one/measured", "one/valued", "two", "two/lora",
+               "two/lora-resumed", "two/muon", "two/minibatches", "two/measured", "two/valued", "two/once",
+               "two/resumed", "one-resumed")
     for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
@@ -79,6 +79,7 @@ def work(tmp_path_factory):
     two_ranks.muon(folder, folder / "one" / "muon", Ranks())
     two_ranks.minibatches(folder, folder / "one" / "minibatches", Ranks())
     two_ranks.measured(folder, folder / "one" / "measured", Ranks())
+    two_ranks.valued(folder, folder / "one" / "valued", Ranks())
     launch(2, folder, folder / "two", folder / "one" / "run")
     return folder
 
@@ -97,6 +98,10 @@ def test_trajectories_without_a_backward_pass_may_all_be_on_one_rank(work):
     assert_same(work / "one" / "measured", work / "two" / "measured")
     _, numbers = result(work / "two" / "measured")
     assert all(numbers["stats"][f"shadow/{name}/grad_norm"] > 0 for name in ("grpo", "extreme_lag", "reinforce_pp"))
+
+
+def test_a_critic_and_its_normalization_are_the_same_over_two_ranks(work):
+    assert_same(work / "one" / "valued", work / "two" / "valued")
 
 
 @pytest.mark.shows("learner.reduce_once")

@@ -7,6 +7,7 @@
     minibatches(...)        a batch of four optimizer steps, the result; also with gradients that are added up once a
                             step, and then the number of reductions of both
     measured(...)           a step with trajectories that have no backward pass, the result
+    valued(...)             three batches with a critic, whose normalization moves; its weights are in the result
     fail(work, folder)      rank 1 cannot write its shard
     apart(work, folder)     two machines that share no directory: rank 0's holds all, and a restart takes all from it
 """
@@ -31,6 +32,7 @@ from learner.data.packing import equalize, pack
 from learner.data.selection import LeaveOut
 from learner.model.adapter.frozen import FrozenAdapter
 from learner.model.adapter.lora import add_adapter
+from learner.model.critic_network import build_critic
 from learner.model.gradients import optimizer_step
 from learner.model.networks import Networks
 from learner.model.optimizer import Schedule, make_optimizer
@@ -46,6 +48,7 @@ from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,
+    CriticConfig,
     EntropyConfig,
     KlConfig,
     LoraConfig,
@@ -197,6 +200,28 @@ def measured(work: Path, folder: Path, ranks: Ranks) -> None:
     write(folder, policy, ranks, (0.0, trained.result.grad_norm, {}, trained.measured.flush(1)))
 
 
+def valued(work: Path, folder: Path, ranks: Ranks) -> None:
+    """Three batches with a critic of actions, whose last layer two ranks cannot share evenly."""
+    policy, steady = load_policy(work / "model", ranks=ranks, chunk_tokens=7), OptimizerConfig(lr=3e-3, eps=1e-3)
+    objective = Objective(
+        AdvantageConfig(estimator="retrace_q", baseline="none"), LossConfig(), max_new_tokens=16, max_lag=9
+    )
+    torch.manual_seed(0)
+    critic = build_critic(
+        CriticConfig(num_steps=3, optimizer=steady), "retrace_q", policy, work / "model", num_steps=5,
+        dtype=torch.float32, ranks=ranks,
+    )
+    networks = Networks(policy, make_optimizer(policy, steady), critic)
+    trainer = Trainer(networks, SCHEDULE, objective, TrainerSettings(max_tokens=40), ranks, version=5)
+    for seed, size in ((1, 1.0), (2, 5.0), (3, 0.2)):
+        rows = batch(6, 3, seed=seed)
+        rows = [replace_row(row, reward=size * row.reward, rewards=size * row.rewards) for row in rows]
+        mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
+        trained = trainer.train_batch(mine, plan_of(rows, world=ranks.mesh.dp_size))
+    write(folder, critic.module, ranks, (trained.critic.loss, trained.critic.grad_norm, {}, {
+        "explained": trained.critic.explained_variance, "of_returns": trained.critic.return_explained_variance}))
+
+
 def train_batch(policy: Policy, objective: Objective, settings: TrainerSettings, rows, plan, ranks: Ranks, shadows=()):
     """What training on this rank's share of a batch did, from version 5 on."""
     networks = Networks(policy, make_optimizer(policy, OptimizerConfig(lr=1e-2)))
@@ -252,6 +277,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     muon(work, folder / "muon", ranks)
     minibatches(work, folder / "minibatches", ranks)
     measured(work, folder / "measured", ranks)
+    valued(work, folder / "valued", ranks)
     minibatches(work, folder / "once", ranks, once=True)
     fail(work, folder, ranks)
     apart(work, folder, ranks)
