@@ -62,6 +62,12 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "decoupled": "decoupled PPO, the proximal policy log-linear between behavior and current policy",
     "vtrace_critic": "recipe `impala`: V-trace with a critic, policy gradient with truncated ratios",
     "stream_default": "recipe: PPO clip on the behavior policy, dual clip, veto, OPSM, sqrt-ESS step size",
+    "impala": "the recipe, with a critic whose targets are normalized",
+    "vtrace": "recipe: V-trace, OPSM at 0.05, eight critic steps at 3e-3, sqrt-ESS step size",
+    "retrace": "recipe: the same with the advantage of Retrace",
+    "vtrace_unmasked": "`vtrace` without OPSM",
+    "vtrace_random_mask": "`vtrace`, as many tokens dropped at random as OPSM would",
+    "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",
 })
 
 

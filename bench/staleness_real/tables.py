@@ -37,7 +37,7 @@ def tables(results: Sequence[Result]) -> str:
 
 def _best(valid: Sequence[Result], stale: int) -> str:
     rows = []
-    for arm in ARMS:
+    for arm in _arms(valid):
         fresh, old = _at_best(valid, fresh_arm(arm), 0), _at_best(valid, arm, stale)
         cells = [[_cell(of, "end"), _cell(of, "area"), f"{of[0]['rate']:g}" if of else ""] for of in (fresh, old)]
         share = "" if not (fresh and old) else f"{_mean(old, 'end') / max(_mean(fresh, 'end'), 1e-9):.0%}"
@@ -45,6 +45,11 @@ def _best(valid: Sequence[Result], stale: int) -> str:
         rows.append([f"`{arm}`: {MEANING[arm]}", *cells[0], *cells[1], share, lag])
     header = ["arm", "lag 0: end", "area", "rate", f"lag {stale}: end", "area", "rate", "kept", "mean lag"]
     return _table(header, rows)
+
+
+def _arms(valid: Sequence[Result]) -> list[str]:
+    """Those of the experiment, and the others that were run."""
+    return [arm for arm in MEANING if arm in ARMS or any(one["arm"] == arm for one in valid)]
 
 
 def best_rate(valid: Sequence[Result], arm: str, lag: int) -> float | None:
@@ -59,14 +64,14 @@ def _rates(valid: Sequence[Result], value: str, stale: int) -> str:
     spreads = by(valid, "arm", "lag", "rate", value=value)
     rates = sorted(RATES)
     rows = [[f"`{arm}`", *(_shown(spreads.get((arm, lag, rate))) for lag in (0, stale) for rate in rates)]
-            for arm in ARMS]
+            for arm in _arms(valid)]
     return _table([value, *(f"lag {lag}, {rate:g}" for lag in (0, stale) for rate in rates)], rows)
 
 
 def _measured(valid: Sequence[Result], stale: int) -> str:
     keys = sorted({key for one in valid for key in one["means"]})
     rows = []
-    for arm in ARMS:
+    for arm in _arms(valid):
         old = _at_best(valid, arm, stale)
         found = {key: [one["means"][key] for one in old if key in one["means"]] for key in keys}
         rows.append([f"`{arm}`", *(f"{sum(v) / len(v):.3g}" if v else "" for v in found.values())])
