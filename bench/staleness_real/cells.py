@@ -64,7 +64,7 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "stream_default": "recipe: PPO clip on the behavior policy, dual clip, veto, OPSM, sqrt-ESS step size",
     "impala": "the recipe, with a critic whose targets are normalized",
     "vtrace": "recipe: V-trace, OPSM at 0.05, eight critic steps at 3e-3, sqrt-ESS step size",
-    "retrace": "recipe: the same with the advantage of Retrace",
+    "retrace": "recipe: Retrace inside clip and dual clip, critic and step size as in `vtrace`",
     "vtrace_unmasked": "`vtrace` without OPSM",
     "vtrace_random_mask": "`vtrace`, as many tokens dropped at random as OPSM would",
     "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",

@@ -39,14 +39,14 @@ COLUMNS = {
     "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1 8 8",
     "critic.clip": "- - - - - - - - - - 0.5 - - - -",
     "loss.surrogate": "ppo_clip reinforce decoupled_ppo dppo_tv cispo seq_tis m2po ppo_clip ppo_clip ppo_clip ppo_clip "
-    "tis ppo_clip reinforce tis",
+    "tis ppo_clip reinforce ppo_clip",
     "loss.anchor": "- - recomputed - - - - - - - - - - - -",
-    "loss.dual_clip": "3.0 - - - - - - - - - - - - - -",
-    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 - - 1.0",
+    "loss.dual_clip": "3.0 - - - - - - - - - - - - - 3.0",
+    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 - - -",
     "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
     "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - - - -",
     "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - - - -",
-    "loss.opsm_delta": "0.5 - - - - - - - - - - - - 0.05 0.05",
+    "loss.opsm_delta": "0.5 - - - - - - - - - - - - 0.05 -",
     "loss.avg_level": "token-mean token-mean token-mean token-mean prompt-mean seq-mean-token-sum-norm token-mean "
     "seq-mean-token-sum-norm seq-mean-token-mean token-mean token-mean seq-mean-token-sum token-mean token-mean "
     "token-mean",
@@ -67,6 +67,7 @@ COLUMNS = {
 CLIPS = {  # of the recipes whose surrogate reads them
     "stream_default": (0.2, 0.28), "areal": (0.2, 0.2), "prime": (0.2, 0.2), "extreme_lag": (0.3, 0.5),
     "dr_grpo": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "ppo": (0.2, 0.2), "reinforce_pp": (0.2, 0.2),
+    "retrace": (0.2, 0.28),
 }
 
 
