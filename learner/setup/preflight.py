@@ -74,8 +74,6 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     device = _device(config)
     _check_memory(config, device, notify)
     check_settings(config, device)
-    if warning := unguarded_settings(config):
-        notify(f"warning: {warning}")
 
 
 def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> list[EvalSet]:
