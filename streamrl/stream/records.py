@@ -171,17 +171,29 @@ class RunStopped(Record):
     finished: bool
 
 
+_BIN_32 = struct.Struct(">BI")
+"""MessagePack's head of up to 4 GiB of bytes."""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
-def encode(sequence: int, body: Record) -> bytearray:
-    """The bytes of one record."""
-    data = bytearray(HEADER.size)
-    _ENCODER.encode_into(body, data, HEADER.size)
-    HEADER.pack_into(data, 0, len(data) - HEADER.size, body.KIND, sequence)
-    data += TRAILER.pack(xxhash.xxh3_64_intdigest(data))
-    return data
+def encode(sequence: int, body: Record) -> list[bytes]:
+    """The bytes of one record, in parts: the frame of a group, nearly all of the log, is not copied."""
+    parts = _group_parts(body) if isinstance(body, GroupArrived) else [_ENCODER.encode(body)]
+    parts.insert(0, HEADER.pack(sum(map(len, parts)), body.KIND, sequence))
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    parts.append(TRAILER.pack(digest.intdigest()))
+    return parts
+
+
+def _group_parts(body: GroupArrived) -> list[bytes]:
+    """What the encoder gives for a group, with the frame as a part of its own."""
+    without = _ENCODER.encode(msgspec.structs.replace(body, frame=b""))
+    after = _ENCODER.encode(body.refused) + _ENCODER.encode(body.digest)
+    before = without[: -len(after) - len(_ENCODER.encode(b""))]
+    return [before + _BIN_32.pack(0xC6, len(body.frame)), body.frame, after]
 
 
 def size_of(header: bytes | memoryview) -> int | None:

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
+from streamrl.stream.block_file import BlockFile
 from streamrl.stream.records import LogError, Record, encode
 from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segment_path, segments, whole_end
 
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 SYNC_S, SYNC_BYTES = 0.05, 4 << 20
 SEGMENT_BYTES = 64 << 20
-MAX_BUFFERS = 512
-"""Of one system call; no system takes fewer than 16, Linux 1,024."""
 RETRY_S = 1.0
 Fsync = Literal["interval", "always", "never"]
 
@@ -60,12 +59,11 @@ class LogWriter:
         """Why nothing can be written; "" while that goes well."""
         self.num_bytes = 0
         """Written by this writer."""
-        self._waiting: deque[tuple[int, bytearray]] = deque()
+        self._waiting: deque[tuple[int, Sequence[bytes]]] = deque()
         self._num_waiting = 0  # bytes
         self._changed = threading.Condition()
         self._closing = False
-        self._file: BinaryIO | None = None
-        self._end = 0
+        self._file: BlockFile | None = None
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -75,7 +73,7 @@ class LogWriter:
         data = encode(sequence, body)
         with self._changed:
             self._waiting.append((sequence, data))
-            self._num_waiting += len(data)
+            self._num_waiting += sum(map(len, data))
             if len(self._waiting) == 1 or self._num_waiting >= SYNC_BYTES:
                 self._changed.notify()
         return sequence
@@ -137,16 +135,13 @@ class LogWriter:
         """Write what waits now, and sync it. Raises OSError, with the file as it was before."""
         with self._changed:
             batch = list(self._waiting)
-        if self._file is None or self._end >= self._segment_bytes:
+        if self._file is None or self._file.end >= self._segment_bytes:
             self._begin_segment(batch[0][0])
         file = self._file
         assert file is not None
-        num_bytes = 0
-        for start in range(0, len(batch), MAX_BUFFERS):
-            num_bytes += _write_all(file.fileno(), [data for _, data in batch[start : start + MAX_BUFFERS]])
-        if self._fsync != "never":
-            os.fdatasync(file.fileno())
-        self._end += num_bytes
+        before = file.end
+        file.append([data for _, record in batch for data in record], sync=self._fsync != "never")
+        num_bytes = file.end - before
         self.num_bytes += num_bytes
         with self._changed:
             for _ in batch:
@@ -160,9 +155,9 @@ class LogWriter:
             self._file.close()
             self._file = None
         path = segment_path(self._folder, self._number)
-        file = open(path, "wb", buffering=0)
+        file = BlockFile(path)
         try:
-            file.write(SEGMENT_HEADER.pack(MAGIC, first))
+            file.append([SEGMENT_HEADER.pack(MAGIC, first)])
             handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(handle)
@@ -173,31 +168,17 @@ class LogWriter:
             with suppress(OSError):
                 path.unlink()
             raise
-        self._file, self._end, self._number = file, SEGMENT_HEADER.size, self._number + 1
+        self._file, self._number = file, self._number + 1
 
     def _drop_file(self) -> None:
         """Cut off what a failed write left, so that the next one continues at the end of a whole record."""
         if self._file is None:
             return
         try:
-            os.ftruncate(self._file.fileno(), self._end)
-            self._file.seek(self._end)
+            self._file.cut()
         except OSError:  # a file that cannot even be cut is left with its torn end; the next one begins here
             self._file.close()
             self._file = None
-
-
-def _write_all(file: int, buffers: Sequence[bytearray]) -> int:
-    """Write all of the buffers, however often the system takes only a part; returns their bytes. Raises OSError."""
-    left = [memoryview(one) for one in buffers]
-    total = sum(map(len, left))
-    while left:
-        num = os.writev(file, left)
-        while left and num >= len(left[0]):
-            num -= len(left.pop(0))
-        if left:
-            left[0] = left[0][num:]
-    return total
 
 
 def close_log(run_dir: Path | str) -> tuple[int, int]:
@@ -214,6 +195,10 @@ def close_log(run_dir: Path | str) -> tuple[int, int]:
     end, following = whole_end(files[-1].path)
     size = files[-1].path.stat().st_size
     if end < size:
-        log.warning("the log ended in a torn record of %d bytes, which was never acknowledged: cut off", size - end)
+        with files[-1].path.open("rb") as file:
+            file.seek(end)
+            torn = file.read().rstrip(b"\0")  # zeros fill the last block of a file that is being written
+        if torn:
+            log.warning("the log ended in a torn record of %d bytes, which was never acknowledged: cut off", len(torn))
         os.truncate(files[-1].path, end)
     return following, number

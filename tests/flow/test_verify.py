@@ -85,7 +85,7 @@ def edited(honest: Path, tmp_path: Path, edit: Callable[[Path], None]) -> Path:
 
 def rewrite(folder: Path, change: Callable[[Record], Record]) -> None:
     """The log with other records, each with its right digest."""
-    changed = [records.encode(sequence, change(body)) for sequence, body in read_records(folder)]
+    changed = [b"".join(records.encode(sequence, change(body))) for sequence, body in read_records(folder)]
     shutil.rmtree(folder / "stream")
     (folder / "stream").mkdir()
     (folder / "stream" / "00000001.seg").write_bytes(SEGMENT_HEADER.pack(MAGIC, 1) + b"".join(changed))
