@@ -1,7 +1,8 @@
 """How long after kill -9 of a learner is its next new step trained, by the number of logged steps to train again?
 
-The quickstart at one actor; a checkpoint decides how many steps lie between it and the kill. Counted is the time from
-the signal to the first step that nobody had trained, in the run's own rows of metrics: the start of the processes, the
+The quickstart at one actor; checkpoints decide how many steps lie between the last one and the kill: one after every
+tenth step and a kill at the tenth for 0, else the one before the first step alone. Counted is the time from the signal
+to the first step that had not been trained before, in the run's own rows of metrics: the start of the processes, the
 steps that are trained again, and the first new one.
 
 Run: python -m bench.recovery [--behind 0,10,100] [--repeats 3] [--quick]
@@ -51,15 +52,14 @@ def main() -> int:
 def measured(behind: int, seed: int, folder: Path) -> dict[str, Any]:
     """Seconds from the kill to the next new step, and how many steps were trained again."""
     run_dir = folder / f"{behind}-{seed}"
-    kill_at = CHECKPOINT_AT + behind
-    every = CHECKPOINT_AT if behind < CHECKPOINT_AT else kill_at
+    kill_at, every = (behind, behind + MORE_STEPS) if behind else (CHECKPOINT_AT, CHECKPOINT_AT)
     words = ["experiment=quickstart", f"run.dir={run_dir}", f"run.seed={seed}", f"checkpoint.every_steps={every}",
              f"trainer.num_steps={kill_at + MORE_STEPS + CHECKPOINT_AT}"]
     with subprocess.Popen(
         [sys.executable, "-m", "streamrl", "launch", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as launcher:
         try:
-            return _killed(launcher.pid, run_dir, kill_at, every if behind < CHECKPOINT_AT else 0)
+            return _killed(launcher.pid, run_dir, kill_at, 0 if behind else CHECKPOINT_AT)
         finally:
             launcher.send_signal(signal.SIGINT)
             launcher.wait(PATIENCE_S)
