@@ -153,7 +153,7 @@ class EpisodeRunner:
                 client.close()
         if client.failure is not None:  # whatever the loop made of it
             raise client.failure
-        transcript.pay(step.reward)
+        transcript.pay_outcome(step.reward)
         return _finished(index, transcript, scores, "env" if step.truncated else client.finish, step)
 
     def _client(

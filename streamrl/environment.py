@@ -198,12 +198,14 @@ class Generated:
         text: without special tokens.
         token_ids, logprobs: as sampled; natural logs under the distribution that was sampled from.
         finish: "stop", or "length" if the limit of tokens ended it.
+        prompt_ids: what the model read.
     """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish: str
+    prompt_ids: Sequence[int] = ()
 
 
 class GenerationClient(Protocol):

@@ -1,8 +1,8 @@
 """The client that a user's own interaction loop generates with: the actor's engine, in the same process.
 
 Whatever it generates is recorded as it was read and sampled; nothing that the loop does to texts changes a token. Where
-the input of a call begins with all that was read and said before, the same sequence goes on; otherwise another one
-begins, as it does after a chat template rewrote the history.
+the input of a call begins with all of a sequence of the trajectory, that sequence goes on; otherwise another one
+begins, as for a subagent, a second branch, or after a chat template rewrote the history.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from actors.engines.base import Engine
 from actors.render import Renderer, Tools
 from actors.trajectory.chat_form import Chat, as_messages
-from actors.trajectory.conversation import ENVIRONMENT, Conversation, note_rewriting
+from actors.trajectory.conversation import ENVIRONMENT, note_rewriting
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
+from actors.trajectory.texts import Texts
 from actors.trajectory.transcript import Transcript
 from streamrl.environment import Generated
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
@@ -52,7 +53,7 @@ class Client:
         self._engine, self._renderer, self._rules, self._transcript = engine, renderer, rules, transcript
         self._seed, self._sampling, self._on_progress = seed, sampling, on_progress
         self._generating, self._pause, self._resume = generating, pause, resume
-        self._conversation = Conversation(renderer)
+        self._texts = Texts(renderer)
         self._num_turns = self._num_waiting = 0
         self._closed = False
 
@@ -101,13 +102,14 @@ class Client:
         self._on_progress()
         said = self._renderer.text(generation.token_ids)
         if train and not self._closed:
-            if not self._transcript.goes_on(read):
+            if self._transcript.turns and self._transcript.continued(read) is None:
                 note_rewriting(ENVIRONMENT)
-            self._transcript.add_turn(read, generation)
-            self._conversation.begin(self._renderer.whole_text(read) if text is None else text, read)
-            self._conversation.hear(generation.token_ids)
+            sequence = self._transcript.add_turn(read, generation)
+            if sequence is not None:
+                seen = self._renderer.whole_text(read) if text is None else text
+                self._texts.hear(sequence, seen, generation.token_ids)
             self.finish = generation.finish
-        return Generated(said, list(generation.token_ids), list(generation.logprobs), generation.finish)
+        return Generated(said, list(generation.token_ids), list(generation.logprobs), generation.finish, tuple(read))
 
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
@@ -127,13 +129,10 @@ class Client:
         """The input as text, if it came as one or as messages, and as ids."""
         if not isinstance(prompt, str) and len(prompt) and all(isinstance(one, int) for one in prompt):
             return None, [int(one) for one in prompt]
-        if isinstance(prompt, str):
-            return str(prompt), self._conversation.ids_for(str(prompt))
-        messages = as_messages(prompt, self.chat.texts)
-        text = self._renderer.input_text(messages, tools)
-        if not self._conversation.ids:
-            return text, self._renderer.render(messages, tools)
-        return text, self._conversation.ids_for(text)
+        whole = isinstance(prompt, str)
+        text = str(prompt) if whole else self._renderer.input_text(as_messages(prompt, self.chat.texts), tools)
+        ids = self._texts.ids_for(text)
+        return text, self._renderer.encode_input(text, whole=whole) if ids is None else ids
 
     def _admitted(self, read: list[int], train: bool) -> tuple[list[int], int]:
         """The input, cut if it may be, and the new tokens that the turn may have."""

@@ -92,13 +92,6 @@ class Conversation:
         """The model reads this now, in place of all before."""
         self.ids, self._before, self._after, self._last_token = ids, text, "", -1
 
-    def ids_for(self, text: str) -> list[int]:
-        """The ids of an input, with those of this conversation where it begins with it; changes nothing."""
-        rest = rest_after(text, self.text) if self.ids else None
-        if rest is None:
-            return self._renderer.encode(text)
-        return [*self.ids, *self._renderer.follow(rest, last_token=self._last_token)]
-
     def _follow(self, text: str) -> None:
         self.ids = [*self.ids, *self._renderer.follow(text, last_token=self._last_token)]
         self._after += text

@@ -1,106 +1,145 @@
-"""A trajectory while it grows: exactly the tokens that the engine read and sampled.
+"""A trajectory while it grows: exactly the tokens that the engine read and sampled, as a set of sequences.
 
-If what the model read in a turn begins with all of the present sequence, that sequence goes on. If not, another one of
-the same trajectory begins, whose prompt is what was read.
+If what the model read in a turn begins with all of a sequence, the longest such sequence goes on. If not, another one
+of the same trajectory begins, whose prompt is what was read. So an agent and its subagent, which speak in turns, have
+one sequence each, and a fork of a conversation reads again what it shares with the other branch: every sampled token is
+an action of one sequence alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from actors.engines.base import Generation
+from actors.engines.base import Generation, VersionSpan
 from streamrl.messages import Member, MemberStatus, SequenceStart, Span, Turn, VersionRef
 from streamrl.messages.codec import pack_ids, pack_logprobs
 
 
+@dataclass(slots=True, eq=False)
+class RecordedTurn:
+    """Tokens start..end of its sequence, both counted after the sequence's prompt."""
+
+    start: int
+    end: int
+    spans: list[VersionSpan]  # they count from `start`
+    reward: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RecordedSequence:
+    ids: list[int]  # the prompt and all that followed
+    num_prompt: int
+    logprobs: list[float] = field(default_factory=list)  # of all that followed, 0.0 for what was only read
+    turns: list[RecordedTurn] = field(default_factory=list)
+
+    def goes_on(self, read: Sequence[int]) -> bool:
+        """Whether this input begins with all of the sequence."""
+        return len(read) >= len(self.ids) and list(read[: len(self.ids)]) == self.ids
+
+
 class Transcript:
-    """Positions count tokens after the first prompt, through all sequences.
+    """The sequences of a trajectory in the order in which they began; on the wire they lie end to end.
 
     Attributes:
-        turns: those of the model that have tokens.
+        turns: those of the model that have tokens, in the order in which they ended.
         num_tokens: prompts and responses of all sequences.
     """
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self._prompt_ids: list[int] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._mask: list[tuple[int, int]] = []
-        self._versions: list[Span] = []
-        self._sequences: list[SequenceStart] = []
-        self._present: list[int] = []  # all ids of the present sequence
+        self.turns: list[RecordedTurn] = []
         self.num_tokens = 0
+        self._sequences: list[RecordedSequence] = []
         self._pending_reward = 0.0  # of turns without tokens, while there is no turn to add it to
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """The first sequence has this prompt, whatever the model reads in the first turn that has tokens."""
-        self._prompt_ids = self._present = list(prompt_ids)
-        self.num_tokens = len(self._present)
+        self._sequences = [RecordedSequence(list(prompt_ids), len(prompt_ids))]
+        self.num_tokens = len(prompt_ids)
 
     @property
     def first_version(self) -> VersionRef | None:
         """The version that sampled the first token; None before it."""
-        first = next(iter(self._versions), None)
-        return None if first is None else VersionRef(first.learner_epoch, first.version)
+        return self.turns[0].spans[0].ref if self.turns and self.turns[0].spans else None
 
     def num_tokens_with(self, read: Sequence[int]) -> int:
         """Prompts and responses of all sequences, if the model reads these ids next."""
-        return self.num_tokens + len(read) - (len(self._present) if self.goes_on(read) else 0)
+        present = self.continued(read)
+        return self.num_tokens + len(read) - (0 if present is None else len(present.ids))
 
-    def add_turn(self, read: Sequence[int], generation: Generation) -> None:
-        """A turn of the model after these ids; a turn without tokens leaves no trace."""
+    def continued(self, read: Sequence[int]) -> RecordedSequence | None:
+        """The longest sequence with which this input begins."""
+        return max((one for one in self._sequences if one.goes_on(read)), key=lambda one: len(one.ids), default=None)
+
+    def add_turn(self, read: Sequence[int], generation: Generation) -> RecordedSequence | None:
+        """Add a turn of the model after these ids; returns its sequence. A turn without tokens leaves no trace."""
         if not generation.token_ids:
-            return
-        num_tokens = self.num_tokens_with(read) + len(generation.token_ids)
-        self._add_input(read)
-        self.num_tokens = num_tokens
-        start = len(self._token_ids)
-        end = start + len(generation.token_ids)
-        self._token_ids += generation.token_ids
-        self._logprobs += generation.logprobs
-        self._mask.append((start, end))
-        self.turns.append(Turn(start, end, self._pending_reward))
+            return None
+        present = self._with_input(read)
+        start = len(present.logprobs)
+        present.ids += generation.token_ids
+        present.logprobs += generation.logprobs
+        self.num_tokens += len(generation.token_ids)
+        turn = RecordedTurn(start, len(present.logprobs), generation.spans, self._pending_reward)
+        present.turns.append(turn)
+        self.turns.append(turn)
         self._pending_reward = 0.0
-        for span in generation.spans:
-            ref = span.ref
-            self._versions.append(Span(ref.learner_epoch, ref.version, start + span.start, start + span.end))
-        self._present = [*read, *generation.token_ids]
+        return present
 
     def pay(self, reward: float, turn: int = -1) -> None:
         """Add to the reward of a turn, the last one unless said; without any it goes to the first one that comes."""
         if not self.turns:
             self._pending_reward += reward
             return
-        paid = self.turns[turn]
-        self.turns[turn] = Turn(paid.start, paid.end, paid.reward + reward)
+        self.turns[turn].reward += reward
+
+    def pay_outcome(self, reward: float) -> None:
+        """What the whole trajectory earned, on the turn that stands last in it: it follows every other sequence."""
+        if not self.turns:
+            return self.pay(reward)
+        self._sequences[-1].turns[-1].reward += reward
 
     def pay_only(self, reward: float) -> None:
-        """The whole reward on the last turn, in place of what the turns earned."""
-        *earlier, last = self.turns
-        self.turns = [*(Turn(turn.start, turn.end, 0.0) for turn in earlier), Turn(last.start, last.end, reward)]
+        """The whole reward as the outcome, in place of what the turns earned."""
+        for turn in self.turns:
+            turn.reward = 0.0
+        self.pay_outcome(reward)
 
     def member(self, index: int, status: MemberStatus, scores: dict[str, float], finish: str) -> Member:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        turns, versions, starts = [], [], []
+        for one in self._sequences:
+            place = len(tokens)
+            starts.append(SequenceStart(place, pack_ids(one.ids[: one.num_prompt])))
+            tokens += one.ids[one.num_prompt :]
+            logprobs += one.logprobs
+            for turn in one.turns:
+                start = place + turn.start
+                turns.append(Turn(start, place + turn.end, turn.reward))
+                versions += [
+                    Span(span.ref.learner_epoch, span.ref.version, start + span.start, start + span.end)
+                    for span in turn.spans
+                ]
         return Member(
-            index=index, status=status, prompt_ids=pack_ids(self._prompt_ids), token_ids=pack_ids(self._token_ids),
-            logprobs=pack_logprobs(self._logprobs), mask=tuple(self._mask), versions=tuple(self._versions),
-            turns=tuple(self.turns), reward=float(sum(turn.reward for turn in self.turns)), scores=scores,
-            finish=finish, sequences=tuple(self._sequences),
+            index=index, status=status, prompt_ids=starts[0].prompt_ids, token_ids=pack_ids(tokens),
+            logprobs=pack_logprobs(logprobs), mask=tuple((turn.start, turn.end) for turn in turns),
+            versions=tuple(versions), turns=tuple(turns), reward=float(sum(turn.reward for turn in turns)),
+            scores=scores, finish=finish, sequences=tuple(starts[1:]),
         )
 
-    def goes_on(self, read: Sequence[int]) -> bool:
-        """Whether this input begins with all of the present sequence."""
-        return list(read[: len(self._present)]) == self._present
-
-    def _add_input(self, read: Sequence[int]) -> None:
-        """Add the input of a turn: a prompt, or the tokens after the last turn."""
-        if not self._present:
-            self.begin(read)
-        elif self.goes_on(read):
-            more = read[len(self._present) :]
-            self._token_ids += more
-            self._logprobs += [0.0] * len(more)
-        elif not self.turns:  # what was read before any word of the model is no part of a trajectory
-            self.begin(read)
-        else:
-            self._sequences.append(SequenceStart(len(self._token_ids), pack_ids(list(read))))
+    def _with_input(self, read: Sequence[int]) -> RecordedSequence:
+        """The sequence of a turn that reads these ids, with them at its end."""
+        present = self.continued(read)
+        if present is None:
+            if not self.turns:  # what was read before any word of the model is no part of a trajectory
+                self._sequences, self.num_tokens = [], 0
+            present = RecordedSequence(list(read), len(read))
+            self._sequences.append(present)
+            self.num_tokens += len(read)
+            return present
+        more = read[len(present.ids) :]
+        present.ids += more
+        present.logprobs += [0.0] * len(more)
+        self.num_tokens += len(more)
+        return present

@@ -131,8 +131,9 @@ class Member(Message):
     mask: the denominator of the importance ratio, always. `mask` lists action-token ranges; each action token is in
     exactly one `Span` of `versions` and in one `Turn`.
 
-    Where the history was rewritten between two turns, a trajectory consists of several sequences: `sequences` lists
-    those after the first, whose prompt is `prompt_ids`. Positions count through all of them.
+    Where the history was rewritten between two turns, or conversations took turns, a trajectory consists of several
+    sequences, each whole: `sequences` lists those after the first, whose prompt is `prompt_ids`. Positions count
+    through all of them.
     """
 
     index: U16

@@ -1,0 +1,126 @@
+"""A trajectory is a graph of sequences: agents that speak in turns, and forks of a conversation."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.engines.base import Generation, VersionSpan
+from actors.trajectory.transcript import Transcript
+from streamrl.messages import Turn, VersionRef
+from streamrl.messages.codec import unpack_ids, unpack_logprobs
+from tests.unit.actors.test_rewritten_history import sequences
+from tests.unit.envs.adapters.test_interaction_loops import member_of, play, write  # noqa: F401
+
+HEAD = """
+def talk(name):
+    return [{"role": "user", "content": name}]
+
+async def speak(client, messages, more=""):
+    if more:
+        messages.append({"role": "user", "content": more})
+    answer = (await client.chat.completions.create(messages=messages)).choices[0].message
+    messages.append({"role": "assistant", "content": answer.content})
+
+async def rollout(record, client):"""
+
+
+def test_a_parent_and_its_subagent_alternate_and_are_two_sequences(write):  # noqa: F811
+    task = write("""
+a, b = talk("a"), talk("b")
+await speak(client, a)
+await speak(client, b)
+client.reward(0.5)
+await speak(client, a, "c")
+await speak(client, b, "d")
+client.reward(0.25)
+return 1.0
+""", HEAD)
+    group, read, requests = play(task, "1<end>", "2<end>", "3<end>", "4<end>")
+    member = member_of(group)
+
+    first, second = "<start>u:a<end><start>a:", "<start>u:b<end><start>a:"
+    assert sequences(member) == [
+        f"{first}|1<end><start>u:c<end><start>a:3<end>", f"{second}|2<end><start>u:d<end><start>a:4<end>"
+    ]
+    assert read == [
+        first, second, f"{first}1<end><start>u:c<end><start>a:", f"{second}2<end><start>u:d<end><start>a:"
+    ]
+    # Each reward is on the turn that earned it, and the outcome counts once.
+    assert member.turns == (Turn(0, 2, 0.0), Turn(10, 12, 0.0), Turn(12, 14, 0.5), Turn(22, 24, 1.25))
+    assert member.reward == 1.75 and len({request.seed for request in requests}) == 4
+
+
+def test_the_outcome_is_on_the_turn_that_no_other_follows(write):  # noqa: F811
+    task = write("""
+a, b = talk("a"), talk("b")
+await speak(client, a)
+await speak(client, b)
+await speak(client, a, "c")
+return 1.0
+""", HEAD)
+    member = member_of(play(task, "1<end>", "2<end>", "3<end>")[0])
+
+    assert [sequence[-6:] for sequence in sequences(member)] == ["3<end>", "2<end>"]
+    assert [turn.reward for turn in member.turns] == [0.0, 0.0, 1.0]  # estimators that look back see all of them
+
+
+def test_a_fork_reads_the_tokens_that_were_sampled_and_trains_none_of_them_twice(write):  # noqa: F811
+    """The second branch goes back behind a turn: its text is compared with the sequence as it stood there."""
+    task = write("""
+a = talk("a")
+await speak(client, a)
+fork = list(a)
+await speak(client, a, "c")
+await speak(client, fork, "d")
+return 1.0
+""", HEAD)
+    group, _, requests = play(task, "<end>", "3<end>", "4<end>")
+    member = member_of(group)
+
+    assert sequences(member) == [
+        "<start>u:a<end><start>a:|<end><start>u:c<end><start>a:3<end>",
+        "<start>u:a<end><start>a:<end><start>u:d<end><start>a:|4<end>",
+    ]
+    sampled = [list(unpack_ids(member.token_ids))[start:end] for start, end in member.mask]
+    assert len(sampled) == 3 and sum(map(len, sampled)) == 5
+    first = list(requests[0].prompt_ids) + sampled[0]
+    assert [list(one.prompt_ids)[: len(first)] for one in requests[1:]] == [first, first]
+
+
+def test_tokens_that_a_tokenizer_would_write_otherwise_stay_in_a_fork(write):  # noqa: F811
+    """<pad> is decoded to nothing, so only the recorded ids hold it; every log-prob is that of its token."""
+    task = write("""
+a = talk("a")
+await speak(client, a)
+fork = list(a)
+await speak(client, a, "c")
+await speak(client, fork, "d")
+return 1.0
+""", HEAD)
+    group, _, requests = play(task, "x<pad><end>", "3<end>", "4<end>")
+    member = member_of(group)
+
+    assert [0 in request.prompt_ids for request in requests] == [False, True, True]
+    logprobs = unpack_logprobs(member.logprobs)
+    on = {place for start, end in member.mask for place in range(start, end)}
+    assert all((logprobs[place] != 0.0) == (place in on) for place in range(len(logprobs)))
+    assert sum(span.end - span.start for span in member.versions) == len(on)
+
+
+def test_calls_at_the_same_time_are_branches(write):  # noqa: F811
+    task = write("""
+a = talk("a")
+await asyncio.gather(*(client.generate(a) for _ in range(3)))
+return 1.0
+""", HEAD)
+    member = member_of(play(task, "1<end>", "2<end>", "3<end>")[0])
+    prompt = "<start>u:a<end><start>a:"
+    assert sequences(member) == [f"{prompt}|1<end>", f"{prompt}|2<end>", f"{prompt}|3<end>"]
+
+
+@pytest.mark.parametrize("read", [[5, 6], [7]])
+def test_what_was_read_before_any_word_of_the_model_counts_only_if_it_goes_on(read):
+    transcript = Transcript()
+    transcript.begin([5])
+    transcript.add_turn(read, Generation([9], [-1.0], [VersionSpan(VersionRef(1, 1), 0, 1)], "stop"))
+    assert transcript.num_tokens == len(read) + 1
