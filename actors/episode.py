@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from actors.endpoint.endpoint import Endpoint
 from actors.engines.base import Engine, Generation
 from actors.env_calls.executor import CallClock, EnvExecutor, where
 from actors.env_calls.group_step import GroupStep
@@ -36,9 +37,9 @@ class EpisodeRunner:
 
     def __init__(
         self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int | None = 4,
-        load: LoadMeter | None = None, inline: InlineCalls | None = None,
+        load: LoadMeter | None = None, inline: InlineCalls | None = None, endpoint: Endpoint | None = None,
     ) -> None:
-        self.load = load or LoadMeter()
+        self.load, self.endpoint = load or LoadMeter(), endpoint or Endpoint()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
         self.executor = EnvExecutor(num_threads, inline)
         self.num_env_errors = 0
@@ -170,7 +171,12 @@ class EpisodeRunner:
         return Client(
             self.engine, self.renderer, self.rules, transcript, seed=seed, sampling=sampling,
             generating=self.load.generating, pause=pause, resume=resume, on_progress=on_progress,
+            open_session=self.endpoint.session,
         )
+
+    async def close(self) -> None:
+        self.executor.close()
+        await self.endpoint.close()
 
     async def _answer(
         self, env: Env, conversation: Conversation, transcript: Transcript, generation: Generation, last: bool

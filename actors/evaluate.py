@@ -31,7 +31,7 @@ import msgspec
 from actors.episode import EpisodeRunner
 from actors.local_policy import LocalPolicy, local_config, open_policy, run_of, sampling_message
 from actors.render import Renderer
-from actors.settings import episode_rules, make_renderer
+from actors.settings import episode_rules, make_endpoint, make_renderer
 from envs.registry import task_of
 from envs.rewards.extract import stated_answer
 from streamrl.commands import exit_at_once, status_of
@@ -68,7 +68,9 @@ async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, p
     config, num_prompts = one.config, num_prompts_of(one, task)
     answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
     rules, renderer = episode_rules(config, one.sampling, task), make_renderer(config, policy.tokenizer, task)
-    runner = EpisodeRunner(task, policy.engine, renderer, rules, num_threads=config.env.num_threads)
+    runner = EpisodeRunner(
+        task, policy.engine, renderer, rules, num_threads=config.env.num_threads, endpoint=make_endpoint(config)
+    )
     sampling = sampling_message(one.sampling)
     places = asyncio.Semaphore(2 * config.actors.num_concurrent)  # the engine batches; more would only wait in memory
 
@@ -86,7 +88,7 @@ async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, p
                 for response in range(config.eval.num_responses):
                     group.create_task(play(index, response))
     finally:
-        runner.executor.close()
+        await runner.close()
     return answers
 
 

@@ -30,6 +30,7 @@ from actors.settings import (
     engine_spec,
     episode_rules,
     local_settings,
+    make_endpoint,
     make_renderer,
     max_leases,
     pick_device,
@@ -116,7 +117,7 @@ class ActorRuntime:
         if self.device_weights is not None:
             await asyncio.to_thread(self.device_weights.close)
         for runner in self.runners:
-            runner.executor.close()
+            await runner.close()
         for task in {id(runner.task): runner.task for runner in self.runners}.values():
             if isinstance(task, HasSetUp):
                 task.tear_down()
@@ -218,10 +219,11 @@ def build_runtime(
         engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, task)
     load, inline = LoadMeter(), InlineCalls()
+    endpoint = make_endpoint(config)
     runners = [
         EpisodeRunner(
             task, engine, renderer, episode_rules(config, sampling, task), num_threads=config.env.num_threads,
-            load=load, inline=inline,
+            load=load, inline=inline, endpoint=endpoint,
         )
         for sampling in (config.rollout.train.sampling, eval_sampling(config))
     ]
@@ -243,7 +245,9 @@ def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *,
         if isinstance(task, HasSetUp):
             task.set_up()
     rules, renderer = episode_rules(one.config, one.sampling, task), make_renderer(one.config, tokenizer, task)
-    return EpisodeRunner(task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load)
+    return EpisodeRunner(
+        task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load, endpoint=own.endpoint
+    )
 
 
 def environment_calls(runtime: ActorRuntime) -> dict[str, float]:

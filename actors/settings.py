@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from actors.endpoint.endpoint import Endpoint
 from actors.engines.base import AdapterSpec, EngineSpec
 from actors.render import Renderer
 from actors.trajectory.rules import EpisodeRules
@@ -38,6 +39,11 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
         system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
         tool_prompt=getattr(task, "tool_prompt", ""),
     )
+
+
+def make_endpoint(config: Config) -> Endpoint:
+    """Where the run's agents reach this actor."""
+    return Endpoint(config.actors.endpoint.bind, config.actors.endpoint.advertise)
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:

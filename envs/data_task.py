@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from envs.agents.task import Unscored
 from envs.data.dataset import Dataset, open_dataset, paths_of
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_file import EnvFactory, reward_from_file
@@ -92,6 +93,8 @@ def task_from_data(settings: TaskSettings) -> DataTask:
     shape = RecordShape(data.prompt_key, data.answer_key)
     named = reward.type or ", ".join(reward.weights)
     if env.path is None and not named:
+        if env.agent is not None or env.agent_command is not None:
+            return DataTask(data, shape, lambda: Unscored(shape))
         raise TaskError(
             f"data.path={data.path} holds questions, but nothing says how answers are scored: give env.path=reward.py "
             "with a function reward_fn(messages, answer), or reward.type=exact."

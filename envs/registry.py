@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from envs.adapters.gem import gem_task
+from envs.agents.task import with_agent
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import NO_TASK, PARTS, construct, task_from_file
 from envs.tasks.games import GAMES
@@ -41,9 +42,14 @@ REGISTERED: dict[str, Callable[..., Task]] = {
 
 
 def task_of(settings: TaskSettings) -> Task:
-    """The task of a run, with its tools. Raises TaskError: see `load_task`, `envs.data_task` and `envs.tools`."""
-    task = _plain_task(settings)
-    return with_tools(task, settings.env) if settings.env.tools else task
+    """The task of a run, with its agent or tools. Raises TaskError: see `load_task`, `envs.data_task`, `envs.tools`."""
+    task, env = _plain_task(settings), settings.env
+    ways = [f"env.{name}" for name in ("agent", "agent_command", "tools") if getattr(env, name)]
+    if len(ways) > 1:
+        raise TaskError(f"{' and '.join(ways)} each decide what the model reads: leave one of them out")
+    if env.agent is not None or env.agent_command is not None:
+        return with_agent(task, env)
+    return with_tools(task, env) if env.tools else task
 
 
 def _plain_task(settings: TaskSettings) -> Task:

@@ -7,6 +7,7 @@ one's own, returned by `Task.env`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -208,6 +209,23 @@ class Generated:
     prompt_ids: Sequence[int] = ()
 
 
+@dataclass(slots=True)
+class AgentSession:
+    """The address of an episode for a program that calls its model over HTTP, as `openai.OpenAI` takes it.
+
+    Attributes:
+        answer: the model's last turn as text.
+        reward: what the program posted to `base_url`/reward; None if nothing.
+        full: why a call found no turn or no room left, once the session is over; "" if none did.
+    """
+
+    base_url: str
+    api_key: str
+    answer: str = ""
+    reward: Any = None
+    full: str = ""
+
+
 class GenerationClient(Protocol):
     """The client that an interaction loop generates with; `actors.trajectory.client.Client` implements it.
 
@@ -253,6 +271,10 @@ class GenerationClient(Protocol):
 
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
+        ...
+
+    def session(self) -> AbstractAsyncContextManager[AgentSession]:
+        """An address and a key with which a program calls `chat` over HTTP, until the block ends."""
         ...
 
 

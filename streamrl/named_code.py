@@ -21,6 +21,9 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     env, reward, actors = (_section(settings, name) for name in ("env", "reward", "actors"))
     if env.get("path") is not None:
         yield "env.path", str(env["path"])
+    for way in ("agent", "agent_command"):
+        if env.get(way) is not None:
+            yield f"env.{way}", str(env[way])
     use = _section(env, "tool_use")
     for setting, names in (
         ("env.name", [env.get("name")]), ("env.tools", env.get("tools")), ("env.tool_use.parser", [use.get("parser")]),

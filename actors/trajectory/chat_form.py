@@ -18,8 +18,10 @@ from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
 PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train")
-IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store")
+IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store", "seed", "service_tier")
 """Of a server; they mean nothing here."""
+ONLY = {"n": 1, "stream": False, "tool_choice": "auto", "frequency_penalty": 0, "presence_penalty": 0}
+"""Options that can only have one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Message:
 class Choice:
     message: Message
     finish_reason: str  # "stop", "length" or "tool_calls"
+    token_ids: list[int]
+    logprobs: list[float]
     index: int = 0
 
 
@@ -55,7 +59,8 @@ class Choice:
 class ChatCompletion:
     id: str
     choices: list[Choice]
-    usage: Mapping[str, int] = field(default_factory=dict)
+    prompt_token_ids: list[int]
+    usage: dict[str, int] = field(default_factory=dict)
     object: str = "chat.completion"
 
 
@@ -83,7 +88,7 @@ class Chat:
         """One answer to a conversation. Raises TaskError for an option that is not served, and as `generate` does."""
         given = {key: value for key, value in options.items() if value is not None and key not in IGNORED}
         limits = [given.pop(key) for key in ("max_tokens", "max_completion_tokens") if key in given]
-        for key, only in (("n", 1), ("stream", False), ("tool_choice", "auto")):
+        for key, only in ONLY.items():
             if given.pop(key, only) != only:
                 raise TaskError(f"chat.completions.create got {key}={options[key]!r}: here it can only be {only!r}")
         unknown = sorted(set(given) - set(PASSED))
@@ -98,9 +103,12 @@ class Chat:
         calls = self._calls(answer.text) if tools else []
         self._num_completions += 1
         finish = "tool_calls" if calls else answer.finish if answer.finish == "length" else "stop"
+        message = Message(answer.text, tool_calls=calls or None)
+        read, said = len(answer.prompt_ids), len(answer.token_ids)
         return ChatCompletion(
-            f"completion-{self._num_completions}", [Choice(Message(answer.text, tool_calls=calls or None), finish)],
-            {"completion_tokens": len(answer.token_ids)},
+            f"completion-{self._num_completions}",
+            [Choice(message, finish, list(answer.token_ids), list(answer.logprobs))], list(answer.prompt_ids),
+            {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said},
         )
 
     def _calls(self, text: str) -> list[ToolCall]:

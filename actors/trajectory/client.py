@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from typing import Any
 
 from actors.engines.base import Engine
@@ -20,7 +20,7 @@ from actors.trajectory.conversation import ENVIRONMENT, note_rewriting
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.texts import Texts
 from actors.trajectory.transcript import Transcript
-from streamrl.environment import Generated
+from streamrl.environment import AgentSession, Generated
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 from streamrl.messages import Sampling
 
@@ -32,10 +32,11 @@ class Client:
         generating: around every call of the engine.
         pause, resume: called when the loop begins to wait for the engine, and when it goes on.
         on_progress: called after every generation.
+        open_session: opens the session of an agent that calls this client over HTTP.
 
     Attributes:
         failure: an error that the loop may not handle, as that of a dead engine; None without one.
-        full: a call found no turn or no room left.
+        full: why a call found no turn or no room left; "" if none did.
         finish: how the last turn ended.
         earned: what `reward` was given so far.
     """
@@ -44,15 +45,17 @@ class Client:
         self, engine: Engine, renderer: Renderer, rules: EpisodeRules, transcript: Transcript, *, seed: int,
         sampling: Sampling, generating: Callable[[], AbstractContextManager[None]], pause: Callable[[], None],
         resume: Callable[[], None], on_progress: Callable[[], None],
+        open_session: Callable[[Client], AbstractAsyncContextManager[AgentSession]],
     ) -> None:
         self.tokenizer = renderer.tokenizer
         self.chat = Chat(self)
         self.failure: Exception | None = None
-        self.full = False
+        self.full = ""
         self.finish, self.earned = "stop", 0.0
         self._engine, self._renderer, self._rules, self._transcript = engine, renderer, rules, transcript
         self._seed, self._sampling, self._on_progress = seed, sampling, on_progress
         self._generating, self._pause, self._resume = generating, pause, resume
+        self._open_session = open_session
         self._texts = Texts(renderer)
         self._num_turns = self._num_waiting = 0
         self._closed = False
@@ -65,6 +68,11 @@ class Client:
             "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k, "min_p": one.min_p,
             "max_new_tokens": self._rules.max_new_tokens, "stop": list(self._rules.stop),
         }
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of the trajectory."""
+        return self._rules.max_tokens
 
     @property
     def num_turns_left(self) -> int:
@@ -119,6 +127,10 @@ class Client:
         self.earned += number
         self._transcript.pay(number, turn)
 
+    def session(self) -> AbstractAsyncContextManager[AgentSession]:
+        """An address and a key with which a program calls `chat` over HTTP, until the block ends."""
+        return self._open_session(self)
+
     def close(self) -> None:
         """The episode is over: a call that still runs is not recorded."""
         self._closed = True
@@ -154,8 +166,8 @@ class Client:
         return read, room
 
     def _raise_full(self, why: str) -> None:
-        self.full = True
-        raise EpisodeFullError(f"{why}, and return the reward of what there is")
+        self.full = f"{why}, and return the reward of what there is"
+        raise EpisodeFullError(self.full)
 
     def _distribution(self, given: Mapping[str, float | None], train: bool) -> Sampling:
         """The sampling parameters of this call, checked."""

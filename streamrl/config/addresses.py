@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 
+from streamrl.errors import ConfigError
+
 
 def is_address(address: str) -> bool:
     """Whether it looks like tcp://HOST:PORT."""
@@ -23,3 +25,14 @@ def is_loopback(address: str) -> bool:
 def is_wildcard(address: str) -> bool:
     """Whether it stands for every interface of this machine."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") in ("0.0.0.0", "::", "*")
+
+
+def check_endpoint(bind: str, advertise: str | None) -> None:
+    """Raise ConfigError for an address of agents that is none, or that no agent could use."""
+    if not is_address(f"tcp://{bind}"):
+        raise ConfigError(f"actors.endpoint.bind={bind} must look like 127.0.0.1:0: write a host and a port")
+    if is_wildcard(f"tcp://{bind}") and advertise is None:
+        raise ConfigError(
+            f"actors.endpoint.bind={bind} listens on every interface and names none that agents could use: add "
+            "actors.endpoint.advertise=NAME"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 
-from streamrl.config.addresses import is_address, is_loopback, is_wildcard
+from streamrl.config.addresses import check_endpoint, is_address, is_loopback, is_wildcard
 from streamrl.config.devices import check_devices
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
@@ -108,6 +108,7 @@ def check(config: Config) -> None:
     _check_sizes(config)
     _check_names(config)
     _check_hub(config)
+    check_endpoint(config.actors.endpoint.bind, config.actors.endpoint.advertise)
     check_devices(config)
     _check_lora(config)
 

@@ -69,6 +69,15 @@ class LearnerConfig:
 
 
 @dataclass
+class EndpointConfig:
+    bind: str = "127.0.0.1:0"
+    """Where an actor serves agents over HTTP (`env.agent`, `env.agent_command`), HOST:PORT; port 0 takes a free one."""
+    advertise: str | None = None
+    """Host name or address that agents should use, as from inside a container, or a whole URL; null is that of
+    `actors.endpoint.bind`."""
+
+
+@dataclass
 class ActorsConfig:
     engine: str = "native"
     """Inference engine of the actors: native, vllm, scripted or your own `package.module:factory`."""
@@ -100,6 +109,7 @@ class ActorsConfig:
     """A `streamrl relay` that this actor pulls weights from, tcp://HOST:PORT; the learner if it does not answer."""
     key: str | None = None
     """File with this actor's key, as `streamrl keys add` writes it, for a hub with `hub.keys`; null has none."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     share_weights: bool = True
     """Leave pulled weights in shared memory for the other actors of this host, and take what they left."""
 

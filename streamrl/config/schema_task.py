@@ -74,6 +74,12 @@ class EnvConfig:
     """A Python file with your own task; wins over `env.name`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
+    agent: str | None = None
+    """An agent that plays the task's records: `agent.py:run` or `package.module:run`, an `async` function that calls
+    the model by a client of the package openai; what it returns is the reward, or the task scores the last answer."""
+    agent_command: str | None = None
+    """An agent that is a program, started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and STREAMRL_RECORD (a
+    JSON file); its last line is the reward, or the task scores the last answer."""
     tools: list[str] = field(default_factory=list)
     """Tools around any task: calculator, python, search, or your own class; needs env.max_turns over 1."""
     tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)

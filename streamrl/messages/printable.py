@@ -51,4 +51,6 @@ def start_log(
     """
     handler = handler or logging.StreamHandler()
     handler.setFormatter(PrintableFormatter(f"%(asctime)s {who:<8} %(message)s", datefmt="%H:%M:%S"))
+    for library in ("httpx", "httpx2"):  # at INFO they log every request
+        logging.getLogger(library).setLevel(logging.WARNING)
     logging.basicConfig(level=level or os.environ.get("STREAMRL_LOG", "INFO").upper(), handlers=[handler], force=force)

@@ -18,9 +18,12 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("streamrl", "actors", "learner", "envs")
 CLASSES = (
     "ConfigError", "TaskError", "EngineError", "CheckpointError", "RunLockedError", "RunFailedError", "ControlError",
-    "StreamrlError",
+    "StreamrlError", "ApiError",
 )
-"""Errors that end a command or a process. Refused frames and retried downloads are logged and counted instead."""
+"""Errors that end a command or a process, and those that an agent's client gets over HTTP.
+
+Refused frames and retried downloads are logged and counted instead.
+"""
 HOLE = "…"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -30,6 +33,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "learner/hub/ledger/tables/settings.py", "streamrl/metrics/trackers/", "streamrl/metrics/ranking.py",
         "streamrl/sweep/", "streamrl/cli.py",
     ),
+    "Agents over HTTP": ("actors/endpoint/",),
     "Your task": ("envs/", "streamrl/environment.py", "actors/episode.py", "actors/render.py", "actors/trajectory/"),
     "Model and optimizer": ("learner/model/", "learner/data/"),
     "Devices and packages": ("learner/setup/preflight.py", "learner/ranks/mesh.py", "streamrl/weights/gpu/",
@@ -92,7 +96,7 @@ def _raised(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             name = getattr(node.exc.func, "id", "")
             if name in CLASSES and node.exc.args:
-                yield name, node.exc.args[0]
+                yield name, node.exc.args[2 if name == "ApiError" else 0]  # status, code, message
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_need":
             yield "ConfigError", node.args[1]
 
@@ -194,7 +198,7 @@ REMEDIES: dict[str, str] = {
     "A file of your own can also be given": "correct the name, or give a file as `env.path`",
     "is a class without": "add the methods that it names",
     "defines no task": "the forms of a task file: [your environment](environments.md)",
-    "env.path=…: there is no such file": "check the path; it is relative to the directory you are in",
+    "…=…: there is no such file (looked": "check the path; it is relative to the directory you are in",
     "It lacks": "add the methods that it names",
     "it is built into Python": "name a class or function of yours",
     "could not be made with options": "correct `env.options`, or the constructor that raised",

@@ -46,7 +46,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data", "json_handler", "reward_values", "sandbox"),
         ("adapters", "rewards"),
         ("task_file", "tools"),
-        ("reward_file", "check"),
+        ("reward_file", "check", "agents"),
         ("data_task",),
         ("tasks",),
         ("registry",),

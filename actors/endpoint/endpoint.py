@@ -1,0 +1,58 @@
+"""The endpoint of an actor: it listens from the first session on, and every session has a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from actors.endpoint.sessions import Session, SessionClient, Sessions
+from streamrl.errors import EngineError
+
+
+class Endpoint:
+    """Serves the clients of episodes over HTTP.
+
+    Args:
+        bind: HOST:PORT; port 0 takes a free one.
+        advertise: host name or address in the base URLs of sessions, or a whole URL up to the path; None is the host.
+    """
+
+    def __init__(self, bind: str = "127.0.0.1:0", advertise: str | None = None) -> None:
+        self._host, _, port = bind.rpartition(":")
+        self._port = int(port)
+        self._advertise = advertise or self._host
+        self._sessions = Sessions()
+        self._starting = asyncio.Lock()
+        self._runner: Any = None
+
+    @asynccontextmanager
+    async def session(self, client: SessionClient) -> AsyncIterator[Session]:
+        """Around the episode of an agent. Raises EngineError if the address is taken, which no other lease can help."""
+        session = self._sessions.begin(client, await self._base_url())
+        try:
+            yield session
+        finally:
+            self._sessions.end(session)
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _base_url(self) -> str:
+        async with self._starting:
+            if self._runner is None:
+                from actors.endpoint.server import serve  # its library takes a while to load, and few runs need it
+
+                try:
+                    self._runner, self._port = await serve(self._sessions, self._host.strip("[]"), self._port)
+                except OSError as error:
+                    raise EngineError(
+                        f"actors.endpoint.bind={self._host}:{self._port} cannot be had: {error}. Take port 0, or "
+                        "another one for each actor of this machine."
+                    ) from error
+        if "://" in self._advertise:
+            return f"{self._advertise.rstrip('/')}/v1"
+        return f"http://{self._advertise}:{self._port}/v1"

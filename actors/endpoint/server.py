@@ -1,0 +1,165 @@
+"""The HTTP side of agents' sessions, in the actor's own process and on its event loop.
+
+    POST /v1/chat/completions     a turn of the model, recorded
+    GET  /v1/models               the one model
+    POST /v1/reward               {"reward": 1.0}, or several named parts: what the episode earned
+
+The key of a request, `Authorization: Bearer` or `x-api-key`, names its session. Errors have OpenAI's form; SDKs repeat
+none that would fail again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from actors.endpoint.chat_json import chunks, completion_json, options_of
+from actors.endpoint.sessions import Answer, Session, Sessions
+from actors.trajectory.rules import PromptTooLongError
+from envs.reward_values import as_step
+from streamrl.errors import EngineError, EpisodeFullError, TaskError
+
+MAX_BODY_BYTES = 16 << 20
+"""Of a request; the longest context of today's models is a tenth of it."""
+REPEATED = "x-stainless-retry-count"
+"""Header with which the SDKs of OpenAI and Anthropic number their repetitions of a call."""
+
+
+class ApiError(Exception):
+    """Refuses a request: status, code and message of its answer."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    request: web.Request
+
+    def gone(self) -> bool:
+        return self.request.transport is None or self.request.transport.is_closing()
+
+
+async def serve(sessions: Sessions, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had."""
+    server = _Server(sessions)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app.add_routes([
+        web.post("/v1/chat/completions", server.chat), web.get("/v1/models", server.models),
+        web.post("/v1/reward", server.reward),
+    ])
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner, runner.addresses[0][1]
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal as JSON, also those of the library: no such path, a method, a body that is too large."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        status, code, message = error.status, error.code, str(error)
+    except web.HTTPException as error:
+        status, code, message = error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+
+
+class _Server:
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        one = {"id": "policy", "object": "model", "owned_by": "streamrl", "max_model_len": session.client.max_tokens}
+        return web.json_response({"object": "list", "data": [one]})
+
+    async def reward(self, request: web.Request) -> web.StreamResponse:
+        session, (given, _) = self._session(request), await _body(request)
+        try:
+            as_step(given, "POST /v1/reward")
+        except TaskError as error:
+            raise ApiError(400, "invalid_reward", str(error)) from error
+        session.reward = given
+        return web.json_response({})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        session, (body, raw) = self._session(request), await _body(request)
+        try:
+            options, changed = options_of(body, session.client.sampling)
+        except TaskError as error:
+            raise ApiError(400, "invalid_request", str(error)) from error
+        marked = request.headers.get(REPEATED, "0") != "0"
+        answer = session.ask(raw, options, _Asker(request), marked=marked)
+        whole = completion_json(await _awaited(session, answer), body, session.client.tokenizer)
+        response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)
+        response.content_type = "text/event-stream" if body.get("stream") else "application/json"
+        # Sent here, and not by the library, to know that it was.
+        await response.prepare(request)
+        for part in chunks(whole, body) if body.get("stream") else (json.dumps(whole).encode(),):
+            await response.write(part)
+        await response.write_eof()
+        answer.delivered = True
+        return response
+
+    def _session(self, request: web.Request) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = bearer or request.headers.get("x-api-key", "")
+        if (session := self._sessions.get(key)) is not None:
+            return session
+        if self._sessions.is_over(key):
+            _raise_over()
+        raise ApiError(
+            401, "invalid_api_key", "this key names no session: take OPENAI_API_KEY as the agent got it, and the "
+            "OPENAI_BASE_URL that came with it"
+        )
+
+
+async def _body(request: web.Request) -> tuple[dict[str, Any], bytes]:
+    raw = await request.read()
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise ApiError(400, "invalid_request", f"the body is no JSON, give an object of it: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_request", f"the body is {raw[:60]!r}: give a JSON object")
+    return body, raw
+
+
+async def _awaited(session: Session, answer: Answer) -> Any:
+    """The completion; the generation goes on if this request ends, for the one that repeats it."""
+    try:
+        return await asyncio.shield(answer.task)
+    except EpisodeFullError as error:
+        raise ApiError(400, "episode_full", str(error)) from error
+    except PromptTooLongError as error:
+        raise ApiError(400, "context_length_exceeded", str(error)) from error
+    except TaskError as error:
+        raise ApiError(400, "invalid_request", str(error)) from error
+    except EngineError as error:
+        raise ApiError(503, "engine_error", str(error)) from error
+    except asyncio.CancelledError:
+        if session.over:
+            _raise_over()
+        raise
+    except Exception as error:  # a chat template is the model's own program and may raise anything
+        raise ApiError(400, "invalid_request", f"{type(error).__name__}: {error}") from error
+
+
+def _raise_over() -> NoReturn:
+    raise ApiError(410, "session_over", "the session of this key is over: its agent ended, or its lease is gone: stop")

@@ -1,0 +1,1 @@
+"""Agents: programs that bring their own loop, and call the model over HTTP."""
