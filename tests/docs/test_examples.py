@@ -18,10 +18,10 @@ from tests.docs.extract import ROOT, extract
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/settings.yaml"))
 
 
-def test_there_are_six_and_the_page_lists_them_in_order():
+def test_there_are_seven_and_the_page_lists_them_in_order():
     page = (ROOT / "examples" / "README.md").read_text()
 
-    assert [path.name[0] for path in EXAMPLES] == list("123456")
+    assert [path.name[0] for path in EXAMPLES] == list("1234567")
     places = [page.index(f"({path.name}/README.md)") for path in EXAMPLES]
     assert places == sorted(places)
 

@@ -1,0 +1,62 @@
+"""A run whose episodes an agent plays over HTTP: a parent and its subagent, and agents that die."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.flow.processes import RunHarness
+from tests.flow.test_lora_commands import command
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
+AGENT = """
+import httpx, random
+
+async def run(record, base_url, api_key):
+    async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as http:
+        async def ask(messages):
+            response = await http.post("/chat/completions", json={"messages": messages})
+            response.raise_for_status()
+            messages.append(response.json()["choices"][0]["message"])
+
+        parent = [{"role": "user", "content": record["prompt"]}]
+        child = [{"role": "user", "content": record["prompt"][::-1] + "ab"}]
+        await ask(child)
+        await ask(parent)
+        if random.random() < 0.05:
+            raise ConnectionError("the sandbox is gone")
+        for messages in (child, parent):
+            messages.append({"role": "user", "content": "a"})
+            await ask(messages)
+        # No reward: the task scores the parent's last answer.
+"""
+
+
+def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness: RunHarness):
+    (harness.path / "agent.py").write_text(AGENT)
+    launched = harness.launch(
+        f"env.agent={harness.path}/agent.py:run", "env.max_turns=4", "rollout.max_prompt_tokens=48",
+        "trainer.num_steps=12", "launch.num_actors=2",
+        "actors.on_install=recompute",  # else a token's cache may be of an older version than the token
+    )
+    assert harness.finish(launched, 240) == 0, harness.logs()
+    rows, summary = harness.metrics(), harness.summary()
+
+    # Four turns in two sequences, though their calls alternate.
+    steps = [row for row in rows if "rollout/num_turns/train" in row]
+    assert len(steps) == 12 and summary["steps"] == 12
+    assert all(row["rollout/num_turns/train"] == 4 for row in steps)
+    assert all(row["rollout/sequences_per_trajectory"] == 2 for row in steps)
+    # The learner's log-prob of every token at its own version is the actor's, where a batch has such tokens.
+    mismatches = [row["drift/mismatch"] for row in steps if "drift/mismatch" in row]
+    assert mismatches and max(mismatches) < 1e-3**2
+    # Trained exactly once, and again from the log alone, bit by bit.
+    run = str(harness.run_dir)
+    command(harness, "stream", run, "--outcome", "accepted", "--export", "answers.parquet")
+    answers = pq.read_table(harness.path / "answers.parquet").to_pylist()
+    trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
+    assert len(trained) == len(set(trained)) > 0
+    assert {(one["num_turns"], one["num_sequences"]) for one in answers} == {(4, 2)}
+    assert len({version for one in answers for version in one["versions"]} - {-1}) >= 10
+    assert "12 of 12 versions equal" in command(harness, "replay", run, "--from", "0", "--to", "12")
+    assert not harness.leftovers()
