@@ -71,13 +71,14 @@ class Checker:
 
     def _learner_start(self, event: Event) -> None:
         epoch, version = event["epoch"], event["version"]
+        again = version + event.get("unended", 0)  # batches whose end the log does not know are trained once more
         if epoch <= self.epoch:
             self._fail("G5", f"a learner started with epoch {epoch} after {self.epoch}")
         if version < self.saved:
             self._fail("G2", f"epoch {epoch} resumed from version {version}, but {self.saved} was announced as saved")
         newest = max((two for one, two in self.installed.values() if one == self.epoch), default=0)
-        if version < newest:
-            self._fail("G2", f"epoch {epoch} resumed from version {version}, but actors had {self.epoch}:{newest}")
+        if again < newest:
+            self._fail("G2", f"epoch {epoch} resumed from version {again}, but actors had {self.epoch}:{newest}")
         if version in self.digests and self.digests[version] != event["digest"]:
             self._fail("G2", f"epoch {epoch} resumed from version {version} with other parameters than trained")
         for number in [one for one in self.batches if one >= version]:  # a dead branch from here on
@@ -85,9 +86,9 @@ class Checker:
                 self.trained.pop(delivery, None)
                 for key in keys:
                     self.owner.pop(key, None)
-        self.lineage = {old: [first, min(last, version)] for old, (first, last) in self.lineage.items()}
-        self.lineage[epoch] = [version, version]
-        self.digests = {number: digest for number, digest in self.digests.items() if number < version}
+        self.lineage = {old: [first, min(last, again)] for old, (first, last) in self.lineage.items()}
+        self.lineage[epoch] = [again, again]
+        self.digests = {number: digest for number, digest in self.digests.items() if number <= again}
         self.digests[version] = event["digest"]
         # What was dropped after the checkpoint that this start resumes from is open again.
         below, still = event.get("done_below", 0), set(event.get("dropped", ()))
@@ -118,7 +119,10 @@ class Checker:
                 self._fail("G3", f"trained a token of {epoch}:{token_version}, which is not on the surviving lineage")
             if version - token_version > self.max_lag:
                 self._fail("G3", f"trained a token of lag {version - token_version}, max_lag is {self.max_lag}")
-        self.version = self.lineage[self.epoch][1] = version + 1
+        self.version = version + 1
+        self.lineage[self.epoch][1] = max(self.lineage[self.epoch][1], self.version)
+        if self.digests.get(self.version, event["digest"]) != event["digest"]:
+            self._fail("G2", f"version {self.version} was trained again to other parameters")
         self.digests[self.version] = event["digest"]
         self.counts["batches"] += 1
 

@@ -90,7 +90,7 @@ class FakeLearner:
         )
         settings = msgspec.structs.replace(settings, limits=msgspec.structs.replace(settings.limits, **TIMES))
         history.add("start", epoch=self.epoch, version=self.version, max_lag=settings.ledger.lag.max_lag,
-                    digest=self.digest(), **ended)
+                    digest=self.digest(), unended=len(unended), **ended)
         for frames in unended:
             self.train(frames)
         self.hub = ForkedHub(spec, settings)

@@ -71,6 +71,25 @@ def test_an_honest_history_with_a_crash_has_no_violation():
     assert (result.counts["trajectories"], result.counts["batches"], result.counts["starts"]) == (6, 3, 2)
 
 
+def unended(**fields) -> list[Event]:
+    """A power cut takes the end of a batch whose version actors have; the successor trains that batch again."""
+    return [
+        start(1, 0, "d0"), publish(1, 0), event("hub", "welcome", actor="a", inc=7), install(7, 1, 0),
+        *deliver(7, 1, 0), train(1, 0, frame(7, 1, 0)), publish(1, 1), install(7, 1, 1),
+        start(2, 0, "d0") | {"unended": 1}, train(2, 0, frame(7, 1, 0), ref=(1, 0)) | fields,
+        publish(2, 1), event("hub", "welcome", actor="a", inc=7), *deliver(7, 2, 1),
+        train(2, 1, frame(7, 2, 1), ref=(1, 1)),
+        event("learner", "closing"),
+        event("learner", "end", next_id=2, live=[], held=[]), event("actor", "exit", inc=7, code=0),
+    ]
+
+
+def test_a_batch_whose_end_is_lost_may_be_trained_again_to_the_same_parameters_only():
+    assert check(unended()).violations == []
+    assert "G2" in rules(unended(digest="other"))
+    assert "G2" in rules([{**one, "unended": 0} if one["event"] == "start" else one for one in unended()])
+
+
 def insert(after: int, *events: Event):
     """Put these events after the one at this place."""
     return lambda history: history[: after + 1] + [copy.deepcopy(one) for one in events] + history[after + 1 :]
