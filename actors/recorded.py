@@ -31,7 +31,7 @@ from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, pars
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp, Task
 from streamrl.errors import ControlError, EngineError, WireError
-from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, VersionRef
+from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Turn, VersionRef
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir
@@ -47,20 +47,21 @@ class RecordedEngine:
     installed: VersionRef | None = None
 
     def __init__(self, member: Member, prompt_ids: bytes) -> None:
-        self._member, self._num_turns = member, 0
+        self._member, self._left = member, list(member.turns)
         self._tokens, self._logprobs = unpack_ids(member.token_ids).tolist(), unpack_logprobs(member.logprobs).tolist()
         self._contexts = [(0, prompt_ids), *((one.start, one.prompt_ids) for one in member.sequences)]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        turns = self._member.turns
-        if self._num_turns == len(turns):
+        turns, read = self._member.turns, list(request.prompt_ids)
+        if not self._left:
             raise EngineError(f"it goes on after turn {len(turns)}, the last that was recorded")
-        turn = turns[self._num_turns]
-        self._num_turns += 1
-        start, prompt = next(one for one in reversed(self._contexts) if one[0] <= turn.start)
-        if list(request.prompt_ids) != [*unpack_ids(prompt).tolist(), *self._tokens[start : turn.start]]:
-            raise EngineError(f"the input of turn {self._num_turns} is another than was recorded")
-        last = self._num_turns == len(turns)
+        # Turns are recorded by sequence: where conversations alternated, the next one asked for is not the next there.
+        turn = next((one for one in self._left if self._context(one) == read), None)
+        if turn is None:
+            number = len(turns) - len(self._left) + 1
+            raise EngineError(f"the input of turn {number} is another than was recorded")
+        self._left.remove(turn)
+        last = turn is turns[-1]
         spans = [
             VersionSpan(VersionRef(one.learner_epoch, one.version), one.start - turn.start, one.end - turn.start)
             for one in self._member.versions if turn.start <= one.start < turn.end
@@ -69,6 +70,11 @@ class RecordedEngine:
             self._tokens[turn.start : turn.end], self._logprobs[turn.start : turn.end], spans,
             "length" if last and self._member.finish == "length" else "stop",
         )
+
+    def _context(self, turn: Turn) -> list[int]:
+        """All that the model read before this turn."""
+        start, prompt = next(one for one in reversed(self._contexts) if one[0] <= turn.start)
+        return [*unpack_ids(prompt).tolist(), *self._tokens[start : turn.start]]
 
     async def install(self, tensors: Any, ref: VersionRef) -> InstallTimes:
         raise EngineError("recorded answers have no weights")
@@ -192,7 +198,7 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
                 say(printable(line))
             if as_json:
                 print(json.dumps(asdict(found)), file=out, flush=True)
-        runner.executor.close()
+        await runner.close()
     finally:
         if isinstance(task, HasSetUp):
             task.tear_down()

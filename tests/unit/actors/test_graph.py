@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from actors.engines.base import Generation, VersionSpan
+from actors.recorded import RecordedEngine
 from actors.trajectory.transcript import Transcript
+from streamrl.errors import EngineError
 from streamrl.messages import Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from tests.unit.actors.test_rewritten_history import sequences
+from tests.unit.actors.fakes import run
+from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
 from tests.unit.envs.adapters.test_interaction_loops import member_of, play, write  # noqa: F401
 
 HEAD = """
@@ -48,6 +51,16 @@ return 1.0
     # Each reward is on the turn that earned it, and the outcome counts once.
     assert member.turns == (Turn(0, 2, 0.0), Turn(10, 12, 0.0), Turn(12, 14, 0.5), Turn(22, 24, 1.25))
     assert member.reward == 1.75 and len({request.seed for request in requests}) == 4
+    # A replay asks in the order of then, which is not that of the record.
+    recorded = RecordedEngine(member, member.prompt_ids)
+    run(lambda: says_again(recorded, requests, ["1<end>", "2<end>", "3<end>", "4<end>"]))
+
+
+async def says_again(engine, requests, texts):
+    for request, text in zip(requests, texts, strict=True):
+        assert TOKENIZER.decode((await engine.generate(request)).token_ids) == text
+    with pytest.raises(EngineError, match="it goes on after turn"):
+        await engine.generate(requests[0])
 
 
 def test_the_outcome_is_on_the_turn_that_no_other_follows(write):  # noqa: F811
