@@ -1,0 +1,101 @@
+"""Are sessions of agents lost or trained twice where agents die, answers get lost and an actor is killed?
+
+The agent (`bench.agents_program`) uses the package openai against two actors of a small model, over weights installed
+in flight. A third of the agents die, one answer in twenty is lost so that the SDK repeats the call, and one actor is
+killed. Counted from the run's log: trajectories trained, those trained twice, groups that are missing, and the largest
+root mean square, over the tokens of a batch at lag 0, of the actors' log-probs minus the learner's at their version.
+
+Run: python -m bench.agents [--sessions 1000] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.record import exit_status, record, shared_arguments
+from bench.recovery import _last_step, _wait
+
+GROUPS, MEMBERS = 8, 5
+WORDS = (
+    "experiment=quickstart", "env.agent=bench.agents_program:run", "env.max_turns=4", "rollout.max_prompt_tokens=48",
+    f"rollout.num_prompts_per_step={GROUPS}", f"rollout.num_responses_per_prompt={MEMBERS}", "launch.num_actors=2",
+    "actors.on_install=recompute",  # else the cache of a token may be of an older version than the token
+    "hub.num_max_attempts=100", "filter.zero_std=false", "eval.num_samples=8", "checkpoint.export_hf=false",
+    "publish.transports=[zmq]",
+)
+
+
+def main() -> int:
+    parser = shared_arguments(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--sessions", type=int, default=1000)
+    arguments = parser.parse_args()
+    steps = 6 if arguments.quick else math.ceil(arguments.sessions / (GROUPS * MEMBERS))
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(steps, arguments.seed, Path(folder))
+    lines = [
+        record(f"agents.{name}", float(found[name]), unit, "lower", [float(found[name])], found, seed=arguments.seed,
+               goal={"id": name, "op": "<=", "value": limit})
+        for name, unit, limit in (("lost", "groups", 0), ("twice", "trajectories", 0), ("mismatch", "nats", 1e-3))
+    ]
+    return exit_status(lines, arguments.check)
+
+
+def measured(steps: int, seed: int, folder: Path) -> dict[str, Any]:
+    run_dir, log = folder / "run", folder / "agents.log"
+    words = [*WORDS, f"run.dir={run_dir}", f"run.seed={seed}", f"trainer.num_steps={steps}"]
+    command = [sys.executable, "-m", "streamrl.cli"]
+    with subprocess.Popen(
+        [*command, "launch", *words], env={**os.environ, "AGENTS_LOG": str(log)}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        try:
+            _wait(lambda: _last_step(run_dir) >= steps // 3)
+            os.kill(_an_actor(launcher.pid), signal.SIGKILL)
+            launcher.wait(900)
+        finally:
+            launcher.send_signal(signal.SIGINT)
+    subprocess.run([*command, "stream", run_dir, "--outcome", "accepted", "--export", folder / "a.parquet"], check=True)
+    return counted(run_dir, folder / "a.parquet", collections.Counter(log.read_text().split()), steps)
+
+
+def counted(run_dir: Path, answers: Path, noted: collections.Counter[str], steps: int) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
+    rows = [row for row in pq.read_table(answers).to_pylist() if row["trained_at"] is not None]
+    of_groups = collections.Counter(row["group_id"] for row in rows)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    mismatches = [row["drift/mismatch"] for row in metrics if "drift/mismatch" in row]
+    return {
+        "steps": steps, "trained": len(rows), "sessions": noted["done"] + noted["died"], "died": noted["died"],
+        "answers_lost": noted["dropped"], "actors_killed": 1,
+        "twice": len(rows) - len({(row["group_id"], row["member"]) for row in rows}),
+        "lost": steps * GROUPS - sum(size == MEMBERS for size in of_groups.values()),
+        "turns": sorted({row["num_turns"] for row in rows}),
+        "sequences": sorted({row["num_sequences"] for row in rows}),
+        "versions": len({version for row in rows for version in row["versions"]} - {-1}),
+        "over_installs": sum(len(set(row["versions"]) - {-1}) > 1 for row in rows),
+        "mismatch": math.sqrt(max(mismatches)), "mismatch_batches": len(mismatches),
+    }
+
+
+def _an_actor(launcher: int) -> int:
+    """The process of an actor, a child of the launcher."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if "actors" in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+            return int(child)
+    raise RuntimeError("the launcher has no actor")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
