@@ -56,21 +56,21 @@ def measured(behind: int, seed: int, folder: Path) -> dict[str, Any]:
     words = ["experiment=quickstart", f"run.dir={run_dir}", f"run.seed={seed}", f"checkpoint.every_steps={every}",
              f"trainer.num_steps={kill_at + MORE_STEPS + CHECKPOINT_AT}"]
     with subprocess.Popen(
-        [sys.executable, "-m", "streamrl", "launch", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "streamrl.cli", "launch", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as launcher:
         try:
-            return _killed(launcher.pid, run_dir, kill_at, 0 if behind else CHECKPOINT_AT)
+            return _killed(launcher, run_dir, kill_at, 0 if behind else CHECKPOINT_AT)
         finally:
             launcher.send_signal(signal.SIGINT)
             launcher.wait(PATIENCE_S)
 
 
-def _killed(launcher: int, run_dir: Path, kill_at: int, checkpoint: int) -> dict[str, Any]:
-    _wait(lambda: _last_step(run_dir) >= kill_at)
-    _wait(lambda: not checkpoint or (run_dir / f"ckpt-{checkpoint:08d}").is_dir())
-    os.kill(_learner(launcher), signal.SIGKILL)
+def _killed(launcher: subprocess.Popen[bytes], run_dir: Path, kill_at: int, checkpoint: int) -> dict[str, Any]:
+    _wait(launcher, lambda: _last_step(run_dir) >= kill_at)
+    _wait(launcher, lambda: not checkpoint or (run_dir / f"ckpt-{checkpoint:08d}").is_dir())
+    os.kill(_learner(launcher.pid), signal.SIGKILL)
     killed, last = time.monotonic(), _last_step(run_dir)
-    _wait(lambda: _last_step(run_dir) > last)
+    _wait(launcher, lambda: _last_step(run_dir) > last)
     return {"seconds": round(time.monotonic() - killed, 2), "behind": last - checkpoint}
 
 
@@ -91,10 +91,12 @@ def _learner(launcher: int) -> int:
     raise RuntimeError("the launcher has no learner")
 
 
-def _wait(is_done: Callable[[], bool]) -> None:
-    """Look every 10 ms, the resolution of what is measured. Raises TimeoutError."""
+def _wait(launcher: subprocess.Popen[bytes], is_done: Callable[[], bool]) -> None:
+    """Look every 10 ms, the resolution of what is measured. Raises RuntimeError, TimeoutError."""
     until = time.monotonic() + PATIENCE_S
     while not is_done():
+        if launcher.poll() is not None:
+            raise RuntimeError(f"the run ended with status {launcher.returncode} before the step was trained")
         if time.monotonic() > until:
             raise TimeoutError("the run does not go on")
         time.sleep(0.01)
