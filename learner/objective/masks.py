@@ -1,7 +1,7 @@
 """Masks: tokens that are too far off-policy to train on, by cause, and the weights of corrections.
 
     lag       tokens older than the bound                               staleness.mode=mask_old_tokens
-    veto      trajectories with one impossible ratio                    loss.veto_low, loss.veto_high
+    veto      trajectories with one impossible ratio, or what follows   loss.veto_low, loss.veto_high, loss.veto_kl
     opsm      harmful tokens of trajectories that drifted away          loss.opsm_delta
     zscore    harmful tokens far outside what their lag explains        loss.zscore_bound
     rejected  trajectories that the correction preset turns away        loss.correction
@@ -22,7 +22,7 @@ from learner.objective.lag_policy import LagPolicy
 from learner.objective.token_batch import TokenBatch
 from streamrl.algorithms import apply_correction, lag_keep, log_ratios, opsm_keep, veto_keep, zscore_keep
 from streamrl.algorithms.types import Correction, CorrectionSpec
-from streamrl.config.schema import LossConfig, OpsmWhen, VetoStat
+from streamrl.config.schema import LossConfig, OpsmWhen, VetoScope, VetoStat
 
 CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
 
@@ -63,7 +63,7 @@ def token_masks(
         # A group that was leased under a wider bound than today's keeps that.
         oldest = head_lags.clamp(min=lag_policy.mask_beyond)[:, None]
         removed["lag"] = ~lag_keep(tokens.first_lags, mask, max_lag=oldest)
-    if loss.veto_low is not None or loss.veto_high is not None:
+    if any(bound is not None for bound in (loss.veto_low, loss.veto_high, loss.veto_kl)):
         removed["veto"] = _vetoed(loss, ratios, mask)
     nothing = torch.zeros_like(mask)  # of a rule that waits for drift: its metric is 0 meanwhile, not absent
     if loss.opsm_delta is not None:
@@ -90,7 +90,8 @@ def _vetoed(loss: LossConfig, ratios: Tensor, mask: Tensor) -> Tensor:
     low = 0.0 if loss.veto_low is None else loss.veto_low
     high = float("inf") if loss.veto_high is None else loss.veto_high
     if loss.veto_stat is VetoStat.any:
-        return ~veto_keep(ratios, mask, low=low, high=high)
+        kl, suffix = float("inf") if loss.veto_kl is None else loss.veto_kl, loss.veto_scope is VetoScope.suffix
+        return ~veto_keep(ratios, mask, low=low, high=high, kl=kl, suffix=suffix)
     # A trajectory without action tokens has mean 0, and nothing to drop.
     count = mask.sum(1).clamp(min=1)
     mean = torch.where(mask, ratios.exp(), 0.0).sum(1) / count

@@ -14,7 +14,7 @@ import torch
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
 from streamrl.config.ranges import out_of_range
-from streamrl.config.schema import AdvantageConfig, LossConfig, Segment
+from streamrl.config.schema import AdvantageConfig, LossConfig, Segment, VetoStat
 from streamrl.errors import ConfigError
 
 WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
@@ -104,7 +104,8 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
 
 def unguarded(advantage: AdvantageConfig, loss: LossConfig, *, eta: int) -> str:
     """A warning about a policy gradient on a critic that nothing keeps near its old data; empty if all is well."""
-    guards = (loss.opsm_delta, loss.zscore_bound, loss.veto_low, loss.veto_high, loss.behavior_penalty or None)
+    vetoes = (loss.veto_low, loss.veto_high, loss.veto_kl)
+    guards = (loss.opsm_delta, loss.zscore_bound, *vetoes, loss.behavior_penalty or None)
     guarded = not brings_no_ratio(loss) or loss.correction != "disabled" or any(one is not None for one in guards)
     if guarded or eta <= _SAFE_ETA or not find_estimator(advantage.estimator).needs_critic:
         return ""
@@ -188,6 +189,10 @@ def _check_correction(loss: LossConfig, surrogate: Surrogate) -> None:
 def _check_masks(loss: LossConfig) -> None:
     if loss.veto_low is None and loss.veto_high is None:
         unused("loss", loss, ["veto_stat"], "without loss.veto_low or loss.veto_high")
+        if loss.veto_kl is None:
+            unused("loss", loss, ["veto_scope"], "without loss.veto_low, loss.veto_high or loss.veto_kl")
+    if loss.veto_stat is VetoStat.mean:
+        unused("loss", loss, ["veto_kl", "veto_scope"], "with loss.veto_stat=mean, which looks at no single token")
     # Bounds that exclude 1 would drop fresh data, whose ratios are 1.
     low, high = loss.veto_low or 0.0, loss.veto_high or float("inf")
     need(

@@ -122,6 +122,7 @@ class BatchPlan:
         return TokenBatch.of(
             batch, policy, entropy, self.outputs_of(batch), version=self.version if version is None else version,
             first_version=self.version, anchor=self.objective.anchor,
+            exact_at_lag_zero=self.objective.loss.exact_at_lag_zero,
         )
 
     def outputs_of(self, batch: MicroBatch) -> PassOutputs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
@@ -45,6 +46,8 @@ class TokenBatch:
         mask: bool, action tokens.
         policy: log-probs of the current policy; differentiable in the loss, detached in the scoring pass.
         entropy: of the policy's distribution at each token; None in the scoring pass.
+        behavior: log-probs of the policy that sampled, as the actors recorded them; with `exact_at_lag_zero` the current
+            policy's own at lag 0.
         log_ratios: log pi - log mu, clamped, detached.
         lags: int64, optimizer steps since the token was sampled, at this one.
         first_lags: the same at the first optimizer step of the batch.
@@ -56,6 +59,7 @@ class TokenBatch:
     mask: Tensor
     policy: Tensor
     entropy: Tensor | None
+    behavior: Tensor
     log_ratios: Tensor
     lags: Tensor
     first_lags: Tensor
@@ -65,7 +69,7 @@ class TokenBatch:
     @classmethod
     def of(
         cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
-        first_version: int, anchor: str,
+        first_version: int, anchor: str, exact_at_lag_zero: bool = False,
     ) -> TokenBatch:
         """Tokens under the policy's log-probs; lags count from `version`, ratios are taken against the policy `anchor`.
 
@@ -76,6 +80,8 @@ class TokenBatch:
         behavior, mask = micro.behavior_logprobs, micro.mask
         first = token_lags(micro.versions, first_version, mask)
         lags = first if version == first_version else token_lags(micro.versions, version, mask)
+        if exact_at_lag_zero:
+            behavior = torch.where(mask & (lags == 0), policy.detach(), behavior)
         # Without a scoring pass there is one optimizer step, and the current log-probs are those before the batch.
         assert outputs.policy is not None or version == first_version or anchor not in FROZEN, "an anchor has moved"
         before = policy.detach() if outputs.policy is None else outputs.policy
@@ -86,12 +92,13 @@ class TokenBatch:
             proximal = before
         elif anchor == EWMA:
             proximal = outputs.proximal
-        return cls(micro, mask, policy, entropy, log_ratios(behavior, policy, mask), lags, first, proximal, outputs)
+        ratios = log_ratios(behavior, policy, mask)
+        return cls(micro, mask, policy, entropy, behavior, ratios, lags, first, proximal, outputs)
 
     @property
-    def behavior(self) -> Tensor:
-        """Log-probs as the actors recorded them, [S, A]."""
-        return self.micro.behavior_logprobs
+    def recorded_log_ratios(self) -> Tensor:
+        """[S, A] log-ratios to what the actors recorded, at every lag: for checks of the engines, not for the loss."""
+        return log_ratios(self.micro.behavior_logprobs, self.policy, self.mask)
 
     def detached(self) -> TokenBatch:
         """The same values without the graph that they came from."""

@@ -16,6 +16,7 @@ OnStale = StrEnum("OnStale", ["reissue", "drop"])
 OpsmWhen = StrEnum("OpsmWhen", ["always", "over_budget"])
 Segment = StrEnum("Segment", ["turn", "block"])
 StalenessMode = StrEnum("StalenessMode", ["drop", "mask_old_tokens", "reweight", "wait"])
+VetoScope = StrEnum("VetoScope", ["trajectory", "suffix"])
 VetoStat = StrEnum("VetoStat", ["any", "mean"])
 
 
@@ -177,6 +178,13 @@ class LossConfig:
     """Drop a trajectory if one of its token ratios is above this; null is off."""
     veto_stat: VetoStat = VetoStat.any
     """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
+    veto_kl: float | None = ranged(None, gt=0)
+    """Drop a trajectory if the KL estimate `ratio - 1 - log ratio` of one of its tokens is above this; null is off."""
+    veto_scope: VetoScope = VetoScope.trajectory
+    """What a veto drops: the whole `trajectory`, or its `suffix` from the first vetoed token on."""
+    exact_at_lag_zero: bool = False
+    """Take the ratio of tokens that the current version sampled to be exactly 1, which leaves out how far the engine's
+    log-probs are from the learner's; older tokens keep the recorded one."""
     entropy_coef: float = ranged(0.0, ge=0)
     """Bonus on the mean token entropy."""
     behavior_penalty: float = ranged(0.0, ge=0)

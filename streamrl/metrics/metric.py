@@ -52,7 +52,7 @@ NEEDS = {
     "trace": "an estimator with token traces",
     "critic": "an estimator with a critic",
     "rho_bar": "`advantage.rho_bar_ess_target`",
-    "veto": "`loss.veto_low` or `loss.veto_high`",
+    "veto": "`loss.veto_low`, `loss.veto_high` or `loss.veto_kl`",
     "opsm": "`loss.opsm_delta`",
     "zscore": "`loss.zscore_bound`",
     "correction": "`loss.correction`",

@@ -36,7 +36,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "trace": lambda s: s["advantage"]["estimator"] in TRACE_ESTIMATORS,
     "critic": lambda s: s["advantage"]["estimator"] in CRITIC_ESTIMATORS,
     "rho_bar": lambda s: s["advantage"]["rho_bar_ess_target"] is not None,
-    "veto": lambda s: s["loss"]["veto_low"] is not None or s["loss"]["veto_high"] is not None,
+    "veto": lambda s: any(s["loss"][f"veto_{bound}"] is not None for bound in ("low", "high", "kl")),
     "opsm": lambda s: s["loss"]["opsm_delta"] is not None,
     "zscore": lambda s: s["loss"]["zscore_bound"] is not None,
     "correction": lambda s: s["loss"]["correction"] != "disabled",

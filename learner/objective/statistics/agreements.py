@@ -37,7 +37,8 @@ class Agreements:
     def measure(self, tokens: TokenBatch) -> None:
         """A pass over some of them; each counts once, as it is first trained on."""
         places = tokens.micro.trajectory_ids
-        sums = tokens.log_ratios.abs().double().sum(1), tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
+        differences = tokens.recorded_log_ratios.abs().double().sum(1)
+        sums = differences, tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
         for place, difference, num_tokens, lag in zip(places, *(one.tolist() for one in sums), strict=True):
             if place not in self._measured:
                 self._measured.add(place)

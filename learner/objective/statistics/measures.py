@@ -76,7 +76,7 @@ def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[T
         **{key: (total, num_tokens) for key, total in per_token.items()},
         "ratio/max": (ratio.max(),),
         "ratio/mean_token": (weight.sum(), num_kept), "ratio/mean_sequence": (sequence.sum(), num_rows),
-        "drift/mismatch": ((square * at_lag_0).sum(), at_lag_0.sum()),
+        "drift/mismatch": ((tokens.recorded_log_ratios.double().square() * at_lag_0).sum(), at_lag_0.sum()),
         "ess/token": (num_kept, weight.sum(), weight.square().sum()),
         "ess/sequence": (num_rows, sequence.sum(), sequence.square().sum()),
         "ess/sequence_clipped": (num_rows, truncated.sum(), truncated.square().sum()),

@@ -8,6 +8,7 @@ clamping: a clamped weight still pushes, a zeroed one does not. S, g, K2, K3 are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -90,11 +91,21 @@ def k3_keep(log_ratios: Tensor, mask: Tensor, *, bound: float = 0.01) -> Tensor:
 
 
 @torch.no_grad()
-def veto_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 1e-4, high: float = 100.0) -> Tensor:
-    """Drop the row if any token ratio is below `low` or above `high`; bool [B, T]."""
+def veto_keep(
+    log_ratios: Tensor, mask: Tensor, *, low: float = 1e-4, high: float = 100.0, kl: float = math.inf,
+    suffix: bool = False,
+) -> Tensor:
+    """Drop the row if any token ratio is below `low` or above `high`, or its `k3 = rho - 1 - ell` above `kl`; [B, T].
+
+    Args:
+        kl: bound on the largest k3 of the row, a sample's estimate of its token's KL (after arXiv:2512.23075).
+        suffix: drop only the first such token and what comes after it, whose states it led to (after arXiv:2605.17570).
+    """
     _require_range(low, high)
-    ratio = read_log_ratios(mask, log_ratios).exp()
-    return mask & ~(mask & ~((ratio >= low) & (ratio <= high))).any(1, keepdim=True)
+    log_ratios = read_log_ratios(mask, log_ratios)
+    ratio, k3 = log_ratios.exp(), torch.expm1(log_ratios) - log_ratios
+    broken = mask & ~((ratio >= low) & (ratio <= high) & (k3 <= kl))
+    return mask & ~(broken.cumsum(1) > 0 if suffix else broken.any(1, keepdim=True))
 
 
 @torch.no_grad()

@@ -231,6 +231,7 @@ SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType({
     "cispo": Surrogate(weighted.cispo),
     "aipo": Surrogate(weighted.aipo),
     "seq_tis": Surrogate(weighted.seq_tis),
+    "minpro": Surrogate(weighted.minpro),
     "mis": Surrogate(weighted.mis),
     "icepop": Surrogate(weighted.mis),
     "dis": Surrogate(weighted.mis, clip_knobs=("low", "high"), clips_ratio=True),

@@ -14,7 +14,7 @@ from streamrl.algorithms.checks import check_tokens, only, read, require
 from streamrl.algorithms.estimators.ratios import row_log_ratios, token_log_ratios
 from streamrl.algorithms.types import TokenLoss
 
-__all__ = ["aipo", "cispo", "dppo_kl", "dppo_tv", "mis", "reinforce", "seq_tis", "tis", "topr", "vespo"]
+__all__ = ["aipo", "cispo", "dppo_kl", "dppo_tv", "minpro", "mis", "reinforce", "seq_tis", "tis", "topr", "vespo"]
 
 
 def reinforce(policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor | None = None) -> TokenLoss:
@@ -63,6 +63,23 @@ def seq_tis(
     """`-sg(min(exp(S), cap)) A log pi`: one truncated weight for the whole trajectory."""
     require(cap > 0.0, f"cap={cap} must be positive")
     ratio = _row_log_ratio(behavior_logprobs, policy_logprobs, mask).exp()
+    return _weighted_loss(ratio.clamp(max=cap), policy_logprobs, advantages, mask, ratio > cap)
+
+
+def minpro(
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> TokenLoss:
+    """`-sg(min(u_t m_t, cap)) A log pi`, `m_t = min over i < t of u_i`, 1 at the first token.
+
+    The least likely earlier token stands for the product of all of them, the exact weight of the state, which vanishes
+    or explodes with the length. After MinPRO, arXiv:2601.22718: the truncation is `tis`'s, not taken from the paper.
+    """
+    require(cap > 0.0, f"cap={cap} must be positive")
+    log_ratios = token_log_ratios(behavior_logprobs, policy_logprobs, mask)
+    earlier = torch.where(mask, log_ratios, torch.inf).roll(1, dims=1)
+    earlier[:, :1] = torch.inf
+    least = earlier.cummin(1).values
+    ratio = (log_ratios + torch.where(least == torch.inf, 0.0, least)).exp()
     return _weighted_loss(ratio.clamp(max=cap), policy_logprobs, advantages, mask, ratio > cap)
 
 

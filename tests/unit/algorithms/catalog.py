@@ -106,6 +106,7 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     },
     "k3_keep": lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
     "veto_keep": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=3.0),
+    "veto_keep suffix": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.0, high=9.0, kl=0.2, suffix=True),
     "opsm_keep": lambda r: alg.opsm_keep(r.log_ratios, r.advantages, r.mask, delta=0.05),
     "normalize_weights": lambda r: alg.normalize_weights(r.weights, r.mask),
     "normalize_weights sequence": lambda r: alg.normalize_weights(r.weights, r.mask, level="sequence"),

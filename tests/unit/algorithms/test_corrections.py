@@ -68,6 +68,10 @@ KEEP_RULES = {
         lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=2.5),
         lambda log_ratios: all(0.4 <= math.exp(x) <= 2.5 for x in log_ratios),
     ),
+    "veto kl": (
+        lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.0, high=math.inf, kl=0.3),
+        lambda log_ratios: max(math.exp(x) - 1 - x for x in log_ratios) <= 0.3,
+    ),
 }
 
 
@@ -112,6 +116,33 @@ def test_geo_bounds_may_differ_by_row(seed):
         expected = bool(log_ratios) and float(low[i]) <= g(log_ratios) <= 10
         assert keep[i].any().item() == expected
         assert torch.equal(keep[i], rows.mask[i] & expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_veto_of_a_suffix_keeps_what_came_before_its_trigger(seed):
+    rows = random_rows(seed)
+
+    def rule(log_ratios):
+        kept, going = [], 1.0
+        for x in log_ratios:
+            going *= 0.6 <= math.exp(x) and math.exp(x) - 1 - x <= 0.2
+            kept.append(going)
+        return kept
+
+    keep = alg.veto_keep(rows.log_ratios, rows.mask, low=0.6, high=math.inf, kl=0.2, suffix=True)
+
+    expected = per_row(rows, rule).bool()
+    assert torch.equal(keep, expected) and set(expected[rows.mask].tolist()) == {True, False}
+
+
+def test_the_vetoes_of_one_row_by_hand():
+    log_ratios, mask = torch.tensor([[0.1, -1.2, 0.0, 0.9]]), torch.tensor([[True, True, False, True]])
+    free = {"low": 0.0, "high": math.inf}
+    # k3 = exp(x) - 1 - x: 0.0052, 0.5012, none, 0.5596
+    assert alg.veto_keep(log_ratios, mask, **free, kl=0.6).tolist() == [[True, True, False, True]]
+    assert alg.veto_keep(log_ratios, mask, **free, kl=0.55, suffix=True).tolist() == [[True, True, False, False]]
+    assert alg.veto_keep(log_ratios, mask, **free, kl=0.5, suffix=True).tolist() == [[True, False, False, False]]
+    assert alg.veto_keep(log_ratios, mask, **free, kl=0.5).tolist() == [[False] * 4]
 
 
 def test_opsm_drops_negative_tokens_of_stale_rows_only():

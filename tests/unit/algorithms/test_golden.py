@@ -46,6 +46,12 @@ def test_gae_lam_1_targets_are_on_policy_vtrace():
     equal(on_policy.targets, 1.134, 1.26, 1.4, 1.0)
 
 
+def test_minpro_weighs_a_token_and_the_least_likely_one_before_it():
+    """Ratios 1.648721, 0.496585, 1, 3.320117; minima before 1, 1.648721, 0.496585, 0.496585."""
+    equal(alg.minpro(MU, PI, ONES, MASK).losses, 2.473082, 2.210573, 0.993171, 1.318977)
+    equal(alg.minpro(MU, PI, ONES, MASK, cap=1.5).losses, 2.25, 2.210573, 0.993171, 1.2)
+
+
 def test_vtrace_with_all_bars_1():
     result = vtrace()
 

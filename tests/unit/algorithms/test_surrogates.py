@@ -62,6 +62,14 @@ def topr(t, log_ratios, a):
     return (min(whole(log_ratios), 1.0), whole(log_ratios) > 1.0) if a < 0 else (1.0, False)
 
 
+def minpro(log_ratios, credit, logp):
+    ratios = [math.exp(x) for x in log_ratios]
+    weights = [u * min(ratios[:t], default=1.0) for t, u in enumerate(ratios)]
+    return [
+        (-min(w, 2.0) * a * lp, -min(w, 2.0) * a, w > 2.0) for w, a, lp in zip(weights, credit, logp, strict=True)
+    ]
+
+
 def whole(log_ratios):
     return math.exp(max(-20.0, min(20.0, sum(log_ratios))))
 
@@ -124,6 +132,7 @@ TRANSCRIPTIONS = {
     "cispo": capped(5.0),
     "aipo": capped(2.0),
     "seq_tis": weighted(lambda t, log_ratios, a: (min(whole(log_ratios), 2.0), whole(log_ratios) > 2.0)),
+    "minpro": minpro,
     "mis": weighted(masked),
     "topr": weighted(topr),
     "vespo": weighted(vespo),

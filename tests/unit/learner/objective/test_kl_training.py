@@ -38,6 +38,40 @@ BIASED = ("k2", "k3", "k1+", "k3+")
 START = 5  # the version whose tokens the samples are
 
 
+def test_the_recipe_of_trajectory_balance_has_the_slope_of_its_squared_error(start):
+    """float64 autograd of `coef/2 (log Z + log pi - log pi_ref - R/coef)^2`, log Z of the group held fixed."""
+    config = load_config(["algorithm=trajectory_balance", "policy.model_path=none", "kl.coef=0.05"])
+    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
+    made = Objective(
+        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
+        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
+    )
+    rows = sampled_rows(start, lag=2)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        (torch.from_numpy(row.logprobs[row.mask]) + 0.3 * torch.randn(row.num_action_tokens, generator=generator))
+        .requires_grad_() for row in rows
+    ]
+    reference = [0.2 * torch.randn(row.num_action_tokens, generator=generator) + leaf.detach()
+                 for row, leaf in zip(rows, leaves, strict=True)]
+    one = OneBatch(made, rows, plan_of(rows, version=START), version=START)
+    (micro,) = pack(rows, 10_000)
+    flat, other = (torch.cat([values[i] for i in micro.trajectory_ids]) for values in (leaves, reference))
+    one.observe(micro, PassOutputs(policy=micro.padded(flat.detach()), reference=micro.padded(other)))
+    one.close_observation()
+    one.loss(micro, flat, torch.ones_like(flat)).backward()
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    gaps = [w.sum() - r.double().sum() - row.reward / 0.05 for w, r, row in zip(wide, reference, rows, strict=True)]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, gap in zip(rows, gaps, strict=True):
+        siblings = [g.detach() for g, other in zip(gaps, rows, strict=True) if other.group_id == row.group_id]
+        total = total + 0.05 / 2 * (gap - sum(siblings) / len(siblings)) ** 2 / len(rows)
+    total.backward()
+    for leaf, slow in zip(leaves, wide, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), slow.grad, atol=1e-6, rtol=1e-4)
+
+
 @dataclass
 class StepDone:
     """Everything after some steps."""

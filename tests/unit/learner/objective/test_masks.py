@@ -21,7 +21,7 @@ from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
-from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen, VetoStat
+from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen, VetoScope, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.metrics.names import Reduction, lookup
 from tests.unit.learner.learner_factories import batch, plan_of
@@ -34,8 +34,8 @@ LOG_RATIOS = torch.tensor([[-1.0, -0.8, -0.6], [0.1, -0.1, 0.0]])
 GOOD, BAD = torch.ones(2, 3), -torch.ones(2, 3)
 
 
-def kept(loss, advantages=GOOD, **lag_policy):
-    tokens = SimpleNamespace(log_ratios=LOG_RATIOS, lags=LAGS, first_lags=LAGS, mask=MASK)
+def kept(loss, advantages=GOOD, log_ratios=LOG_RATIOS, **lag_policy):
+    tokens = SimpleNamespace(log_ratios=log_ratios, lags=LAGS, first_lags=LAGS, mask=MASK)
     head_lags = torch.zeros(2, dtype=torch.int64)
     return token_masks(loss, find_correction(loss.correction), LagPolicy(**lag_policy), tokens, advantages, head_lags)
 
@@ -70,6 +70,18 @@ def test_the_veto_looks_at_any_ratio_or_at_their_mean():
     assert not kept(loss).keep[0].any()
     assert kept(replace(loss, veto_stat=VetoStat.mean)).keep[0].all()
     assert not kept(replace(loss, veto_low=0.5, veto_stat=VetoStat.mean)).keep[0].any()
+
+
+@pytest.mark.shows("loss.veto_kl", "loss.veto_scope")
+def test_the_veto_by_kl_drops_a_trajectory_or_what_follows_its_trigger():
+    """KL estimates of the first row: 0.37, 0.25, 0.15; of the second at most 0.01."""
+    assert kept(replace(OFF, veto_kl=0.4)).keep[0].all()
+    assert kept(replace(OFF, veto_kl=0.3)).keep.tolist() == [[False] * 3, [True, True, False]]
+
+    loss = replace(OFF, veto_low=0.4, veto_scope=VetoScope.suffix)
+    late = LOG_RATIOS.flip(1)
+    assert kept(loss, log_ratios=late).keep[0].tolist() == [True, True, False]
+    assert not kept(replace(loss, veto_scope=VetoScope.trajectory), log_ratios=late).keep[0].any()
 
 
 def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
@@ -183,6 +195,8 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
         ({"surrogate": "ppo_clip", "anchor": "recomputed"}, "nothing applies the whole ratio"),
         ({"surrogate": "ppo_clip", "correction": "magic"}, "loss.correction=magic is unknown"),
         ({"opsm_when": OpsmWhen.over_budget}, "does nothing without loss.opsm_delta"),
+        ({"veto_scope": VetoScope.suffix}, "does nothing without loss.veto_low"),
+        ({"veto_low": 0.1, "veto_stat": VetoStat.mean, "veto_kl": 0.1}, "looks at no single token"),
         ({"opsm_delta": -1.0}, "loss.opsm_delta=-1.0"),
         ({"zscore_bound": 0.0}, "loss.zscore_bound"),
         ({"ewma_decay": 1.0}, "loss.ewma_decay"),

@@ -232,6 +232,25 @@ def test_the_veto_removes_whole_trajectories_and_leaves_the_denominator():
     assert stats["keep/veto"] == pytest.approx(gone / num_tokens(rows))
 
 
+@pytest.mark.shows("loss.exact_at_lag_zero")
+@pytest.mark.parametrize(("surrogate", "num_fresh"), [("tis", 0), ("tis", 2), ("ppo_clip", 2)])
+def test_ratios_at_lag_zero_can_be_exactly_one_and_the_mismatch_is_still_measured(surrogate, num_fresh):
+    rows = [
+        replace(row, versions=np.full_like(row.versions, VERSION - (place >= num_fresh)))
+        for place, row in enumerate(batch(2, 3))
+    ]
+    loss = replace(PLAIN, surrogate=surrogate, dual_clip=None)
+    _, plain, _, as_recorded = run(rows, loss=loss)
+    _, grads, _, stats = run(rows, loss=replace(loss, exact_at_lag_zero=True))
+
+    exact = [torch.full_like(g, -a / num_tokens(rows)) for g, a in zip(plain, leave_one_out(rows), strict=True)]
+    close(grads[:num_fresh], exact[:num_fresh], atol=1e-8)
+    assert all(torch.equal(g, p) for g, p in zip(grads[num_fresh:], plain[num_fresh:], strict=True))
+    assert not num_fresh or not torch.allclose(grads[0], plain[0])
+    assert stats.get("drift/mismatch") == as_recorded.get("drift/mismatch")
+    assert not num_fresh or stats["drift/mismatch"] > 0.01
+
+
 def test_the_behavior_penalty_adds_the_squared_log_ratio():
     rows = batch()
     base, plain, _, _ = run(rows)
