@@ -46,8 +46,8 @@ class TokenBatch:
         mask: bool, action tokens.
         policy: log-probs of the current policy; differentiable in the loss, detached in the scoring pass.
         entropy: of the policy's distribution at each token; None in the scoring pass.
-        behavior: log-probs of the policy that sampled, as the actors recorded them; with `exact_at_lag_zero` the current
-            policy's own at lag 0.
+        behavior: log-probs of the policy that sampled, as the actors recorded them; with `exact_at_lag_zero` those of
+            the current policy at lag 0.
         log_ratios: log pi - log mu, clamped, detached.
         lags: int64, optimizer steps since the token was sampled, at this one.
         first_lags: the same at the first optimizer step of the batch.
