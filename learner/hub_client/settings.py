@@ -37,6 +37,7 @@ class WelcomeTask:
     policy: schema.PolicyConfig
     reward: schema.RewardConfig
     eval: schema.EvalConfig
+    advantage: schema.AdvantageConfig
 
     def encode(self) -> str:
         return json.dumps(to_plain(self))
@@ -60,6 +61,8 @@ def hub_settings(
         welcome_task=WelcomeTask(
             config.env, config.data, config.rollout, config.actors, config.learner, config.policy, config.reward,
             config.eval,
+            # What one answer a prompt is compared with: the actor's own check of its settings asks. No name of code.
+            schema.AdvantageConfig(baseline=config.advantage.baseline),
         ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=wire_sampling(config.rollout.train.sampling),

@@ -19,7 +19,7 @@ from streamrl.errors import ConfigError
 
 WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 """Baselines that need the current policy's ratios, hence a scoring pass."""
-BASELINES = ("leave_one_out", "group_mean", "none", *WEIGHTED_BASELINES)
+BASELINES = ("leave_one_out", "group_mean", "batch", "none", *WEIGHTED_BASELINES)
 WHITENS = ("none", "batch")
 SCALES = ("none", "std", "batch_std")
 _SAFE_ETA = 4

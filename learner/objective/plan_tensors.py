@@ -131,7 +131,11 @@ def row_advantages(
     `return_moments`, of the returns over the batch's tokens, is called if the estimator reads them.
     """
     scores, groups = stats.scores, stats.group_ids
-    baseline = "leave_one_out" if advantage.baseline in WEIGHTED_BASELINES else advantage.baseline
+    baseline = advantage.baseline
+    if baseline == "batch":
+        groups = torch.zeros_like(groups)  # one group of all
+    if baseline in ("batch", *WEIGHTED_BASELINES):
+        baseline = "leave_one_out"
     knobs: dict[str, Any] = {"baseline": baseline, "scale": advantage.scale}
     if estimator.of_rows:
         own = {name: value for name, value in knobs.items() if name in estimator.knobs}

@@ -113,8 +113,8 @@ class AdvantageConfig:
     """Credit assignment: a key of `streamrl.algorithms.ESTIMATORS`, or your own as package.module:function. Those that
     need values bring a critic."""
     baseline: str = "leave_one_out"
-    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob. With a critic it centers the
-    rewards."""
+    """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob; or `batch`, all other answers
+    of the batch, for one answer a prompt. With a critic it centers the rewards."""
     scale: str = "none"
     """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"

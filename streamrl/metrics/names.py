@@ -30,7 +30,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("group/zero_std_fraction", "fraction", "mean", "Completed groups with equal rewards, before any filter."),
         ("reward/trained", "reward", "mean", "Reward of a trajectory of the trained batch, after all filters."),
         ("score/trained", "score", "mean", "Score of a trajectory of the trained batch, after all filters."),
-        ("group/zero_std_trained", "fraction", "mean", "Groups of the trained batch whose rewards are all equal."),
+        ("group/zero_std_trained", "fraction", "mean", "Groups of the trained batch whose rewards are all equal.",
+         "siblings"),
         ("group/filtered_fraction", "fraction", "mean", "Dropped by a filter, of the groups trained, filtered, too old "
                                                         "or failed in this step."),
         ("group/stale_fraction", "fraction", "mean", "Refused because of their lag, of the same groups."),

@@ -111,7 +111,7 @@ def test_the_table_of_presets_says_what_the_files_say(name):
     assert row is not None
     config = recipe(name)
     baselines = {"leave one out": "leave_one_out", "mean": "group_mean", "mean and std": "group_mean",
-                 "critic": "none", "none": "none",
+                 "critic": "none", "none": "none", "batch": "batch",
                  "mean and batch std": "group_mean", "optimal baseline": "opob"}
     scales = {"mean and std": "std", "mean and batch std": "batch_std"}
     assert (row[1], row[3], int(row[4])) == (

@@ -20,6 +20,18 @@ MORE_METRICS = (
 """Modes that have metrics of their own and that no other launched run is in."""
 
 
+@pytest.mark.parametrize("name", ["sao", "single_rollout"])
+def test_single_answers_train_from_end_to_end(harness: RunHarness, name):
+    words = ("trainer.num_steps=3", "rollout.num_prompts_per_step=32", "rollout.num_responses_per_prompt=1")
+    run = harness.launch(f"algorithm={name}", *words)
+    assert harness.finish(run, 120) == 0, harness.logs()
+    harness.check_metric_keys()
+    rows = [row for row in harness.metrics() if "policy/loss" in row]
+    assert [row["policy/num_trajectories"] for row in rows] == [32] * 3
+    assert [row["policy/num_groups"] for row in rows] == [32] * 3
+    assert all(row["advantage/std"] > 0 for row in rows)
+
+
 def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(harness: RunHarness):
     first = harness.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", *WITH_CRITIC, *MORE_METRICS)
     assert harness.finish(first, 120) == 0, harness.logs()

@@ -143,7 +143,8 @@ def add_plan(meter: Meter, plan: Sequence[PlanRow]) -> None:
     for rows in by_group.values():
         heads, scores = [row.head_lag for row in rows], [row.reward for row in rows]
         meter.add("lag/group_spread", max(heads) - min(heads))
-        meter.add("group/zero_std_trained", float(max(scores) == min(scores)))
+        if len(scores) > 1:  # a single answer has no siblings to differ from
+            meter.add("group/zero_std_trained", float(max(scores) == min(scores)))
     meter.add_all({
         "policy/num_trajectories": num_rows, "policy/num_groups": len(by_group), "policy/num_tokens": num_tokens
     })

@@ -17,7 +17,7 @@ from streamrl.config.schema import Config
 from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
 from streamrl.messages.codec import Decoder
 from streamrl.transport.session import ActorSession, Deliver, Disconnected, Send
-from tests.unit.hub.factories import FakeActor, run_started, train
+from tests.unit.hub.factories import FakeActor, cut, run_started, train
 
 SMALL = (
     "experiment=quickstart", "trainer.num_steps=50", "rollout.num_prompts_per_step=2",
@@ -109,9 +109,25 @@ def test_an_evaluation_only_run_still_leases_evaluations():
     assert [lease.purpose for lease in joined(ledger).ask(free_eval=9)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("group_size", [2, 6])
+def test_single_answers_make_a_batch_without_waiting_for_siblings():
+    """Four prompts of one answer each: every answer is a whole group the moment it comes in."""
+    ledger = ledger_of(
+        "rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=4", "advantage.baseline=batch",
+    )
+    actor = joined(ledger)
+    leases = actor.ask()
+
+    assert {lease.members for lease in leases} == {(0,)}
+    for done, lease in enumerate(leases[:4], start=1):
+        actor.finish(lease, rewards=[float(done % 2)])
+        assert state_of(ledger)[1:] == (done, 0)
+    assert len(cut(ledger)) == 4
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 6])
 def test_the_group_size_is_the_number_of_members_of_a_lease(group_size):
-    (lease, *_) = joined(ledger_of(f"rollout.num_responses_per_prompt={group_size}")).ask()
+    words = (f"rollout.num_responses_per_prompt={group_size}", "advantage.baseline=none")
+    (lease, *_) = joined(ledger_of(*words)).ask()
 
     assert lease.members == tuple(range(group_size)) and len(set(lease.seeds)) == group_size
 

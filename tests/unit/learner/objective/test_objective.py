@@ -140,6 +140,18 @@ def test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normalizer():
         torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_the_baseline_of_the_batch_compares_an_answer_with_all_others(group_size):
+    rows = batch(12 // group_size, group_size)
+    _, grads, _, stats = run(rows, AdvantageConfig(estimator="group", baseline="batch"))
+
+    total = sum(r.reward for r in rows)
+    for row, grad, ratio in zip(rows, grads, ratios(rows), strict=True):
+        advantage = row.reward - (total - row.reward) / (len(rows) - 1)
+        torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * advantage / num_tokens(rows), atol=1e-6, rtol=1e-4)
+    assert ("group/zero_std_trained" in stats) == (group_size > 1)
+
+
 def test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_batch():
     rows = batch()
     loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
