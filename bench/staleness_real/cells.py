@@ -43,6 +43,7 @@ ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 but the rate."""
 
 _CONTROL = ("algorithm=vtrace", "loss.opsm_delta=null")
+_SINGLE = ("rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=128")  # as many answers as 16 groups of 8
 CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "impala": ARMS["vtrace_critic"],
     "vtrace": ("algorithm=vtrace",),
@@ -50,6 +51,8 @@ CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "vtrace_unmasked": _CONTROL,
     "vtrace_random_mask": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:random_mask"),
     "vtrace_positive_only": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:positive_only"),
+    "sao": ("algorithm=sao", *_SINGLE),
+    "single_rollout": ("algorithm=single_rollout", *_SINGLE),
 })
 """Arms that only run if they are asked for by name."""
 
@@ -68,6 +71,8 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "vtrace_unmasked": "`vtrace` without OPSM",
     "vtrace_random_mask": "`vtrace`, as many tokens dropped at random as OPSM would",
     "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",
+    "sao": "recipe: one answer a prompt, V-trace with a critic, whitened, inside clip and dual clip",
+    "single_rollout": "recipe: one answer a prompt, the batch's other answers as baseline",
 })
 
 

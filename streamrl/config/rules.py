@@ -13,7 +13,6 @@ from streamrl.config.schema import (
     Config,
     EvalConfig,
     EvalSamplingConfig,
-    GroupPolicy,
     LoraConfig,
     PublishWhen,
     SamplingConfig,
@@ -313,18 +312,13 @@ def _check_sizes(config: Config) -> None:
     )
     _check_minibatches(config)
     _need(
-        group > 1 or config.advantage.baseline in ("none", "batch"),
-        f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} nothing to "
-        "compare with: use at least 2, or algorithm=sao (a critic) or algorithm=single_rollout (the batch's other "
-        "answers), or advantage.baseline=none",
+        group > 1 or config.advantage.baseline in ("none", "batch") and not config.filter.zero_std,
+        f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} and "
+        f"filter.zero_std={str(config.filter.zero_std).lower()} nothing to compare with: use at least 2, or "
+        "algorithm=sao (a critic) or algorithm=single_rollout (the batch's other answers), whose filter is off",
     )
     _need(
-        group > 1 or not config.filter.zero_std,
-        f"filter.zero_std=true with rollout.num_responses_per_prompt={group} would drop every group: the rewards of a "
-        "single answer are all equal; set filter.zero_std=false",
-    )
-    _need(
-        rollout.num_min_members <= group or rollout.group_policy is not GroupPolicy.accept_partial,
+        rollout.num_min_members <= group or rollout.group_policy != "accept_partial",
         f"rollout.num_min_members={rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
     )
     longest = rollout.max_prompt_tokens + config.env.max_turns * new_tokens
