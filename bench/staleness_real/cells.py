@@ -43,7 +43,8 @@ ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 but the rate."""
 
 _CONTROL = ("algorithm=vtrace", "loss.opsm_delta=null")
-_SINGLE = ("rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=128")  # as many answers as 16 groups of 8
+# As many answers as 16 groups of 8.
+_SINGLE = ("rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=128")
 CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "impala": ARMS["vtrace_critic"],
     "vtrace": ("algorithm=vtrace",),

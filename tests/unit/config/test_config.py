@@ -64,7 +64,10 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["staleness.eta=4", "staleness.max_lag=2"], "staleness.max_lag=2 is below staleness.eta=4"),
         (["rollout.train.sampling.max_new_tokens=9000"], "learner.max_tokens_per_device"),
         (["rollout.num_responses_per_prompt=1"], "nothing to compare with"),
-        (["rollout.num_responses_per_prompt=1", "advantage.baseline=batch", "filter.zero_std=true"], "filter.zero_std=true nothing"),
+        (
+            ["rollout.num_responses_per_prompt=1", "advantage.baseline=batch", "filter.zero_std=true"],
+            "filter.zero_std=true nothing",
+        ),
         (["hub.bind=tcp://0.0.0.0:5000"], "open to the network"),
         (["policy.tiny.enabled=false"], "policy.model_path is not set"),
         (["rollout.train.sampling.temperature=0"], "is greedy"),
