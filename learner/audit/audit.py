@@ -88,11 +88,12 @@ class Audit:
         if not batch.trajectory_ids:
             return
         rows = [rows[place] for place in batch.trajectory_ids]
-        differences = (batch.padded(seen.logprobs) - batch.behavior_logprobs).abs() * batch.mask
+        mismatches = (batch.padded(seen.logprobs) - batch.behavior_logprobs) * batch.mask
+        agreements.mismatches |= dict(zip(batch.trajectory_ids, mismatches, strict=True))
         of_row = (micro_batch.flat_index // micro_batch.mask.shape[1]).numpy()
         drawn = self.redraws & (micro_batch.turns.flatten()[micro_batch.flat_index] == 0).numpy()
         other = drawn & (self._gaps(micro_batch, seen, rows, of_row) > DRAW_SLACK)
-        sums = differences.double().sum(1), batch.mask.sum(1)
+        sums = mismatches.abs().double().sum(1), batch.mask.sum(1)
         counts = (np.bincount(of_row, one, minlength=len(rows)).astype(int) for one in (drawn, other))
         for row, total, num_tokens, num_drawn, num_other in zip(
             rows, *(one.tolist() for one in (*sums, *counts)), strict=True

@@ -47,6 +47,7 @@ NEEDS = {
     "responses": "`eval.num_responses` > 1",
     "archive": "evaluation, and two or more `objectives.components`",
     "hypervolume": "the same, and `objectives.reference_point` of two to four",
+    "audit": "`trust.audit_share` > 0, in steps with audited tokens",
     "siblings": "`rollout.num_responses_per_prompt` > 1",
     "reweight": "`staleness.mode=reweight`",
     "mask_old": "`staleness.mode=mask_old_tokens`",

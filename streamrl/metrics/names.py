@@ -97,6 +97,9 @@ SECTIONS: dict[str, list[Metric]] = {
         ("drift/k1", "nats", "mean", "KL estimate k1 of policy and behavior, per token."),
         ("drift/k3", "nats", "mean", "KL estimate k3 of policy and behavior, per token."),
         ("drift/mismatch", "nats^2", "mean", "Mean squared log-ratio at lag 0: the engines' disagreement."),
+        ("drift/audited_engine", "nats^2", "mean", "Mean squared log-ratio of audited tokens, between the version "
+                                                   "that sampled and the record.", "audit"),
+        ("drift/audited_policy", "nats^2", "mean", "The same of the policy to the version that sampled.", "audit"),
         ("clip/positive", "fraction", "mean", "Clipped share of the tokens with a positive advantage."),
         ("clip/negative", "fraction", "mean", "Clipped share of the tokens with a negative advantage."),
         ("ratio/max", "ratio", "max", "Largest token ratio of the batch."),

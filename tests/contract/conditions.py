@@ -31,6 +31,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "responses": lambda s: s["eval"]["num_samples"] > 0 and s["eval"]["num_responses"] > 1,
     "archive": _archive,
     "hypervolume": lambda s: _archive(s) and 2 <= len(s["objectives"]["reference_point"]) <= 4,
+    "audit": lambda s: s["trust"]["audit_share"] > 0,
     "siblings": lambda s: s["rollout"]["num_responses_per_prompt"] > 1,
     "reweight": lambda s: s["staleness"]["mode"] == "reweight",
     "mask_old": lambda s: s["staleness"]["mode"] == "mask_old_tokens",

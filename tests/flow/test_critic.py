@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 WITH_CRITIC = ("advantage.estimator=vtrace", "advantage.baseline=none", "advantage.whiten=batch")
 MORE_METRICS = (
-    "hub.heartbeat_s=0.2", "loss.opsm_delta=0.01", "loss.zscore_bound=6", "loss.entropy_coef=0.001",
+    "hub.heartbeat_s=0.2", "trust.audit_share=1", "loss.opsm_delta=0.01", "loss.zscore_bound=6",
+    "loss.entropy_coef=0.001",
     "loss.anchor=recomputed", "loss.correction=decoupled_token_is", "advantage.rho_bar_ess_target=0.9",
     "objectives.components={reward:1,score:-1}", "eval.num_responses=2", "rollout.test.sampling.temperature=1",
     "eval.datasets={again: {num_samples: 3, num_responses: 1, sampling: {temperature: 0}}}", "eval.every_steps=2",

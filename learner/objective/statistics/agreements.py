@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from torch import Tensor
 
 from learner.data.trajectories import Trajectory
 from learner.objective.token_batch import TokenBatch
@@ -29,10 +30,11 @@ class Agreements:
         self._rows: Sequence[Trajectory] = ()
         self._measured: set[int] = set()
         self._sums: dict[tuple[int, str, int], _Sums] = {}
+        self.mismatches: dict[int, Tensor] = {}  # place of an audited row -> log pi_v - log mu of its tokens, [A]
 
     def begin(self, rows: Sequence[Trajectory]) -> None:
         """A batch with these trajectories on this rank; what was not taken is forgotten."""
-        self._rows, self._measured, self._sums = rows, set(), {}
+        self._rows, self._measured, self._sums, self.mismatches = rows, set(), {}, {}
 
     def measure(self, tokens: TokenBatch) -> None:
         """A pass over some of them; each counts once, as it is first trained on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -114,6 +114,20 @@ def add_lags(meter: Meter, versions: Tensor, fresh: Tensor, version: int) -> Non
     head, tail = sum(heads) / len(heads), sum(tails) / len(tails)
     means = {"lag/head_mean": head, "lag/queue": tail, "lag/flight": head - tail, "lag/span": head - tail}
     meter.add_all(means, weight=len(heads))
+
+
+def measure_split(meter: Meter, tokens: TokenBatch, mismatches: Mapping[int, Tensor]) -> None:
+    """The log-ratio of audited tokens in two: what the engine added, and how far the policy has moved since.
+
+    `log pi - log mu = (log pi - log pi_v) + (log pi_v - log mu)`, v the version that sampled; after arXiv:2605.12070.
+    """
+    places = tokens.micro.trajectory_ids
+    for place, ratios, count in zip(places, tokens.recorded_log_ratios, tokens.mask.sum(1).tolist(), strict=True):
+        if place in mismatches and count:
+            engine = mismatches[place][:count].double()
+            moved = ratios[:count].double() - engine
+            meter.add("drift/audited_engine", float(engine.square().mean()), count)
+            meter.add("drift/audited_policy", float(moved.square().mean()), count)
 
 
 def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float) -> None:

@@ -16,6 +16,7 @@ from learner.objective.statistics.measures import (
     add_plan,
     add_trajectories,
     measure,
+    measure_split,
     measure_traces,
 )
 from learner.objective.statistics.shadow import Shadow, add_shadows
@@ -102,6 +103,7 @@ class StepStatistics:
         self._meter.add("policy/shared_fraction", micro.num_shared / whole, whole)
         objective.regularizers.measure(self._meter, tokens, terms.masks.keep)
         measure(self._meter, tokens, terms, version=self.version, cap=objective.loss.cap or RATIO_CAP)
+        measure_split(self._meter, tokens, self.agreements.mismatches)
         if {"lam", "c_bar"} <= estimator.knobs and not estimator.of_segments:  # a trace from token to token
             measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar)
 

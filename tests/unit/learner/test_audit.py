@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -126,6 +127,22 @@ def test_wrong_logprobs_and_draws_of_other_seeds_are_found(sampled):
     _, difference, num_drawn, num_other = audited(path, others)
     assert difference < 1e-4 and num_other > 0.3 * num_drawn
     assert audited(path, others, redraws=False)[2:] == (0, 0)
+
+
+def test_an_audit_keeps_the_signed_mismatch_of_each_token(sampled):
+    path, groups = sampled
+    policy, agreements = load_policy(path), Agreements()
+    rows = [replace(row, logprobs=row.logprobs - np.float32(0.25) * row.mask) for row in rows_of(groups)]
+    audit = audit_of(policy, config_of())
+    audit.published(VERSION)
+    move_on(policy)
+    agreements.begin(rows)
+    audit.score(rows, agreements)
+
+    assert sorted(agreements.mismatches) == list(range(len(rows)))
+    for place, row in enumerate(rows):
+        found = agreements.mismatches[place][:row.num_action_tokens]
+        torch.testing.assert_close(found, torch.full_like(found, 0.25), atol=1e-3, rtol=0)
 
 
 def test_a_learner_in_trouble_says_nothing_of_its_actors(sampled):

@@ -60,6 +60,24 @@ def test_effective_sample_sizes_are_of_kept_tokens_and_rows(step):
     assert stats["ess/kept_fraction"] == pytest.approx(len(tokens) / sum(map(len, log_ratios)))
 
 
+def test_the_log_ratio_of_audited_tokens_splits_into_the_engines_part_and_the_policys():
+    """By hand: with what the version said 0.1, -0.2, 0.1, ... above the record, the rest of each log-ratio is drift."""
+    rows = batch(2, 2, seed=3)
+    made = Objective(AdvantageConfig(estimator="group"), LOSS, max_new_tokens=16, max_lag=4)
+    one = OneBatch(made, rows, plan_of(rows), version=VERSION)
+    engine = {place: [(0.1, -0.2, 0.1)[t % 3] for t in range(rows[place].num_action_tokens)] for place in (0, 3)}
+    one.statistics.agreements.mismatches = {place: torch.tensor([*e, 0.0, 0.0]) for place, e in engine.items()}
+    for micro in pack(rows, 10_000):
+        shift = 0.3 * torch.cos(torch.arange(micro.mask.sum()))
+        one.loss(micro, micro.behavior_logprobs[micro.mask] + shift, torch.ones_like(shift))
+        parts = dict(zip(micro.trajectory_ids, shift.split(micro.mask.sum(1).tolist()), strict=True))
+    stats = one.finish().flush(1)
+
+    pairs = [(e, float(x)) for place in engine for e, x in zip(engine[place], parts[place], strict=True)]
+    assert stats["drift/audited_engine"] == pytest.approx(sum(e * e for e, _ in pairs) / len(pairs), rel=1e-5)
+    assert stats["drift/audited_policy"] == pytest.approx(sum((x - e) ** 2 for e, x in pairs) / len(pairs), rel=1e-4)
+
+
 def test_drift_and_ratios_are_of_all_action_tokens(step):
     rows, log_ratios, entropies, stats = step
     every = np.concatenate(log_ratios)
