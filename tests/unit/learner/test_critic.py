@@ -228,6 +228,26 @@ def test_a_critic_comes_back_from_a_checkpoint_with_its_moments(checkpoints, tmp
     assert torch.equal(scene.values(), other.values())
 
 
+def test_a_checkpoint_from_before_targets_were_normalized_keeps_its_values(checkpoints, tmp_path):
+    """Its outputs were the values: mean 0 and scale 1, and another fit moves them from where they are."""
+    path = checkpoints["qwen3-tied"]
+    scene = Scene(path)
+    scene.fit()
+    scene.critic._moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    scene.look()
+    optimizer = make_optimizer(scene.policy, OptimizerConfig())
+    older = ((key, tensor) for key, tensor in scene.critic.tensors() if key != "critic/targets")
+    save_checkpoint(tmp_path, 1, scene.policy, optimizer, ALONE, extra={}, blobs={}, num_keep=1, also=older)
+    other = Scene(path)
+
+    assert other.critic.restore(find_checkpoint(tmp_path).shards())
+    other.look()
+    assert torch.equal(scene.values(), other.values())
+    other.fit(1)
+    other.look()
+    assert 0 < (scene.values() - other.values()).abs().max() < 0.5
+
+
 def test_a_checkpoint_without_a_critic_says_so(checkpoints, tmp_path):
     scene = Scene(checkpoints["qwen3-tied"])
     optimizer = make_optimizer(scene.policy, OptimizerConfig())
