@@ -122,6 +122,8 @@ def measure_split(meter: Meter, tokens: TokenBatch, mismatches: Mapping[int, Ten
     `log pi - log mu = (log pi - log pi_v) + (log pi_v - log mu)`, v the version that sampled; after arXiv:2605.12070.
     """
     places = tokens.micro.trajectory_ids
+    if mismatches.keys().isdisjoint(places):
+        return  # counting tokens would wait for the device
     for place, ratios, count in zip(places, tokens.recorded_log_ratios, tokens.mask.sum(1).tolist(), strict=True):
         if place in mismatches and count:
             engine = mismatches[place][:count].double()
