@@ -1,11 +1,13 @@
 """The HTTP side of agents' sessions, in the actor's own process and on its event loop.
 
-    POST /v1/chat/completions     a turn of the model, recorded
+    POST /v1/chat/completions     a turn of the model, recorded; also /v1/responses, /v1/messages
+    POST /inference/v1/generate   the same with token ids
+    POST /v1/messages/count_tokens
     GET  /v1/models               the one model
     POST /v1/reward               {"reward": 1.0}, or several named parts: what the episode earned
 
-The key of a request, `Authorization: Bearer` or `x-api-key`, names its session. Errors have OpenAI's form; SDKs repeat
-none that would fail again.
+The key of a request, `Authorization: Bearer` or `x-api-key`, names its session. Errors have the form of the API
+that was called; SDKs repeat none that would fail again.
 """
 
 from __future__ import annotations
@@ -14,16 +16,26 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from aiohttp import web
 
-from actors.endpoint.chat_json import chunks, completion_json, options_of
+from actors.endpoint.chat_json import CHAT
+from actors.endpoint.form import Body, Form, ruled
+from actors.endpoint.messages_json import MESSAGES, error_json
+from actors.endpoint.messages_json import options as message_options
+from actors.endpoint.responses_json import RESPONSES
 from actors.endpoint.sessions import Answer, Session, Sessions
+from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.rules import PromptTooLongError
 from envs.reward_values import as_step
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 
+FORMS = {
+    "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
+    "/inference/v1/generate": TOKENS,
+}
 MAX_BODY_BYTES = 16 << 20
 """Of a request; the longest context of today's models is a tenth of it."""
 REPEATED = "x-stainless-retry-count"
@@ -51,7 +63,8 @@ async def serve(sessions: Sessions, host: str, port: int) -> tuple[web.AppRunner
     server = _Server(sessions)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     app.add_routes([
-        web.post("/v1/chat/completions", server.chat), web.get("/v1/models", server.models),
+        *(web.post(path, partial(server.ask, form)) for path, form in FORMS.items()),
+        web.post("/v1/messages/count_tokens", server.count), web.get("/v1/models", server.models),
         web.post("/v1/reward", server.reward),
     ])
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -76,6 +89,8 @@ async def _errors(
         status, code, message = error.status, error.code, str(error)
     except web.HTTPException as error:
         status, code, message = error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}"
+    if "/v1/messages" in request.path:
+        return web.json_response(error_json(status, code, message), status=status)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
 
@@ -98,31 +113,36 @@ class _Server:
         session.reward = given
         return web.json_response({})
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def ask(self, form: Form, request: web.Request) -> web.StreamResponse:
         session, (body, raw) = self._session(request), await _body(request)
-        try:
-            options, changed = options_of(body, session.client.sampling)
-        except TaskError as error:
-            raise ApiError(400, "invalid_request", str(error)) from error
+        options = _options(form.options, body, session)
+        changed = ruled(options, session.client.sampling)
         marked = request.headers.get(REPEATED, "0") != "0"
-        answer = session.ask(raw, options, _Asker(request), marked=marked)
-        whole = completion_json(await _awaited(session, answer), body, session.client.tokenizer)
+        answer = session.ask(request.path.encode() + raw, options, _Asker(request), marked=marked)
+        whole = form.answer(await _awaited(session, answer), body, session)
         response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)
         response.content_type = "text/event-stream" if body.get("stream") else "application/json"
         # Sent here, and not by the library, to know that it was.
         await response.prepare(request)
-        for part in chunks(whole, body) if body.get("stream") else (json.dumps(whole).encode(),):
+        for part in form.events(whole, body) if body.get("stream") else (json.dumps(whole).encode(),):
             await response.write(part)
         await response.write_eof()
         answer.delivered = True
         return response
 
+    async def count(self, request: web.Request) -> web.StreamResponse:
+        """The tokens of a prompt, by the count of Anthropic's; it is not recorded."""
+        session, (body, _) = self._session(request), await _body(request)
+        options = _options(message_options, body, session)
+        count = _options(lambda *_: session.client.count(options["messages"], options["tools"]), body, session)
+        return web.json_response({"input_tokens": count})
+
     def _session(self, request: web.Request) -> Session:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = bearer or request.headers.get("x-api-key", "")
-        if (session := self._sessions.get(key)) is not None:
-            return session
-        if self._sessions.is_over(key):
+        keys = [request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", "")]
+        for key in keys:  # SDKs send both, if a variable of another service is set
+            if (session := self._sessions.get(key)) is not None:
+                return session
+        if any(self._sessions.is_over(key) for key in keys):
             _raise_over()
         raise ApiError(
             401, "invalid_api_key", "this key names no session: take OPENAI_API_KEY as the agent got it, and the "
@@ -139,6 +159,18 @@ async def _body(request: web.Request) -> tuple[dict[str, Any], bytes]:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", f"the body is {raw[:60]!r}: give a JSON object")
     return body, raw
+
+
+def _options(translate: Callable[[Body, Session], Any], body: Body, session: Session) -> Any:
+    """The request in the form of chat; what is not served is refused by name."""
+    try:
+        return translate(body, session)
+    except TaskError as error:
+        raise ApiError(400, "invalid_request", str(error)) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ApiError(
+            400, "invalid_request", f"the body cannot be read, see the form of this API: {type(error).__name__} {error}"
+        ) from error
 
 
 async def _awaited(session: Session, answer: Answer) -> Any:

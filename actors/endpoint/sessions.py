@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from streamrl.environment import AgentSession
 
 MAX_ENDED_KEYS = 10_000
 """Keys of sessions that are over, kept to tell them from wrong ones."""
+MAX_KEPT = 1000
+"""Calls whose answers a session keeps, the last ones."""
 
 
 class SessionClient(Protocol):
@@ -33,6 +35,8 @@ class SessionClient(Protocol):
 
     @property
     def sampling(self) -> Mapping[str, Any]: ...
+
+    def count(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> int: ...
 
 
 class Asker(Protocol):
@@ -61,6 +65,7 @@ class Session(AgentSession):
     client: SessionClient
     over: bool = False
     answers: dict[bytes, Answer] = field(default_factory=dict)
+    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def ask(self, body: bytes, options: Mapping[str, Any], asker: Asker, *, marked: bool) -> Answer:
         """The answer to this call, which may be one that is under way or was lost; `marked`: a repetition, it says."""
@@ -69,6 +74,7 @@ class Session(AgentSession):
         if known is None or not known.repeated(marked=marked):
             known = Answer(asyncio.ensure_future(self._create(options)), asker)
             self.answers[digest] = known
+            _trim(self.answers)
         known.asker, known.delivered = asker, False
         return known
 
@@ -77,10 +83,20 @@ class Session(AgentSession):
         self.answer = completion.choices[0].message.content
         return completion
 
+    def remember(self, response: str, conversation: list[dict[str, Any]]) -> None:
+        """Keep the conversation up to an answer, for a call that goes on from it by name."""
+        self.conversations[response] = conversation
+        _trim(self.conversations)
+
     def end(self) -> None:
         self.over, self.full = True, self.client.full
         for one in self.answers.values():
             one.task.cancel()
+
+
+def _trim(kept: dict[Any, Any]) -> None:
+    if len(kept) > MAX_KEPT:
+        del kept[next(iter(kept))]
 
 
 class Sessions:

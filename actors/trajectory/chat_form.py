@@ -90,11 +90,11 @@ class Chat:
         limits = [given.pop(key) for key in ("max_tokens", "max_completion_tokens") if key in given]
         for key, only in ONLY.items():
             if given.pop(key, only) != only:
-                raise TaskError(f"chat.completions.create got {key}={options[key]!r}: here it can only be {only!r}")
+                raise TaskError(f"the call got {key}={options[key]!r}: here it can only be {only!r}")
         unknown = sorted(set(given) - set(PASSED))
         if unknown:
             raise TaskError(
-                f"chat.completions.create does not take {', '.join(unknown)}: it takes messages, tools, max_tokens, "
+                f"the call does not take {', '.join(unknown)}: it takes messages, tools, max_tokens, "
                 f"{', '.join(PASSED)}"
             )
         answer = await self._client.generate(
@@ -120,6 +120,13 @@ class Chat:
                 found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(call.name, json.dumps(call.arguments))))
         self.texts |= {call.id: text for call in found}
         return found
+
+
+def before_calls(text: str) -> str:
+    """What the model wrote before its first call of a tool."""
+    start = len(text) - len(spoken(text))
+    marks = (text.find(mark, start) for mark in ("<tool_call>", "<function="))
+    return text[: min((place for place in marks if place >= 0), default=start)]
 
 
 def as_messages(messages: Sequence[Any], texts: Mapping[str, str]) -> list[ChatMessage]:

@@ -119,6 +119,10 @@ class Client:
             self.finish = generation.finish
         return Generated(said, list(generation.token_ids), list(generation.logprobs), generation.finish, tuple(read))
 
+    def count(self, messages: Sequence[Any], tools: Tools = ()) -> int:
+        """The tokens of an input, which the model does not read."""
+        return len(self._input(messages, tools)[1])
+
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
         number = float(value)

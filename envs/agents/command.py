@@ -41,6 +41,7 @@ async def _run(words: list[str], record: Record, session: AgentSession, folder: 
     (folder / "record.json").write_text(json.dumps(record))
     variables = {
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
+        "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.api_key,
         "STREAMRL_RECORD": str(folder / "record.json"),
     }
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:

@@ -1,12 +1,13 @@
 """An agent that is an `async` function in the actor's process: `async def run(client, record)`.
 
-It takes what its parameters name: `client`, an `openai.AsyncOpenAI` of its session; `base_url` and `api_key`, for other
-clients; and the record, under any other name.
+It takes what its parameters name: `client`, an `openai.AsyncOpenAI` of its session, or `anthropic`, an
+`anthropic.AsyncAnthropic`; `base_url` and `api_key`, for other clients; and the record, under any other name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,7 +18,9 @@ from streamrl.environment import AgentSession, Record
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
 
-GIVEN = ("client", "base_url", "api_key")
+CLIENTS = {"client": ("openai", "AsyncOpenAI", "/v1"), "anthropic": ("anthropic", "AsyncAnthropic", "")}
+"""Parameter -> the package of its client, its class, and what its base URL has at its end."""
+GIVEN = (*CLIENTS, "base_url", "api_key")
 
 
 def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]]:
@@ -32,12 +35,11 @@ def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]
             f"env.agent={name} must take the record and any of {', '.join(GIVEN)}, as run(client, record); it takes "
             f"({', '.join(known)})"
         )
-    clients = _Clients() if "client" in known else None
+    clients = {one: _Clients(one) for one in CLIENTS if one in known}
 
     async def play(record: Record, session: AgentSession) -> Any:
         given = {"base_url": session.base_url, "api_key": session.api_key, others[0]: record}
-        if clients is not None:
-            given["client"] = clients.of(session)
+        given |= {parameter: of.of(session) for parameter, of in clients.items()}
         return await function(**{key: value for key, value in given.items() if key in known})
 
     return play
@@ -58,22 +60,22 @@ def _found(name: str) -> Any:
 
 
 class _Clients:
-    """Clients of the package openai for sessions, over common connections: to make one takes long."""
+    """Clients of one package for sessions, over common connections: to make one takes long."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameter: str) -> None:
+        package, name, self._end = CLIENTS[parameter]
         try:
-            import openai
+            self._make = getattr(importlib.import_module(package), name)
         except ImportError as error:
             raise TaskError(
-                "the function of env.agent takes a client of the package openai, which is not installed: pip install "
-                "'streamrl[agents]', or take base_url and api_key"
+                f"the function of env.agent takes {parameter}, of the package {package}, which is not installed: pip "
+                "install 'streamrl[agents]', or take base_url and api_key"
             ) from error
-        self._make = openai.AsyncOpenAI
         self._first: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, session: AgentSession) -> Any:
-        loop = asyncio.get_running_loop()
+        loop, url = asyncio.get_running_loop(), session.base_url.removesuffix("/v1") + self._end
         if self._first is None or self._loop is not loop:  # connections belong to a loop
-            self._first, self._loop = self._make(base_url=session.base_url, api_key=session.api_key), loop
-        return self._first.with_options(base_url=session.base_url, api_key=session.api_key)
+            self._first, self._loop = self._make(base_url=url, api_key=session.api_key), loop
+        return self._first.with_options(base_url=url, api_key=session.api_key)

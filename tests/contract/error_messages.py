@@ -210,7 +210,7 @@ REMEDIES: dict[str, str] = {
     "not JSON (…)": "fix the line that it names",
     "images and audio are not supported": "use records with text only",
     "a message has a role of": "send messages of that form",
-    "chat.completions.create got": "leave the option out; make several calls for several answers",
+    "the call got": "leave the option out; make several calls for several answers",
     "a client serves the rollout that it was given to": "make all calls before the rollout returns",
     "an actor has generate, list_workers": "ask other services at their own addresses",
     "which JSON cannot carry": "convert it to text or numbers",
