@@ -14,12 +14,13 @@ import io
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.record import exit_status, record, shared_arguments
 from streamrl.config.load import load_config
 from streamrl.launch import Launcher
-from streamrl.metrics.run_record import read_run
+from streamrl.metrics.run_record import RunRecord, read_run
 
 LEADS = (0, 2)
 MOST_MORE = 1.1
@@ -58,17 +59,24 @@ def main() -> int:
 
 def steps_to(score: float, eta: int, seed: int, steps: int, every: int, folder: Path) -> tuple[int, float]:
     """Version of the first evaluation with this score, and the mean lag of all trained tokens."""
-    run_dir = folder / f"{eta}-{seed}"
-    words = ["experiment=quickstart", f"run.seed={seed}", f"run.dir={run_dir}", f"staleness.eta={eta}",
-             f"trainer.num_steps={steps}", f"eval.every_steps={every}", f"policy.tiny.cache_dir={folder / 'models'}",
-             "checkpoint.every_steps=0", "checkpoint.export_hf=false", "run.num_threads=1",
+    words = [f"run.seed={seed}", f"staleness.eta={eta}", f"policy.tiny.cache_dir={folder / 'models'}",
              *(["staleness.num_lookahead_groups=0"] if eta == 0 else [])]
+    reached, done = run_until(score, words, folder / f"{eta}-{seed}", steps, every)
+    return steps if reached is None else reached, done.summary.lag_mean if done.summary else 0.0
+
+
+def run_until(
+    score: float, words: Sequence[str], run_dir: Path, steps: int, every: int
+) -> tuple[int | None, RunRecord]:
+    """Version of the first evaluation of a quickstart with this score, None without one; and the run's record."""
+    words = ["experiment=quickstart", f"run.dir={run_dir}", f"trainer.num_steps={steps}", f"eval.every_steps={every}",
+             "checkpoint.every_steps=0", "checkpoint.export_hf=false", "run.num_threads=1", *words]
     with contextlib.redirect_stdout(io.StringIO()):
         if code := Launcher(load_config(words), words, run_dir).run():
             raise RuntimeError(f"the run ended with status {code}: {' '.join(words)}")
     done = read_run(run_dir)
     reached = [int(row["eval/version"]) for row in done.rows if row.get("eval/score", 0.0) >= score]
-    return min(reached, default=steps), done.summary.lag_mean if done.summary else 0.0
+    return min(reached, default=None), done
 
 
 if __name__ == "__main__":

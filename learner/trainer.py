@@ -205,8 +205,7 @@ class Trainer:
         networks = self.networks
         with self.clock.timed("score"):
             plan = score_batch(
-                networks.policy, batch, plan, self.ranks, critic=networks.critic, reference=networks.reference,
-                proximal=networks.proximal,
+                networks.policy, batch, plan, self.ranks, critic=networks.critic, frozen=networks.frozen,
             )
             statistics.scored(plan)
         return plan

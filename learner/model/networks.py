@@ -23,11 +23,17 @@ class Networks:
     critic: Critic | None = None
     reference: FrozenPolicy | None = None
     proximal: FrozenPolicy | None = None
+    teacher: FrozenPolicy | None = None
+
+    @property
+    def frozen(self) -> dict[str, FrozenPolicy | None]:
+        """The policies that are only compared with, by the need of an objective that each meets."""
+        return {"reference": self.reference, "proximal": self.proximal, "teacher": self.teacher}
 
     @property
     def shares_prompts(self) -> bool:
         """Whether all of them may read a prompt once for several answers."""
-        networks = (self.policy, self.critic and self.critic.module, self.reference, self.proximal)
+        networks = (self.policy, self.critic and self.critic.module, *self.frozen.values())
         return all(network.shares_prompts for network in networks if network is not None)
 
     def tensors(self, *, reference_moves: bool) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from streamrl.algorithms.types import ConstraintState, KlState
 from streamrl.config.schema import (
     ConstraintConfig,
     ConstraintMethod,
+    DistillConfig,
     EntropyAdapt,
     EntropyConfig,
     KlConfig,
@@ -95,7 +96,7 @@ def needs_reference(kl: KlConfig, constraint: ConstraintConfig) -> bool:
 
 def check_regularizers(
     kl: KlConfig, reference: ReferenceConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
-    max_lag: int, steps_per_batch: int = 1,
+    max_lag: int, steps_per_batch: int = 1, distill: DistillConfig | None = None,
 ) -> None:
     """Refuse what is unknown, impossible, biased without being asked for, or without effect.
 
@@ -103,9 +104,13 @@ def check_regularizers(
         steps_per_batch: optimizer steps that share an anchor.
     Raises ConfigError: names the setting, the value and the remedy.
     """
-    in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint)
+    distill = distill or DistillConfig()
+    in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint, distill=distill)
+    if distill.teacher is None:
+        names = ("coef", "center", "reward_weight")
+        unused("distill", distill, names, "without a teacher: set distill.teacher to a model")
     _check_kl(kl, max_lag)
-    _check_kl_cap(kl, constraint, loss)
+    _check_kl_cap(kl, constraint, loss, distill)
     if not needs_reference(kl, constraint):
         names = ("model_path", "sync_every_steps")
         unused("reference", reference, names, "without kl.mode or constraint.kl_limit")
@@ -141,10 +146,9 @@ def _check_kl(kl: KlConfig, max_lag: int) -> None:
         _within("kl.coef", coef, {**_knobs(rule), **options}, "kl.options.low", "kl.options.high")
 
 
-def _check_kl_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig) -> None:
-    reads = (
-        kl.mode == "k2_is" or constraint.kl_limit is not None or (kl.mode == "advantage" and brings_no_ratio(loss))
-    )
+def _check_kl_cap(kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig, distill: DistillConfig) -> None:
+    in_advantages = kl.mode == "advantage" or distill.teacher is not None
+    reads = kl.mode == "k2_is" or constraint.kl_limit is not None or (in_advantages and brings_no_ratio(loss))
     if not reads:
         unused("kl", kl, ["cap"], f"with kl.mode={kl.mode}: it has no truncated weight of its own")
 

@@ -92,7 +92,7 @@ def micro_batch_loss(
 def shaped_advantages(tokens: TokenBatch, plan: BatchPlan) -> Tensor:
     """[S, A], detached, as the surrogate multiplies them: those of the scoring pass, if there was one."""
     found = plan.advantages.get(tokens.micro.trajectory_ids) or estimated_advantages(tokens, plan)
-    return plan.objective.regularizers.shaped_advantages(found.advantages, tokens)
+    return plan.objective.regularizers.shaped_advantages(found.advantages, tokens, teacher_mean=plan.teacher_mean)
 
 
 def estimated_advantages(tokens: TokenBatch, plan: BatchPlan) -> Advantages:

@@ -42,6 +42,7 @@ class BatchPlan:
         measured: those of them that cannot change the gradient; None if such trajectories are not told apart.
         outputs: what the scoring pass saw of each micro-batch.
         advantages: of each micro-batch, where they depend on the scoring pass.
+        teacher_mean: of the log-ratio of behavior policy and teacher, where it is a baseline.
         bounds, rho_bar: of the surrogate and of V-trace, where they follow the batch.
     """
 
@@ -60,6 +61,7 @@ class BatchPlan:
     advantages: Mapping[MicroBatchKey, Advantages] = field(default_factory=dict)
     bounds: ClipBounds | None = None
     rho_bar: float | None = None
+    teacher_mean: float = 0.0
 
     @classmethod
     def of(

@@ -19,13 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
 from learner.objective.advantages import Advantages, RowAdvantages, discounts
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.regularizers import Regularizers
-from learner.objective.token_batch import TokenBatch
+from learner.objective.token_batch import PassOutputs, TokenBatch
 from learner.ranks.mesh import Ranks
-from streamrl.algorithms import Estimator, aggregation_weights, reward_to_go, rho_bar_for_ess, seq_tis_weights, whiten
+from streamrl.algorithms import (
+    Estimator,
+    aggregation_weights,
+    kl_estimate,
+    reward_to_go,
+    rho_bar_for_ess,
+    seq_tis_weights,
+    whiten,
+)
 from streamrl.algorithms.estimators.groups import group_advantages, group_mean, leave_one_out, opob
 from streamrl.algorithms.staleness.lag import split_by_lag
 from streamrl.algorithms.types import ClipBounds, Moments
@@ -187,6 +196,16 @@ def fitted_rho_bar(stats: PlanTensors, observed: Sequence[TokenBatch], ranks: Ra
     """The truncation at which the batch's sequence weights reach that effective sample size."""
     gathered = stats.gather(observed, lambda tokens: tokens.log_ratios.sum(1), ranks)[:, None]
     return rho_bar_for_ess(gathered, torch.ones_like(gathered, dtype=torch.bool), ess_target=target)
+
+
+def teacher_mean(observed: Sequence[tuple[MicroBatch, PassOutputs]], ranks: Ranks) -> float:
+    """The mean log-ratio of behavior policy and teacher over all action tokens of the batch."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for micro, outputs in observed:
+        assert outputs.teacher is not None, "the scoring pass brought no log-probs of the teacher"
+        sums += _sums(kl_estimate(micro.behavior_logprobs, outputs.teacher, micro.mask, kind="k1"), micro.mask)
+    moments = _sum_moments(sums.tolist(), ranks)
+    return float(moments.total / moments.count.clamp(min=1.0))
 
 
 def fitted_bounds(

@@ -1,4 +1,4 @@
-"""Terms beside the reward: KL to the reference, entropy, the behavior policy, constraints.
+"""Terms beside the reward: KL to the reference, a teacher, entropy, the behavior policy, constraints.
 
     in the reward      row_penalties off the score (group estimators), shaped_rewards (estimators of rewards per token)
     in the advantage   shaped_advantages
@@ -17,11 +17,11 @@ from torch import Tensor
 from learner.objective.kl_options import constraint_limits, needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.options import brings_no_ratio
-from learner.objective.token_batch import POLICY, REFERENCE, TokenBatch
+from learner.objective.token_batch import POLICY, REFERENCE, TEACHER, TokenBatch
 from streamrl.algorithms import behavior_penalty, kl_estimate, kl_loss, kl_shaped_rewards
 from streamrl.algorithms.checks import LOG_BOUND
 from streamrl.algorithms.controls.kl import LOSS_KINDS
-from streamrl.config.schema import ConstraintConfig, EntropyConfig, KlConfig, LossConfig
+from streamrl.config.schema import ConstraintConfig, DistillConfig, EntropyConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
 
 _K3_BOUND = 10.0  # where kl_estimate clamps k3
@@ -31,12 +31,16 @@ class Regularizers:
     """The regularizers of one run: what must be scored for them, and where each enters; a term of weight 0 is left out.
 
     Args:
-        kl, constraint, loss: settings, checked by `learner.objective.kl_options.check_regularizers`.
+        kl, constraint, loss, distill: settings, checked by `learner.objective.kl_options.check_regularizers`.
         controls: the current weights; read in every call, moved only between steps.
     """
 
-    def __init__(self, kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig, controls: LossWeights) -> None:
+    def __init__(
+        self, kl: KlConfig, constraint: ConstraintConfig, loss: LossConfig, controls: LossWeights,
+        distill: DistillConfig | None = None,
+    ) -> None:
         self._kl, self._loss, self.controls = kl, loss, controls
+        self._distill = distill if distill is not None and distill.teacher is not None else None
         self._limits = constraint_limits(constraint)
         self._measures_kl = needs_reference(kl, constraint)
         self._own_cap = kl.cap if brings_no_ratio(loss) else None
@@ -50,9 +54,10 @@ class Regularizers:
     @property
     def needs(self) -> frozenset[str]:
         """Outputs that a scoring pass must bring."""
-        if not self._measures_kl:
-            return frozenset()
-        return frozenset({REFERENCE, POLICY} if self.shapes_rewards else {REFERENCE})
+        needs = {TEACHER} if self._distill is not None else set()
+        if self._measures_kl:
+            needs |= {REFERENCE, POLICY} if self.shapes_rewards else {REFERENCE}
+        return frozenset(needs)
 
     @property
     def reads_every_token(self) -> bool:
@@ -78,21 +83,36 @@ class Regularizers:
         policy, reference = tokens.scored("policy"), tokens.scored("reference")
         return kl_shaped_rewards(rewards, policy, reference, tokens.mask, beta=self.controls.kl_coef)
 
+    @property
+    def centers_teacher(self) -> bool:
+        """The teacher's term needs its mean over the batch."""
+        return self._distill is not None and self._distill.center
+
     @torch.no_grad()
-    def shaped_advantages(self, advantages: Tensor, tokens: TokenBatch) -> Tensor:
+    def shaped_advantages(self, advantages: Tensor, tokens: TokenBatch, *, teacher_mean: float = 0.0) -> Tensor:
         """`A_t - coef k1_t` under kl.mode=advantage, k1 of the current policy against the reference; [S, A], detached.
+
+        With a teacher also `reward_weight A_t + coef (log pi_teacher - log pi)`: its k1 is a term of the same form,
+        from which its mean `teacher_mean` over the batch is taken as a baseline.
 
         With a surrogate that multiplies by pi/mu the gradient of this part is `E_mu[rho x grad log pi]`, the immediate
         reverse KL, correct on stale data. Unlike a loss of its own it shares the surrogate's clip and masks, and needs
         no gradient through the reference term; unlike `reward_k1` it lacks the KL of later tokens and is neither
         centered, scaled nor whitened with the rewards.
         """
-        if self._kl.mode != "advantage":
-            return advantages
-        term = kl_estimate(tokens.policy.detach(), tokens.scored("reference"), tokens.mask, kind="k1")
-        if self._own_cap is not None:  # nothing else multiplies by pi/mu: the term carries it, truncated
-            term = term * tokens.log_ratios.exp().clamp(max=self._own_cap)
-        return advantages - self.controls.kl_coef * term
+        pulls: list[tuple[float, str, float]] = []
+        if self._distill is not None:
+            advantages = self._distill.reward_weight * advantages
+            pulls.append((self._distill.coef, TEACHER, teacher_mean))
+        if self._kl.mode == "advantage":
+            pulls.append((self.controls.kl_coef, REFERENCE, 0.0))
+        for coef, toward, mean in pulls:
+            term = kl_estimate(tokens.policy.detach(), tokens.scored(toward), tokens.mask, kind="k1")
+            term = term - mean * tokens.mask
+            if self._own_cap is not None:  # nothing else multiplies by pi/mu: the term carries it, truncated
+                term = term * tokens.log_ratios.exp().clamp(max=self._own_cap)
+            advantages = advantages - coef * term
+        return advantages
 
     def regularized(self, losses: Tensor, tokens: TokenBatch) -> Tensor:
         """The surrogate's token losses, its weights applied, with every term added, [S, A].
@@ -121,17 +141,22 @@ class Regularizers:
 
     @torch.no_grad()
     def measure(self, meter: Meter, tokens: TokenBatch, keep: Tensor) -> None:
-        """Add kl/value, the mean of k3 with the weights pi/mu, and kl/clamped_fraction, over the tokens of `keep`."""
-        # [S, A], those that are trained on: one that a mask removed may weigh more than all others.
-        policy, reference = tokens.policy.detach(), tokens.outputs.reference
-        if reference is None:
-            return
-        k3 = kl_estimate(policy, reference, keep, kind="k3")
-        weight = torch.where(keep, tokens.log_ratios.double().exp(), 0.0)
-        far = keep & ((policy - reference).abs() >= LOG_BOUND) | (k3 >= _K3_BOUND)
-        total, mass, num_far, count = torch.stack(
-            [(weight * k3).sum(), weight.sum(), far.sum().double(), keep.sum().double()]
-        ).tolist()
-        if mass > 0:  # False for NaN, which other metrics report
-            meter.add("kl/value", total / mass, mass)
-        meter.add("kl/clamped_fraction", num_far / max(count, 1.0), count)
+        """Add kl/* against the reference and distill/* against the teacher, over the tokens of `keep`, [S, A]."""
+        # Those that are trained on: one that a mask removed may weigh more than all others.
+        for key, other in (("kl/value", tokens.outputs.reference), ("distill/kl", tokens.outputs.teacher)):
+            if other is not None:
+                _measure_kl(meter, key, tokens, other, keep)
+
+
+def _measure_kl(meter: Meter, key: str, tokens: TokenBatch, reference: Tensor, keep: Tensor) -> None:
+    """Add the mean of k3 with the weights pi/mu, and the share of clamped tokens."""
+    policy = tokens.policy.detach()
+    k3 = kl_estimate(policy, reference, keep, kind="k3")
+    weight = torch.where(keep, tokens.log_ratios.double().exp(), 0.0)
+    far = keep & ((policy - reference).abs() >= LOG_BOUND) | (k3 >= _K3_BOUND)
+    total, mass, num_far, count = torch.stack(
+        [(weight * k3).sum(), weight.sum(), far.sum().double(), keep.sum().double()]
+    ).tolist()
+    if mass > 0:  # False for NaN, which other metrics report
+        meter.add(key, total / mass, mass)
+    meter.add(f"{key.partition('/')[0]}/clamped_fraction", num_far / max(count, 1.0), count)

@@ -6,7 +6,7 @@ follow the batch do; then every micro-batch is run once through the networks tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from learner.objective import plan_tensors
 from learner.objective.loss import estimated_advantages, shaped_advantages, trusted_tokens
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.plan import BatchPlan
-from learner.objective.token_batch import POLICY, PROXIMAL, REFERENCE, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
+from learner.objective.token_batch import POLICY, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import score_square_norms
 
@@ -28,16 +28,20 @@ from streamrl.algorithms import score_square_norms
 @torch.no_grad()
 def score_batch(
     policy: Policy, micro_batches: Sequence[MicroBatch], plan: BatchPlan, ranks: Ranks, *,
-    critic: Critic | None = None, reference: FrozenPolicy | None = None, proximal: FrozenPolicy | None = None,
+    critic: Critic | None = None, frozen: Mapping[str, FrozenPolicy | None] | None = None,
 ) -> BatchPlan:
-    """The plan with what networks give for the whole batch; a collective call, or nothing at all."""
+    """The plan with what networks give for the whole batch; a collective call, or nothing at all.
+
+    Args:
+        frozen: policies that are only compared with, by the name of the need that each meets.
+    """
     needs, observed = plan.objective.needs, []
     if not needs:
         return plan
     for micro_batch in micro_batches:
         batch = micro_batch.to(ranks.device)
         found = _policy_side(policy, batch, needs, critic)
-        for name, model in ((REFERENCE, reference), (PROXIMAL, proximal)):
+        for name, model in (frozen or {}).items():
             if name in needs:
                 assert model is not None, f"the objective needs {name} log-probs, and there is no such model"
                 found[name] = batch.padded(model.score(batch))
@@ -51,6 +55,8 @@ def with_outputs(plan: BatchPlan, observed: Sequence[tuple[MicroBatch, PassOutpu
     # An empty micro-batch only keeps this rank in step with the others' collectives.
     found = {batch.trajectory_ids: (batch, outputs) for batch, outputs in observed if batch.trajectory_ids}
     plan = replace(plan, outputs={key: outputs for key, (_, outputs) in found.items()})
+    if plan.objective.regularizers.centers_teacher:
+        plan = replace(plan, teacher_mean=plan_tensors.teacher_mean(list(found.values()), ranks))
     if POLICY not in plan.objective.needs:
         return plan
     scored = []

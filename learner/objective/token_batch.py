@@ -21,6 +21,7 @@ EWMA = "ewma"
 FROZEN = ("recomputed", "loglinear")
 """Anchors made of the policy before the batch: a batch of several optimizer steps needs its scoring pass for them."""
 POLICY, VALUES, REFERENCE, PROXIMAL, SQUARE_NORMS = "policy", "values", "reference", "proximal", "square_norms"
+TEACHER = "teacher"
 """What a scoring pass can be asked for."""
 
 
@@ -31,6 +32,7 @@ class PassOutputs:
     policy: Tensor | None = None  # log-probs
     reference: Tensor | None = None  # log-probs
     proximal: Tensor | None = None  # log-probs
+    teacher: Tensor | None = None  # log-probs
     values: Tensor | None = None  # V(s_t), before token t
     bootstrap: Tensor | None = None  # [S] V(s_T+1) of truncated trajectories, 0 of finished ones
     action_values: Tensor | None = None  # Q(s_t, a_t), from a critic of action values

@@ -112,8 +112,7 @@ def _of_batch(run: OpenedRun, plan: BatchPlan) -> Iterator[Blamed]:
     everything = [one for mine in passes.values() for one in mine]
     with trainer.with_wire_precision():
         scored = score_batch(
-            networks.policy, everything, plan, run.ranks, critic=networks.critic, reference=networks.reference,
-            proximal=networks.proximal,
+            networks.policy, everything, plan, run.ranks, critic=networks.critic, frozen=networks.frozen,
         )
         whole = _gradient(trainer, scored, everything)
         length = _dot(whole, whole) ** 0.5

@@ -21,7 +21,7 @@ from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.options import unused
+from learner.objective.options import need, unused
 from learner.objective.plan import BatchPlan
 from learner.objective.regularizers import Regularizers
 from learner.objective.scoring_pass import with_outputs
@@ -33,6 +33,7 @@ from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,
     CriticConfig,
+    DistillConfig,
     EntropyAdapt,
     EntropyConfig,
     FilterConfig,
@@ -60,6 +61,7 @@ class LossSections:
     loss: LossConfig
     kl: KlConfig
     reference: ReferenceConfig
+    distill: DistillConfig
     entropy: EntropyConfig
     constraint: ConstraintConfig
     critic: CriticConfig
@@ -77,8 +79,9 @@ def run_dry(settings: LossSections) -> None:
     estimator = settings.advantage.estimator
     check_regularizers(
         settings.kl, settings.reference, settings.entropy, settings.constraint, settings.loss,
-        max_lag=settings.max_lag, steps_per_batch=settings.steps_per_batch,
+        max_lag=settings.max_lag, steps_per_batch=settings.steps_per_batch, distill=settings.distill,
     )
+    _check_alone(settings)
     if not find_estimator(estimator).needs_critic:
         why = f"with advantage.estimator={estimator!r}: it reads no values (vtrace, retrace_v, gae do)"
         unused("critic", settings.critic, [field.name for field in fields(CriticConfig)], why)
@@ -102,6 +105,24 @@ def run_dry(settings: LossSections) -> None:
             )
 
 
+def _check_alone(settings: LossSections) -> None:
+    """Refuse what only the task's reward would use, in a run that learns from the teacher alone."""
+    if settings.distill.teacher is None or settings.distill.reward_weight > 0.0:
+        return
+    why = "with distill.reward_weight=0, which learns from the teacher alone"
+    need(
+        not find_estimator(settings.advantage.estimator).needs_critic,
+        f"advantage.estimator={settings.advantage.estimator!r} trains a critic for nothing {why}: use "
+        "algorithm=distill.",
+    )
+    need(
+        not settings.filter.zero_std and settings.filter.accuracy_range is None,
+        f"filter.zero_std={str(settings.filter.zero_std).lower()} and filter.accuracy_range="
+        f"{settings.filter.accuracy_range} would drop groups by their reward {why}: set filter.zero_std=false "
+        "filter.accuracy_range=null, or use algorithm=distill.",
+    )
+
+
 def _moved(settings: LossSections) -> Iterator[LossConfig]:
     """The loss as it starts, and as its controllers may leave it."""
     yield settings.loss
@@ -112,7 +133,9 @@ def _moved(settings: LossSections) -> Iterator[LossConfig]:
 def _one_step(settings: LossSections, loss: LossConfig) -> float:
     controls = LossWeights(settings.kl, settings.entropy, settings.constraint, loss, num_steps=_VERSION)
     objective = Objective(
-        settings.advantage, loss, regularizers=Regularizers(settings.kl, settings.constraint, loss, controls),
+        settings.advantage, loss, regularizers=Regularizers(
+            settings.kl, settings.constraint, loss, controls, settings.distill
+        ),
         max_new_tokens=settings.max_new_tokens, max_lag=settings.max_lag,
         filter_truncated=settings.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=settings.steps_per_batch,
     )
@@ -163,6 +186,7 @@ def _scored(batch: MicroBatch, *, of_actions: bool) -> PassOutputs:
     """Outputs of every network that a loss may read."""
     some = torch.where(batch.mask, -1.05, 0.0)
     return PassOutputs(
-        policy=some, reference=some, proximal=some, values=torch.zeros_like(some), bootstrap=torch.zeros(len(some)),
-        action_values=torch.zeros_like(some) if of_actions else None, square_norms=torch.ones(len(some)),
+        policy=some, reference=some, proximal=some, teacher=some, values=torch.zeros_like(some),
+        bootstrap=torch.zeros(len(some)), action_values=torch.zeros_like(some) if of_actions else None,
+        square_norms=torch.ones(len(some)),
     )

@@ -18,15 +18,17 @@ def find_models(sections: Mapping[str, Any], notify: Callable[[str], None]) -> N
     """Replace names of models of the hub, and versions of runs (RUN@N), by folders.
 
     Args:
-        sections: with a `model_path`, by their names.
+        sections: that name a model, by the setting in which each does.
     Raises:
         ConfigError: with the command that fetches one.
     """
     for setting, section in sections.items():
-        if section.model_path is not None and (named := named_version(section.model_path)) is not None:
-            section.model_path = str(rebuilt(*named).resolve())
-        elif section.model_path is not None and is_hub_name(section.model_path):
-            section.model_path = _folder(section.model_path, f"{setting}.model_path", notify)
+        key = setting.rpartition(".")[2]
+        path = getattr(section, key)
+        if path is not None and (named := named_version(path)) is not None:
+            setattr(section, key, str(rebuilt(*named).resolve()))
+        elif path is not None and is_hub_name(path):
+            setattr(section, key, _folder(path, setting, notify))
 
 
 def is_hub_name(name: str) -> bool:

@@ -25,7 +25,7 @@ from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
-from streamrl.config.schema import Config, CriticConfig, LoraBase, PolicyConfig, ReferenceConfig
+from streamrl.config.schema import Config, CriticConfig, DistillConfig, LoraBase, PolicyConfig, ReferenceConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
@@ -132,8 +132,8 @@ def check_losses(config: Config) -> None:
     from learner.setup.dry_run import LossSections, run_dry
 
     run_dry(LossSections(
-        config.advantage, config.loss, config.kl, config.reference, config.entropy, config.constraint, config.critic,
-        config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
+        config.advantage, config.loss, config.kl, config.reference, config.distill, config.entropy, config.constraint,
+        config.critic, config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
         steps_per_batch=steps_per_batch(config),
     ))
 
@@ -181,9 +181,12 @@ def check_transports(transports: Sequence[str], device: torch.device) -> None:
         load_transport(name, setting="publish.transports").require(str(device))
 
 
-def models_of(config: Config) -> dict[str, PolicyConfig | ReferenceConfig | CriticConfig]:
-    """The sections that name a model, by their names in the settings."""
-    return {"policy": config.policy, "reference": config.reference, "critic": config.critic}
+def models_of(config: Config) -> dict[str, PolicyConfig | ReferenceConfig | CriticConfig | DistillConfig]:
+    """The sections that name a model, by the setting in which each does."""
+    return {
+        "policy.model_path": config.policy, "reference.model_path": config.reference,
+        "critic.model_path": config.critic, "distill.teacher": config.distill,
+    }
 
 
 def check_keys(config: Config) -> None:
@@ -221,6 +224,10 @@ def check_models(config: Config, notify: Callable[[str], None]) -> None:
     for setting, path in paths.items():
         if path is not None:
             model_config(path, setting=setting)
+    if config.distill.teacher is not None and config.policy.model_path is not None:  # a tiny model is made later
+        from learner.model.teacher import check_teacher
+
+        check_teacher(config.distill.teacher, Path(config.policy.model_path))
 
 
 def _check_tensor_parallel(config: Config) -> None:

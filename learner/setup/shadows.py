@@ -13,7 +13,7 @@ from learner.objective.statistics.shadow import Shadow
 from learner.objective.token_batch import POLICY, PROXIMAL, SQUARE_NORMS, VALUES
 from streamrl.algorithms import SURROGATES, find_surrogate
 from streamrl.config.load import algorithm_preset, group_files
-from streamrl.config.schema import AdvantageConfig, ConstraintConfig, KlConfig, LossConfig
+from streamrl.config.schema import AdvantageConfig, ConstraintConfig, DistillConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 
@@ -27,13 +27,13 @@ MISSING = {
 
 def make_shadows(
     names: Sequence[str], objective: Objective, kl: KlConfig, constraint: ConstraintConfig, *, max_lag: int,
-    num_minibatches: int,
+    num_minibatches: int, distill: DistillConfig | None = None,
 ) -> tuple[Shadow, ...]:
     """Shadows of a run that trains by `objective`.
 
     Args:
         names: presets of configs/algorithm, keys of the table of surrogates, or a user's own surrogates.
-        kl, constraint: of the run; its regularizers are everyone's.
+        kl, constraint, distill: of the run; its regularizers are everyone's.
     Raises:
         ConfigError: an unknown name, one given twice, or an algorithm that needs what this run does not compute.
     """
@@ -44,7 +44,7 @@ def make_shadows(
             # One optimizer step: only the batch's first is compared.
             made = Objective(
                 advantage, loss, max_new_tokens=objective.max_new_tokens, max_lag=max_lag,
-                regularizers=Regularizers(kl, constraint, loss, controls),
+                regularizers=Regularizers(kl, constraint, loss, controls, distill),
             )
         except ConfigError as error:
             raise ConfigError(f"shadow.algorithms={name} cannot be compared here, leave it out: {error}") from error

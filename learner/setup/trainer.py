@@ -25,6 +25,7 @@ from learner.model.optimizer import allocate_moments, make_optimizer, make_sched
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.reference import FrozenPolicy, load_reference
+from learner.model.teacher import load_teacher
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
@@ -54,7 +55,7 @@ def load_trainer(
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
     shadows = make_shadows(
         config.shadow.algorithms, objective, config.kl, config.constraint, max_lag=largest_max_lag(config),
-        num_minibatches=config.learner.num_minibatches,
+        num_minibatches=config.learner.num_minibatches, distill=config.distill,
     )
     networks = load_networks(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
@@ -104,8 +105,8 @@ def make_objective(
     reward_rules.restore(controls.get("scores", {}))
     return Objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights), reward_rules=reward_rules,
-        filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
+        regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights, config.distill),
+        reward_rules=reward_rules, filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
         leave_out=leaves_out(config.learner.skip_zero_advantage, staleness),
     )
 
@@ -159,6 +160,9 @@ def load_networks(
             config.reference, lora, model_dir, policy, ranks, dtype, passes
         ),
         proximal=_proximal(policy, load, lora) if config.loss.anchor == "ewma" else None,
+        teacher=None if config.distill.teacher is None else load_teacher(
+            config.distill.teacher, policy, model_dir, ranks, passes=passes, dtype=dtype
+        ),
     )
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, networks.optimizer, ranks)

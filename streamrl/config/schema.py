@@ -263,6 +263,7 @@ class Config:
     shadow: ShadowConfig = field(default_factory=ShadowConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -211,7 +211,7 @@ class KlConfig:
     coef: float | None = ranged(None, ge=0)
     """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
     cap: float = ranged(2.0, gt=0)
-    """Cap of the KL term's own importance weight (k2_is, advantage without a ratio, constraint.kl_limit)."""
+    """Cap of the KL term's own importance weight (k2_is, constraint.kl_limit; advantage, teacher without a ratio)."""
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
     controller: str = "constant"
@@ -230,6 +230,20 @@ class ReferenceConfig:
     """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
     sync_every_steps: int = ranged(0, ge=0)
     """Replace the reference by the current policy every so many steps; 0 never."""
+
+
+@dataclass
+class DistillConfig:
+    teacher: str | None = None
+    """On-policy distillation: a frozen model with the policy's tokens (a local checkpoint, a name of the model hub, or
+    a version of a run as RUN@N), whose log-probs of what the policy sampled become advantages; null is off."""
+    coef: float = ranged(1.0, gt=0)
+    """Weight of `log teacher - log policy`, the advantage of each token."""
+    center: bool = True
+    """Subtract the batch's mean of `log teacher - log policy`: a baseline, without which nearly every advantage of an
+    untrained student is negative."""
+    reward_weight: float = ranged(1.0, ge=0)
+    """Weight of the advantages by the task's reward beside the teacher's; 0 learns from the teacher alone."""
 
 
 @dataclass

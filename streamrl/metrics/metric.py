@@ -60,6 +60,7 @@ NEEDS = {
     "correction": "`loss.correction`",
     "kl": "`kl.mode`",
     "reference": "`kl.mode` or `constraint.kl_limit`",
+    "distill": "`distill.teacher`",
     "entropy_bonus": "`loss.entropy_coef` > 0 or `entropy.adapt=coef`",
     "clip_high": "`entropy.adapt=clip_high`",
     "shadow": "`shadow.algorithms`",

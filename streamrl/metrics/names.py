@@ -149,6 +149,10 @@ SECTIONS: dict[str, list[Metric]] = {
         ("clip/high", "ratio", "last", "Upper clip distance, if an entropy target moves it.", "clip_high"),
         needs="reference",
     ) + section(
+        ("distill/kl", "nats", "mean", "KL to the teacher, per token."),
+        ("distill/clamped_fraction", "fraction", "mean", "Tokens whose log-ratio to the teacher was clamped."),
+        needs="distill",
+    ) + section(
         ("critic/loss", "loss", "mean", "Value loss per token."),
         ("critic/grad_norm", "norm", "last", "Global gradient norm of the critic before clipping."),
         ("critic/explained_variance", "fraction", "last", "Share of the targets' variance that the critic explains."),

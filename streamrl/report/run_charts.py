@@ -125,6 +125,7 @@ def optimization(record: RunRecord) -> list[Chart]:
         _line(record, "Clipped tokens", "fraction", {"clip/positive": "positive advantage",
                                                      "clip/negative": "negative advantage"}, from_zero=True),
         _line(record, "KL to the reference model", "nats", {"kl/value": "k3"}, unless_zero=True),
+        _line(record, "KL to the teacher", "nats", {"distill/kl": "k3"}, unless_zero=True),
         _line(record, "Weights of the loss", "coefficient", {"kl/coef": "KL", "entropy/coef": "entropy"},
               smoothed=False, unless_zero=True),
         _line(record, "Explained variance of the critic", "fraction", {

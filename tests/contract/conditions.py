@@ -44,6 +44,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "correction": lambda s: s["loss"]["correction"] != "disabled",
     "kl": _kl,
     "reference": lambda s: _kl(s) or s["constraint"]["kl_limit"] is not None,
+    "distill": lambda s: s["distill"]["teacher"] is not None,
     "entropy_bonus": lambda s: s["loss"]["entropy_coef"] > 0 or s["entropy"]["adapt"] == "coef",
     "clip_high": lambda s: s["entropy"]["adapt"] == "clip_high",
     "shadow": lambda s: bool(s["shadow"]["algorithms"]),

@@ -1,4 +1,4 @@
-"""KL, entropy and constraints in real runs: two ranks, a moving reference, weights that move on after a restart."""
+"""KL, entropy, constraints and a teacher in real runs: two ranks, a moving reference, weights that move on."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_
     assert [row["clip/high"] for row in rows] == pytest.approx([0.28 + 0.01 * step for step in range(7)])
     multipliers = [row["constraint/entropy"] for row in rows]
     assert multipliers[0] == 0.0 and multipliers == sorted(multipliers) and len(set(multipliers)) == 7
+
+
+def test_two_ranks_distill_a_teacher_without_any_reward(harness: RunHarness):
+    taught = harness.launch("trainer.num_steps=1", "checkpoint.export_hf=true", "eval.num_samples=0")
+    assert harness.finish(taught, 120) == 0, harness.logs()
+    teacher, harness.run_dir = harness.run_dir / "model", harness.run_dir.with_name("student")
+    run = harness.launch(
+        "algorithm=distill", f"distill.teacher={teacher}", "trainer.num_steps=3", "launch.num_learner_ranks=2",
+        "launch.num_actors=1", "eval.num_samples=0", "policy.optimizer.lr=1e-3",
+    )
+    assert harness.finish(run, 200) == 0, harness.logs()
+    harness.check_metric_keys()
+    rows = [row for row in harness.metrics() if "policy/loss" in row]
+    assert 0 < rows[0]["distill/kl"] < 0.1, "one step of training apart"
+    assert rows[0]["advantage/std"] > 0 and abs(rows[0]["advantage/mean"]) < 0.01, "centered over the batch"

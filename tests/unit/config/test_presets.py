@@ -21,52 +21,54 @@ LOCAL = ("policy.model_path=somewhere",)  # composing reads no model
 RECIPES = [
     "stream_default", "impala", "areal", "prime", "scalerl", "low_bias", "extreme_lag", "dr_grpo", "grpo", "dapo",
     "ppo", "rloo", "reinforce_pp", "vtrace", "retrace", "trajectory_balance",
-    "sao", "single_rollout",
+    "sao", "single_rollout", "distill",
 ]
 
 # Each column of the specification's two tables, in the order of the recipes above; "-" is unset.
 COLUMNS = {
     "advantage.estimator": "group vtrace group group group group group group group group gae group reinforce_pp "
-    "vtrace retrace_v group vtrace group",
+    "vtrace retrace_v group vtrace group group",
     "advantage.baseline": "leave_one_out none group_mean group_mean group_mean opob leave_one_out group_mean "
-    "group_mean group_mean none leave_one_out none none none group_mean none batch",
-    "advantage.scale": "none none std none batch_std none none none std std none none none none none none none none",
-    "advantage.whiten": "none none none none none none none none none none batch none none none none none batch none",
-    "advantage.gamma": " ".join(["1.0"] * 18),
-    "advantage.lam": "1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 0.95 1.0 1.0 1.0 1.0 1.0 1.0 1.0",
-    "advantage.rho_bar": " ".join(["1.0"] * 18),
-    "advantage.c_bar": " ".join(["1.0"] * 18),
-    "advantage.rho_bar_pg": "- 1.0 - - - - - - - - - - - 1.0 - - - -",
-    "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1 8 8 1 8 1",
-    "critic.clip": "- - - - - - - - - - 0.5 - - - - - - -",
+    "group_mean group_mean none leave_one_out none none none group_mean none batch none",
+    "advantage.scale": "none none std none batch_std none none none std std none none none none none none none none "
+    "none",
+    "advantage.whiten": "none none none none none none none none none none batch none none none none none batch none "
+    "none",
+    "advantage.gamma": " ".join(["1.0"] * 19),
+    "advantage.lam": "1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0 0.95 1.0 1.0 1.0 1.0 1.0 1.0 1.0 1.0",
+    "advantage.rho_bar": " ".join(["1.0"] * 19),
+    "advantage.c_bar": " ".join(["1.0"] * 19),
+    "advantage.rho_bar_pg": "- 1.0 - - - - - - - - - - - 1.0 - - - - -",
+    "critic.num_steps": "1 2 1 1 1 1 1 1 1 1 1 1 1 8 8 1 8 1 1",
+    "critic.clip": "- - - - - - - - - - 0.5 - - - - - - - -",
     "loss.surrogate": "ppo_clip reinforce decoupled_ppo dppo_tv cispo seq_tis m2po ppo_clip ppo_clip ppo_clip ppo_clip "
-    "tis ppo_clip reinforce ppo_clip reinforce ppo_clip ppo_clip",
-    "loss.anchor": "- - recomputed - - - - - - - - - - - - - - -",
-    "loss.dual_clip": "3.0 - - - - - - - - - - - - - 3.0 - 3.0 3.0",
-    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 - - - - - -",
-    "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
-    "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - - - - - 0.0001 0.0001",
-    "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - - - - - 100.0 100.0",
-    "loss.opsm_delta": "0.5 - - - - - - - - - - - - 0.05 - - - 0.5",
+    "tis ppo_clip reinforce ppo_clip reinforce ppo_clip ppo_clip tis",
+    "loss.anchor": "- - recomputed - - - - - - - - - - - - - - - -",
+    "loss.dual_clip": "3.0 - - - - - - - - - - - - - 3.0 - 3.0 3.0 -",
+    "loss.cap": "- - 5.0 inf 5.0 8.0 - - - - - 2.0 - - - - - - 2.0",
+    "loss.behavior_penalty": "0.0 0.0 0.0 0.001 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
+    "loss.veto_low": "0.0001 - - - - 0.0001 0.0001 - - - - - - - - - 0.0001 0.0001 -",
+    "loss.veto_high": "100.0 - - - - 100.0 100.0 - - - - - - - - - 100.0 100.0 -",
+    "loss.opsm_delta": "0.5 - - - - - - - - - - - - 0.05 - - - 0.5 -",
     "loss.avg_level": "token-mean token-mean token-mean token-mean prompt-mean seq-mean-token-sum-norm token-mean "
     "seq-mean-token-sum-norm seq-mean-token-mean token-mean token-mean seq-mean-token-sum token-mean token-mean "
-    "token-mean seq-mean-token-sum token-mean token-mean",
-    "loss.correction": " ".join(["disabled"] * 18),
-    "loss.entropy_coef": " ".join(["0.0"] * 18),
-    "kl.mode": "off off off off off off off off k3_is off reward_k1 reward_k1 reward_k1 off off reward_k1 off off",
-    "kl.coef": "- - - - - - - - 0.01 - 0.001 0.001 0.001 - - 0.01 - -",
+    "token-mean seq-mean-token-sum token-mean token-mean token-mean",
+    "loss.correction": " ".join(["disabled"] * 19),
+    "loss.entropy_coef": " ".join(["0.0"] * 19),
+    "kl.mode": "off off off off off off off off k3_is off reward_k1 reward_k1 reward_k1 off off reward_k1 off off off",
+    "kl.coef": "- - - - - - - - 0.01 - 0.001 0.001 0.001 - - 0.01 - - -",
     "filter.zero_std": "True False False True True True True True False True False False "
-    "False False False False False False",
+    "False False False False False False False",
     "filter.truncated": "False False False False False False False False False True False False "
-    "False False False False False False",
-    "overlong.cache_ratio": "0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.2 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
+    "False False False False False False False",
+    "overlong.cache_ratio": "0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.2 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0 0.0",
     "policy.scheduler.ess_rule": "sqrt none none none none sqrt none none none none none none "
-    "none sqrt sqrt none sqrt sqrt",
-    "policy.scheduler.ess_floor": " ".join(["0.1"] * 18),
-    "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1 4 4 4 4 4",
-    "learner.num_minibatches": "1 1 4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1",
-    "learner.num_epochs": " ".join(["1"] * 18),
-    "staleness.num_lookahead_groups": "- - - - - - - - - - - - - - - - - -",
+    "none sqrt sqrt none sqrt sqrt none",
+    "policy.scheduler.ess_floor": " ".join(["0.1"] * 19),
+    "staleness.eta": "4 1 4 8 8 8 64 1 1 1 1 1 1 4 4 4 4 4 1",
+    "learner.num_minibatches": "1 1 4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1",
+    "learner.num_epochs": " ".join(["1"] * 19),
+    "staleness.num_lookahead_groups": "- - - - - - - - - - - - - - - - - - -",
 }
 CLIPS = {  # of the recipes whose surrogate reads them
     "stream_default": (0.2, 0.28), "areal": (0.2, 0.2), "prime": (0.2, 0.2), "extreme_lag": (0.3, 0.5),

@@ -69,7 +69,7 @@ def test_a_data_set_of_a_silent_hub_is_refused_after_one_question(silent):
 
 def test_a_model_of_a_silent_hub_is_refused_after_one_question(silent):
     with pytest.raises(ConfigError, match="cannot be reached from here: run hf download no/such"):
-        find_models({"policy": load_config(["policy.model_path=no/such"]).policy}, notify=pytest.fail)
+        find_models({"policy.model_path": load_config(["policy.model_path=no/such"]).policy}, notify=pytest.fail)
     assert silent.asked.wait(30) and silent.num_asked == 1
 
 

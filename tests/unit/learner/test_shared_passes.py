@@ -108,7 +108,7 @@ def test_a_step_with_a_reference_model_has_the_same_loss_gradients_and_statistic
         )
         one = OneBatch(objective, rows, plan_of(rows), version=5)
         batches = pack(rows, 900, share=share)
-        one.score(policy, batches, reference=reference)
+        one.score(policy, batches, frozen={"reference": reference})
         total = sum(float(one.forward_backward(policy, micro)) for micro in batches)
         found.append((total, [p.grad.clone() for p in policy.parameters()], one.finish().flush(1)))
     (alone, expected, stats), (shared, gradients, shared_stats) = found

@@ -88,7 +88,7 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     )
     one = OneBatch(objective, mine, plan, version=5, ranks=ranks)
     micro_batches = equalize(pack(mine, 40), ranks)
-    one.score(policy, micro_batches, reference=kit.reference)
+    one.score(policy, micro_batches, frozen={"reference": kit.reference})
     loss = sum(float(one.forward_backward(policy, micro)) for micro in micro_batches)
     gradients = {name: whole(p.grad) for name, p in policy.named_parameters() if p.requires_grad}
     result = optimizer_step(policy, kit.optimizer, SCHEDULE, step=step, max_grad_norm=0.5, ranks=ranks)

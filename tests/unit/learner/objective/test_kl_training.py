@@ -130,7 +130,7 @@ def train(
     for step in range(first, first + num_steps):
         one = OneBatch(objective, rows, plan_of(rows, version=START), version=START)
         micro_batches = pack(rows, max_tokens)
-        one.score(policy, micro_batches, reference=reference)
+        one.score(policy, micro_batches, frozen={"reference": reference})
         for micro in micro_batches:
             one.forward_backward(policy, micro)
         optimizer_step(policy, optimizer, Schedule("constant", lr, 100), step=step, max_grad_norm=1.0, ranks=ALONE)

@@ -250,7 +250,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     one = OneBatch(made, rows, plan_of(rows), version=5)
     (micro,) = pack(rows, 10_000)
     frozen = FrozenPolicy(other, name="ewma")
-    one.score(policy, [micro], proximal=frozen)
+    one.score(policy, [micro], frozen={"proximal": frozen})
 
     outputs = one.plan.outputs_of(micro)
     assert torch.equal(outputs.proximal, micro.padded(frozen.score(micro)))

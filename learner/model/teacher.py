@@ -1,0 +1,60 @@
+"""The teacher of on-policy distillation: a frozen model that reads the policy's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.model.config_file import model_config
+from learner.model.policy import Policy, load_policy
+from learner.model.reference import FrozenPolicy
+from learner.ranks.mesh import Ranks
+from streamrl.errors import ConfigError
+
+SETTING = "distill.teacher"
+
+
+def load_teacher(
+    path: str | Path, policy: Policy, model_dir: Path, ranks: Ranks, *, passes: Mapping[str, Any], dtype: torch.dtype
+) -> FrozenPolicy:
+    """The teacher, sharded as the policy is.
+
+    Args:
+        model_dir: where the policy came from, with its tokenizer.
+        passes: how the policy makes them, as `learner.model.policy.pass_options` says.
+    Raises:
+        ConfigError: no such checkpoint, or one with other tokens.
+    """
+    check_teacher(path, model_dir)
+    try:
+        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **passes)
+    except ConfigError as error:
+        raise ConfigError(f"{SETTING}={path}: {error}") from error
+    if model.vocab_size < policy.vocab_size:
+        raise ConfigError(
+            f"{SETTING}={path} has rows for {model.vocab_size} tokens and the policy for {policy.vocab_size}: it could "
+            "not score all that the policy may sample; take a teacher with at least as many."
+        )
+    return FrozenPolicy(model, name="teacher")
+
+
+def check_teacher(path: str | Path, model_dir: Path) -> None:
+    """Raise ConfigError unless each token of the policy's tokenizer is the same one for the teacher."""
+    from transformers import AutoTokenizer
+
+    model_config(path, setting=SETTING)
+    mine, theirs = (AutoTokenizer.from_pretrained(str(folder)).get_vocab() for folder in (model_dir, path))
+    different = [token for token, number in mine.items() if theirs.get(token) != number]
+    if not different:
+        return
+    token = min(different, key=mine.__getitem__)
+    other = theirs.get(token)
+    known = "does not have it" if other is None else f"has it as {other}"
+    raise ConfigError(
+        f"{SETTING}={path} has another tokenizer than the policy ({model_dir}): token {mine[token]} is {token!r} there "
+        f"and the teacher {known} ({len(different)} of {len(mine)} tokens differ). The teacher scores the tokens that "
+        "the policy sampled: take a teacher of the same family."
+    )
