@@ -32,7 +32,7 @@ def load_teacher(
     try:
         model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **passes)
     except ConfigError as error:
-        raise ConfigError(f"{SETTING}={path}: {error}") from error
+        raise ConfigError(f"{SETTING}={path} cannot be the teacher, take another: {error}") from error
     if model.vocab_size < policy.vocab_size:
         raise ConfigError(
             f"{SETTING}={path} has rows for {model.vocab_size} tokens and the policy for {policy.vocab_size}: it could "
