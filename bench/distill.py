@@ -51,8 +51,8 @@ def main() -> int:
     lines = [
         record(
             f"distill.quickstart.{way}", statistics.fmean(found[way]), "steps", "lower", found[way],
-            {"score": arguments.score, "every": arguments.every, "most": steps, "lr": arguments.lr, "warm": arguments.warm,
-             "teacher": teacher, "evaluations": scores[way],
+            {"score": arguments.score, "every": arguments.every, "most": steps, "lr": arguments.lr,
+             "warm": arguments.warm, "teacher": teacher, "evaluations": scores[way],
              "value": "mean over the seeds; a run that did not get there counts as `most`"},
             goal={"id": "R-distill", "op": "<=", "value": min(found["rl"])} if way == "distill" else None,
             seed=arguments.seed,
