@@ -40,7 +40,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_killed_hub_is_treated_like_a_killed_learner_under_launch": "a launched run, restarted",
     },
     "flow/test_killed_launcher.py": "eight launched runs, killed at moments of their start",
-    "flow/test_kl_runs.py": "two launched runs of two ranks",
+    "flow/test_kl_runs.py": "three launched runs of two ranks",
     "flow/test_launch.py": {
         "test_a_dead_actor_is_restarted": "a run of 150 steps",
         "test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume[at start]":
