@@ -34,8 +34,8 @@ def main() -> int:
     scores: dict[str, list[list[float]]] = {"distill": [], "rl": []}
     with tempfile.TemporaryDirectory() as folder:
         models = f"policy.tiny.cache_dir={folder}/models"
-        _, taught = run_until(1.0, [models, "checkpoint.export_hf=true"], Path(folder) / "teacher", 200, 200)
-        teacher = [row["eval/score"] for row in taught.rows if "eval/score" in row][-1]
+        _, done = run_until(1.0, [models, "checkpoint.export_hf=true"], Path(folder) / "teacher", 200, 200)
+        teacher = [row["eval/score"] for row in done.rows if "eval/score" in row][-1]
         ways = {"distill": ["algorithm=distill", f"distill.teacher={folder}/teacher/model"], "rl": []}
         for seed in range(arguments.seed + 1, arguments.seed + 1 + repeats):
             student = [models, f"run.seed={seed}", f"policy.tiny.num_warm_start_steps={arguments.warm}",

@@ -20,14 +20,14 @@ from tests.flow.processes import SMALL
 from tests.flow.test_adaptive_staleness import FORCED
 from tests.flow.test_critic import MORE_METRICS, WITH_CRITIC
 from tests.flow.test_diagnosis import PHASED
-from tests.flow.test_kl_runs import PULLED, TAUGHT
+from tests.flow.test_kl_runs import PULLED, DISTILLED
 
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "test_launch": (),
     "test_critic": (*WITH_CRITIC, *MORE_METRICS),
     "test_kl_runs": PULLED,
-    "test_kl_runs distill": TAUGHT,
+    "test_kl_runs distill": DISTILLED,
     "test_diagnosis": PHASED,
     "test_adaptive_staleness": ("staleness.mode=reweight", "staleness.max_lag=0", "staleness.eta=3"),
     "test_adaptive_staleness forced": FORCED,

@@ -18,7 +18,7 @@ PULLED = (
     "checkpoint.every_steps=2", "eval.num_samples=0", "policy.optimizer.lr=1e-3", "hub.heartbeat_s=0.2",
 )
 
-TAUGHT = (
+DISTILLED = (
     "algorithm=distill", "distill.teacher=elsewhere", "trainer.num_steps=4", "launch.num_learner_ranks=2",
     "launch.num_actors=1", "eval.num_samples=0", "policy.optimizer.lr=2e-3", "hub.heartbeat_s=0.2",
 )
@@ -50,7 +50,7 @@ def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_
 def test_two_ranks_distill_a_teacher_without_any_reward(harness: RunHarness):
     task = task_of(load_config(["experiment=quickstart"]))
     teacher = prepare_tiny_model(harness.path, task, num_warm_start_steps=40, stop_at=1.0, seed=5)
-    run = harness.launch(*TAUGHT, f"distill.teacher={teacher}")
+    run = harness.launch(*DISTILLED, f"distill.teacher={teacher}")
     assert harness.finish(run, 200) == 0, harness.logs()
     harness.check_metric_keys()
     rows = [row for row in harness.metrics() if "policy/loss" in row]
