@@ -20,7 +20,7 @@ from tests.flow.processes import SMALL
 from tests.flow.test_adaptive_staleness import FORCED
 from tests.flow.test_critic import MORE_METRICS, WITH_CRITIC
 from tests.flow.test_diagnosis import PHASED
-from tests.flow.test_kl_runs import PULLED, DISTILLED
+from tests.flow.test_kl_runs import DISTILLED, PULLED
 
 ROOT = Path(__file__).parents[2]
 RUNS = {
