@@ -23,6 +23,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
+  streamrl serve MODEL_OR_RUN                     serve it to agents and harnesses, as OpenAI and Anthropic do
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl tasks [WORD ...]                       the tasks that come with it, and their options
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
@@ -81,7 +82,7 @@ streamrl report FOLDER                  index.html of all runs in a folder, and 
 PROGRAMS = {
     "learner": "learner", "at": "learner.replay.at", "what-if": "learner.replay.what_if",
     "verify": "learner.replay.verify", "blame": "learner.replay.blame", "bisect": "learner.replay.bisect",
-    "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat",
+    "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat", "serve": "actors.serve",
     "reward-model": "actors.reward_model", "tasks": "envs.catalog",
 }
 """Command -> the module that this process becomes."""

@@ -26,7 +26,7 @@ from actors.endpoint.form import Body, Form, ruled
 from actors.endpoint.messages_json import MESSAGES, error_json
 from actors.endpoint.messages_json import options as message_options
 from actors.endpoint.responses_json import RESPONSES
-from actors.endpoint.sessions import Answer, Session, Sessions
+from actors.endpoint.sessions import Answer, Keys, Session
 from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.rules import PromptTooLongError
 from envs.reward_values import as_step
@@ -58,7 +58,7 @@ class _Asker:
         return self.request.transport is None or self.request.transport.is_closing()
 
 
-async def serve(sessions: Sessions, host: str, port: int) -> tuple[web.AppRunner, int]:
+async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had."""
     server = _Server(sessions)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
@@ -96,7 +96,7 @@ async def _errors(
 
 
 class _Server:
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Keys) -> None:
         self._sessions = sessions
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -106,6 +106,8 @@ class _Server:
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         session, (given, _) = self._session(request), await _body(request)
+        if not session.recorded:
+            raise ApiError(404, "invalid_request", "nothing is trained here: leave the reward out")
         try:
             as_step(given, "POST /v1/reward")
         except TaskError as error:
@@ -116,6 +118,8 @@ class _Server:
     async def ask(self, form: Form, request: web.Request) -> web.StreamResponse:
         session, (body, raw) = self._session(request), await _body(request)
         options = _options(form.options, body, session)
+        if not session.recorded:
+            options["train"] = False
         changed = ruled(options, session.client.sampling)
         marked = request.headers.get(REPEATED, "0") != "0"
         answer = session.ask(request.path.encode() + raw, options, _Asker(request), marked=marked)
@@ -145,8 +149,8 @@ class _Server:
         if any(self._sessions.is_over(key) for key in keys):
             _raise_over()
         raise ApiError(
-            401, "invalid_api_key", "this key names no session: take OPENAI_API_KEY as the agent got it, and the "
-            "OPENAI_BASE_URL that came with it"
+            401, "invalid_api_key", "this key names no session: an agent must take OPENAI_API_KEY as it got it, "
+            "with the OPENAI_BASE_URL that came with it; streamrl serve takes its --api-key"
         )
 
 

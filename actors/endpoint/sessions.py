@@ -39,6 +39,14 @@ class SessionClient(Protocol):
     def count(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> int: ...
 
 
+class Keys(Protocol):
+    """What a server asks: `Sessions`, or those of `streamrl serve`."""
+
+    def get(self, key: str) -> Session | None: ...
+
+    def is_over(self, key: str) -> bool: ...
+
+
 class Asker(Protocol):
     """Tells whether the client that asked is still there."""
 
@@ -62,7 +70,12 @@ class Answer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session(AgentSession):
+    """Attributes:
+        recorded: whether calls are turns of a trajectory.
+    """
+
     client: SessionClient
+    recorded: bool = True
     over: bool = False
     answers: dict[bytes, Answer] = field(default_factory=dict)
     conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -1,0 +1,73 @@
+"""streamrl serve MODEL_OR_RUN [--host HOST] [--port PORT] [--api-key KEY] [key=value ...]
+
+Serve a model to agents and evaluation harnesses, without a learner: a run, as runs/quickstart-001, one of its versions,
+as runs/quickstart-001@40, or a Hugging Face checkpoint. In the forms of OpenAI (chat completions, responses), Anthropic
+(messages) and vLLM (token ids in and out):
+
+  streamrl serve runs/quickstart-001 --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hello"}]}'
+
+Without --api-key, or STREAMRL_API_KEY in the environment, this machine alone may connect and every key is taken; with
+another --host a key is made and printed. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from actors.endpoint.server import serve
+from actors.local_policy import local_config, open_policy
+from actors.serve.session import served
+from streamrl.commands import exit_at_once, status_of
+from streamrl.config.addresses import is_loopback
+from streamrl.errors import ConfigError
+
+
+async def run(source: str, words: Sequence[str], host: str, port: int, key: str | None) -> int:
+    config = local_config(source, words)
+    print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
+    policy = await open_policy(config)
+    try:
+        sessions = served(config, policy, key)
+        try:
+            runner, port = await serve(sessions, host.strip("[]"), port)
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port} cannot be had, take --port 0: {error}") from error
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        print(f"serving {source} at http://{host}:{port}/v1", flush=True)
+        print(f"for Anthropic's clients http://{host}:{port}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        await ended.wait()
+        await runner.cleanup()
+    finally:
+        await policy.engine.close()
+    return 0
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="streamrl serve", usage=argparse.SUPPRESS, description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="MODEL_OR_RUN", help="a run, RUN@VERSION, or a Hugging Face checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--api-key", default=os.environ.get("STREAMRL_API_KEY"), help="the only key that is taken")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings, as rollout.max_prompt_tokens=4096")
+    given = parser.parse_intermixed_args(words)
+    key = given.api_key or None
+    if key is None and not is_loopback(f"tcp://{given.host}:{given.port}"):
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        print(f"api key: {key}", flush=True)
+    return status_of(lambda: asyncio.run(run(given.source, given.words, given.host, given.port, key)))
+
+
+if __name__ == "__main__":
+    exit_at_once(main(sys.argv[1:]))
